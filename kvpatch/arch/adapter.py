@@ -1,0 +1,99 @@
+"""What an adapter says: where an architecture differs, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import KVPatchError
+
+
+class Adapter:
+    """One architecture. Subclass it, fill in what differs, and hand an instance to `register_arch`.
+
+    name: what `architectures()` lists. classes: qualified names of the attention modules it serves, as
+    "package.module.ClassName"; their forward must find the cache among its arguments and return (output, weights).
+    """
+
+    name: ClassVar[str]
+    classes: ClassVar[tuple[str, ...]]
+    summary: ClassVar[str] = ""
+
+    def project(self, attn: nn.Module, hidden_BQE: Tensor, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B,H*G,Q,D] and keys, values [B,H,Q,D] with positions applied. `call`: the forward's arguments."""
+        raise NotImplementedError
+
+    def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
+        """The output projection."""
+        raise NotImplementedError
+
+    def scale(self, attn: nn.Module) -> float:
+        """What logits are multiplied with."""
+        return attn.scaling  # type: ignore[return-value]
+
+    def slopes(self, attn: nn.Module) -> Tensor | None:
+        """ALiBi slopes [H*G] on any device, added as slope * (i - t); None for other positions."""
+        return None
+
+    def sliding(self, attn: nn.Module) -> int | None:
+        """Tokens that a query sees, itself included; None for all."""
+        return None
+
+    def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
+        """KV heads H and head size D of the module."""
+        raise NotImplementedError
+
+    def max_positions(self, config: Any) -> int | None:
+        """Positions that the model has at all, or None where they go on."""
+        return None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise KVPatchError for a configuration that this adapter does not serve."""
+
+
+def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
+    """[B,Q,heads*D] -> a view [B,heads,Q,D]."""
+    return tensor_BQE.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def source_module(attn: nn.Module) -> Any:
+    """The module that defines the attention class: the home of its rotary functions."""
+    return sys.modules[type(attn).__module__]
+
+
+REGISTRY: dict[str, Adapter] = {}
+
+
+def register_arch(adapter: Adapter) -> None:
+    """Teach `patched` another architecture.
+
+    Raises:
+        KVPatchError: `adapter` is no Adapter instance, or a class it names is served already.
+    """
+    if not isinstance(adapter, Adapter):
+        raise KVPatchError("register_arch takes an instance of a kvpatch.arch.Adapter subclass, as in MyAdapter().")
+    for qualified in adapter.classes:
+        if qualified in REGISTRY:
+            raise KVPatchError(f"{qualified} is served by the adapter {REGISTRY[qualified].name!r} already.")
+    REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
+
+
+def architectures() -> tuple[str, ...]:
+    """Names of all architectures with an adapter."""
+    return tuple(dict.fromkeys(adapter.name for adapter in REGISTRY.values()))
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """The adapter that serves `module`, or None where it is no known attention module."""
+    return REGISTRY.get(f"{type(module).__module__}.{type(module).__qualname__}")
+
+
+def dtype_bytes(model: nn.Module) -> int:
+    """Bytes of one number of the model's activations: its first floating-point parameter's."""
+    for parameter in model.parameters():
+        if parameter.dtype.is_floating_point:
+            return parameter.dtype.itemsize
+    return torch.get_default_dtype().itemsize

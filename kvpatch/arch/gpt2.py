@@ -1,0 +1,37 @@
+"""GPT-2 and Cerebras-GPT: learned positions, added to the hidden state before attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import KVPatchError
+from .adapter import Adapter, heads_first
+
+
+class GPT2Adapter(Adapter):
+    name = "gpt2"
+    summary = "GPT-2 and Cerebras-GPT: learned positions"
+    classes = ("transformers.models.gpt2.modeling_gpt2.GPT2Attention",)
+
+    def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (heads_first(t, attn.head_dim) for t in attn.c_attn(hidden_BQE).split(attn.split_size, dim=2))
+        return q, k, v
+
+    def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
+        return attn.resid_dropout(attn.c_proj(y_BQE))
+
+    def scale(self, attn: Any) -> float:
+        scale = attn.head_dim**-0.5 if attn.scale_attn_weights else 1.0
+        return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        return attn.num_heads, attn.head_dim
+
+    def max_positions(self, config: Any) -> int | None:
+        return config.max_position_embeddings
+
+    def check(self, model: nn.Module) -> None:
+        if getattr(model.config, "add_cross_attention", False):
+            raise KVPatchError("This GPT-2 has cross-attention layers (add_cross_attention=True): kvpatch serves decoders.")

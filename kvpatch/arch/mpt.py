@@ -1,0 +1,35 @@
+"""MPT: ALiBi, one fused projection that may be clipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .adapter import Adapter, heads_first, source_module
+
+
+class MptAdapter(Adapter):
+    name = "mpt"
+    summary = "MPT: ALiBi"
+    classes = ("transformers.models.mpt.modeling_mpt.MptAttention",)
+
+    def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = attn.Wqkv(hidden_BQE)
+        if attn.clip_qkv:
+            qkv = qkv.clamp(-attn.clip_qkv, attn.clip_qkv)
+        q, k, v = (heads_first(t, attn.head_dim) for t in qkv.chunk(3, dim=2))
+        return q, k, v
+
+    def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
+        return attn.out_proj(y_BQE)
+
+    def scale(self, attn: Any) -> float:
+        return attn.softmax_scale
+
+    def slopes(self, attn: Any) -> Tensor | None:
+        # the model's own table for two tokens: the older one's bias is minus the slope
+        return -source_module(attn).build_mpt_alibi_tensor(attn.n_heads, 2)[:, 0, 0]
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        return attn.n_heads, attn.head_dim

@@ -1,0 +1,306 @@
+"""Attention and its statistics in plain torch, on any device and dtype. No tensor here is n x n.
+
+A prompt is Q query columns against `past` columns that came before and the Q columns themselves: row r sees columns
+0 .. past + r, minus what is empty and what has left the sliding window.
+
+Statistics are made of probabilities a[t,i], recomputed for a block of rows at a time: from attention's own log-sum-exp
+where the kernel returns it (a = exp(x - lse)), else by a softmax over the block's rows. Up to FUSED keys on the CPU one
+pass over such blocks is cheaper than a flash kernel followed by a second Q K^T, so it makes the output too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from ..policies.scores import accumulator
+
+FUSED = 4096  # keys: beyond it the log-sum-exp path is faster on the CPU (see docs of tools/bench.py)
+CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
+DEVICE_BLOCK = 1 << 26  # and elsewhere: 256 MiB
+MASK_BLOCK = 1 << 22  # entries of an explicit mask
+
+
+@dataclass
+class Keys:
+    """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
+    prompt are its own tokens; `past` columns come before them, in text order if `ordered`."""
+
+    k_BHTD: Tensor
+    v_BHTD: Tensor
+    positions_BHT: Tensor
+    holes: bool
+    past: int
+    ordered: bool
+
+
+@dataclass
+class Geometry:
+    """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens."""
+
+    scale: float
+    slopes_HG: Tensor | None
+    sliding: int | None
+
+
+@dataclass
+class Rows:
+    """Probabilities of rows [start, stop) of heads [n0, n1) of the flattened [B*H], over key columns [lo, hi)."""
+
+    n0: int
+    n1: int
+    start: int
+    stop: int
+    lo: int
+    hi: int
+    p_NGRM: Tensor
+    keys_NR: Tensor | None
+
+
+Observer = Callable[[Rows], None]
+
+
+def prompt(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, observer: Observer | None = None, count: bool = False
+) -> Tensor:
+    """Exact attention of a prompt, [B,H,G,Q,D]; every row's probabilities go through `observer`, a block at a time.
+
+    rows_BQ: positions of the queries, -1 for padding. count: `Rows.keys_NR` is wanted.
+    """
+    differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
+    if observer is None:
+        return _attend(q_BHGQD, keys, rows_BQ, geometry, differentiable)[0]
+    on_cpu = q_BHGQD.device.type == "cpu"
+    full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
+    if on_cpu and full_precision and not differentiable and keys.k_BHTD.shape[2] <= FUSED:
+        out = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format)
+        _observe(q_BHGQD, keys, rows_BQ, geometry, None, observer, count, out)
+        return out
+    out, lse = _attend(q_BHGQD, keys, rows_BQ, geometry, differentiable)
+    with torch.no_grad():
+        _observe(q_BHGQD, keys, rows_BQ, geometry, lse, observer, count, None)
+    return out
+
+
+# ---- attention ----
+
+
+def _attend(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, differentiable: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, where a kernel returns it under the same logits, the log-sum-exp [B,H,G,Q]."""
+    B, H, G, Q, _ = q_BHGQD.shape
+    square = keys.past == 0 and (geometry.sliding is None or geometry.sliding >= Q)
+    q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
+    if square and q.device.type == "cpu" and not differentiable:
+        bias = _key_bias(keys, geometry, q.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, keys.k_BHTD, keys.v_BHTD, 0.0, True, attn_mask=bias, scale=geometry.scale
+        )
+        lse = rearrange(lse, "b (h g) q -> b h g q", g=G)
+        # with ALiBi the log-sum-exp is relative to one far token: too coarse to be subtracted from
+        return rearrange(out, "b (h g) q d -> b h g q d", g=G), lse if geometry.slopes_HG is None else None
+    if square and not keys.holes and geometry.slopes_HG is None:
+        out = F.scaled_dot_product_attention(
+            q, keys.k_BHTD, keys.v_BHTD, is_causal=True, scale=geometry.scale, enable_gqa=G > 1
+        )
+        return rearrange(out, "b (h g) q d -> b h g q d", g=G), None
+    return _attend_masked(q_BHGQD, keys, rows_BQ, geometry), None
+
+
+def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
+    """What is added to a key's logit whatever the query: [B|1,H*G|1,1,T], or None."""
+    if not keys.holes and geometry.slopes_HG is None:
+        return None
+    positions_BT = keys.positions_BHT[:, 0]
+    bias = torch.zeros(positions_BT.shape, dtype=accumulator(dtype), device=positions_BT.device)[:, None, None]
+    if geometry.slopes_HG is not None:
+        age = positions_BT - positions_BT.amax(-1, keepdim=True)
+        bias = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype) * age[:, None, None]
+    return bias.masked_fill(positions_BT[:, None, None] < 0, -torch.inf) if keys.holes else bias
+
+
+def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
+    """scaled_dot_product_attention over blocks of rows with an explicit mask of at most MASK_BLOCK entries."""
+    B, H, G, Q, _ = q_BHGQD.shape
+    k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
+    if geometry.slopes_HG is not None:  # a half cannot hold ALiBi's bias
+        q_BHGQD, k_BHTD, v_BHTD = (t.to(accumulator(dtype)) for t in (q_BHGQD, k_BHTD, v_BHTD))
+    heads = H * G if geometry.slopes_HG is not None else (1 if keys.past == 0 else H)
+    size = max(MASK_BLOCK // (B * heads * keys.k_BHTD.shape[2]), 1)
+    outs = []
+    for start in range(0, Q, size):
+        stop = min(start + size, Q)
+        lo, hi = _columns(keys, geometry, start, stop)
+        visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)
+        q = rearrange(q_BHGQD[:, :, :, start:stop], "b h g r d -> b (h g) r d")
+        if geometry.slopes_HG is None:
+            mask = visible if visible.shape[1] == 1 else visible.repeat_interleave(G, 1)
+        else:
+            age = keys.positions_BHT[:, :, None, lo:hi] - rows_BQ[:, None, start:stop, None]
+            bias = geometry.slopes_HG[None, :, :, None, None].to(q.dtype) * age[:, :, None]
+            mask = rearrange(bias.masked_fill(~visible[:, :, None], -torch.inf), "b h g r m -> b (h g) r m")
+        k, v = k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale, enable_gqa=G > 1)
+        outs.append(rearrange(out, "b (h g) r d -> b h g r d", g=G))
+    return torch.cat(outs, 3).to(dtype)
+
+
+def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
+    """Key columns that rows [start, stop) can see at all."""
+    lo = 0
+    if geometry.sliding is not None and keys.ordered:
+        lo = max(keys.past + start - geometry.sliding + 1, 0)
+    return lo, keys.past + stop
+
+
+def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
+    """bool [B,1|H,R,M]; every row sees itself, so that padding gives no NaN."""
+    positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
+    positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
+    column = torch.arange(lo, hi, device=rows.device)
+    row = keys.past + torch.arange(start, stop, device=rows.device)[:, None]
+    visible = (column <= row) & (positions >= 0)
+    if geometry.sliding is not None:
+        visible = visible & (rows - positions < geometry.sliding)
+    return visible | (column == row)
+
+
+# ---- statistics ----
+
+
+def _observe(
+    q_BHGQD: Tensor,
+    keys: Keys,
+    rows_BQ: Tensor,
+    geometry: Geometry,
+    lse: Tensor | None,
+    observer: Observer,
+    count: bool,
+    out: Tensor | None,
+) -> None:
+    """Hand every row's probabilities to `observer`; write p V into `out` where it is given."""
+    B, H, G, Q, _ = q_BHGQD.shape
+    T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
+    on_cpu = q_BHGQD.device.type == "cpu"
+    budget = CPU_BLOCK if on_cpu else DEVICE_BLOCK
+    heads = 1 if on_cpu else max(1, min(B * H, budget // (G * 64 * T)))
+    q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
+    lse_NGQ = None if lse is None else lse.flatten(0, 1)
+    out_NGQD = None if out is None else out.view(B * H, G, Q, -1)
+    mask = _Mask(keys, rows_BQ, geometry)
+    for n0 in range(0, B * H, heads):
+        n1 = min(n0 + heads, B * H)
+        q, kt, v = q_NGQD[n0:n1].to(dtype), k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
+        for start, stop in _row_blocks(Q, keys.past, budget // ((n1 - n0) * G)):
+            lo, hi = _columns(keys, geometry, start, stop)
+            rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
+            if lse_NGQ is None:
+                x = torch.bmm(rows, kt[:, :, lo:hi]).mul_(geometry.scale)
+            else:
+                minus = -rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1").to(dtype)
+                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi], alpha=geometry.scale)
+            x = rearrange(x, "n (g r) m -> n g r m", g=G)
+            mask.apply(x, n0, n1, start, stop, lo, hi)
+            seen = (x[:, 0] > -torch.inf).sum(-1) if count else None
+            p = x.softmax(-1) if lse_NGQ is None else x.exp_()
+            mask.zero_padding(p, n0, n1, start, stop)
+            if out_NGQD is not None:
+                block = torch.bmm(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi])
+                out_NGQD[n0:n1, :, start:stop] = rearrange(block, "n (g r) d -> n g r d", g=G)
+            observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
+
+
+def _row_blocks(Q: int, past: int, entries: int) -> Iterator[tuple[int, int]]:
+    """Blocks of rows whose probabilities are about `entries` numbers: taller at the top of the triangle."""
+    start = 0
+    while start < Q:
+        stop = min(Q, start + max(16, min(256, entries // (past + start + 128))))
+        yield start, stop
+        start = stop
+
+
+class _Mask:
+    """Adds ALiBi and -inf to blocks of logits."""
+
+    def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> None:
+        self.keys, self.geometry = keys, geometry
+        B, H, _ = keys.positions_BHT.shape
+        self.padded = keys.holes
+        self.positions_NT = keys.positions_BHT.flatten(0, 1)
+        self.rows_NQ = rows_BQ[:, None].expand(B, H, -1).flatten(0, 1)
+        if geometry.slopes_HG is not None:
+            self.slopes_NG = geometry.slopes_HG.repeat(B, 1)
+
+    def apply(self, x_NGRM: Tensor, n0: int, n1: int, start: int, stop: int, lo: int, hi: int) -> None:
+        R = stop - start
+        positions = self.positions_NT[n0:n1, None, None, lo:hi]
+        if self.geometry.slopes_HG is not None:
+            # relative to the block's last row, so that large distances do not cancel
+            age = positions - self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
+            x_NGRM += self.slopes_NG[n0:n1, :, None, None].to(x_NGRM.dtype) * age
+        future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
+        x_NGRM[..., -R:].masked_fill_(future, -torch.inf)
+        if self.padded:
+            x_NGRM.masked_fill_(positions < 0, -torch.inf)
+        if self.geometry.sliding is not None:
+            gone = self.rows_NQ[n0:n1, None, start:stop, None] - positions >= self.geometry.sliding
+            x_NGRM.masked_fill_(gone, -torch.inf)
+
+    def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
+        """A row of padding is no row: its probabilities (NaN, where it sees nothing) become zero."""
+        if self.padded:
+            p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
+
+
+def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Tensor:
+    """Probabilities [B,H,G,W,T] of a few rows at positions rows_BW (-1: no row, all zero) over all keys."""
+    dtype = accumulator(q_BHGWD.dtype)
+    x = torch.einsum("bhgwd,bhtd->bhgwt", q_BHGWD.to(dtype), keys.k_BHTD.to(dtype)) * geometry.scale
+    positions, rows = keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None]
+    if geometry.slopes_HG is not None:
+        x = x + geometry.slopes_HG[None, :, :, None, None].to(dtype) * (positions - rows)
+    visible = (positions >= 0) & (positions <= rows)
+    if geometry.sliding is not None:
+        visible = visible & (rows - positions < geometry.sliding)
+    return x.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(rows < 0, 0.0)
+
+
+# ---- decode ----
+
+
+def step(
+    q_BHGD: Tensor, keys: Keys, newest_B11: Tensor, geometry: Geometry, probabilities: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T]."""
+    bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
+    exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
+    out = None
+    if exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
+        out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
+        if not probabilities:
+            return out, None
+    x = torch.matmul(q_BHGD, keys.k_BHTD.transpose(-1, -2)).to(accumulator(q_BHGD.dtype)).mul_(geometry.scale)
+    p = (x if bias is None else x.add_(bias)).softmax(-1)
+    return torch.matmul(p.to(q_BHGD.dtype), keys.v_BHTD) if out is None else out, p
+
+
+def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
+    """[B,H,1|G,T] to add to the logits, or None where every slot counts as it is."""
+    if not keys.holes and geometry.slopes_HG is None and geometry.sliding is None:
+        return None
+    positions = keys.positions_BHT
+    if geometry.slopes_HG is None:
+        bias = torch.zeros(positions.shape, dtype=dtype, device=positions.device)[:, :, None]
+    else:
+        bias = geometry.slopes_HG[None, :, :, None].to(accumulator(dtype)) * (positions - newest_B11)[:, :, None]
+    if keys.holes:
+        bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
+    if geometry.sliding is not None:
+        bias = bias.masked_fill((newest_B11 - positions >= geometry.sliding)[:, :, None], -torch.inf)
+    return bias

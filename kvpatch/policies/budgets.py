@@ -1,0 +1,93 @@
+"""`k` and protected sizes become ints here, once, at the door.
+
+Shares are rounded down as `floor(share * n + 1e-6)`, so that 0.29 of 100 is 29.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import KVPatchError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+_WANTED = (
+    "Give a share of the prompt such as k=0.5, a number of tokens such as k=1024, a size such as k='2GiB', or a list "
+    "with one of these per layer."
+)
+
+
+def share(value: int | float, of: int) -> int:
+    """Tokens: an int as it is, a float as that share of `of` tokens."""
+    return value if isinstance(value, int) else math.floor(value * of + 1e-6)
+
+
+def parse_bytes(text: str) -> int | None:
+    """Bytes of a size such as "512MB" or "2GiB"; None where `text` is no size."""
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].upper() not in _UNITS:
+        return None
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def check_k(k: object, where: str = "k") -> None:
+    """Raise KVPatchError unless `k` is one valid budget (not a list)."""
+    if isinstance(k, bool) or not isinstance(k, int | float | str):
+        raise KVPatchError(f"{where}={k!r} is not a budget. {_WANTED}")
+    if isinstance(k, str):
+        if not parse_bytes(k):
+            raise KVPatchError(f"{where}={k!r} is not a size (a number and one of {', '.join(_UNITS)}). {_WANTED}")
+    elif isinstance(k, int):
+        if k < 1:
+            raise KVPatchError(f"{where}={k} tokens keeps nothing: it must be at least 1. {_WANTED}")
+    elif not 0.0 < k <= 1.0:  # NaN fails this too
+        raise KVPatchError(f"{where}={k} is not a share in (0, 1]. {_WANTED}")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the user asked for, one entry per layer. Made by `Budget.parse`; `tokens` resolves it for one row."""
+
+    per_layer: tuple[int | float, ...]
+
+    @classmethod
+    def parse(cls, k: object, *, n_layers: int, bytes_per_token: int) -> Budget:
+        """Check `k` and turn sizes into tokens.
+
+        Args:
+            k: float, int, size string, or a sequence of `n_layers` of them.
+            n_layers: decoder layers of the model.
+            bytes_per_token: bytes of the keys and values of one token in one layer (all KV heads).
+
+        Raises:
+            KVPatchError: anything else.
+        """
+        if isinstance(k, Sequence) and not isinstance(k, str):
+            if len(k) != n_layers:
+                raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
+            for i, entry in enumerate(k):
+                check_k(entry, f"k[{i}]")
+            return cls(tuple(_tokens(entry, bytes_per_token) for entry in k))
+        check_k(k)
+        return cls((_tokens(k, bytes_per_token * n_layers),) * n_layers)  # type: ignore[arg-type]
+
+    def evicts(self, layer: int) -> bool:
+        """False where this layer's budget is the float 1.0, which never evicts, however long the text."""
+        return not (isinstance(self.per_layer[layer], float) and self.per_layer[layer] == 1.0)
+
+    def tokens(self, layer: int, n: int) -> int:
+        """Tokens that one KV head of `layer` may keep for a row whose prompt has `n` tokens; at least 1."""
+        return max(1, share(self.per_layer[layer], n))
+
+
+def _tokens(k: int | float | str, bytes_per_token: int) -> int | float:
+    if not isinstance(k, str):
+        return k
+    size = parse_bytes(k)
+    assert size is not None  # check_k has passed
+    if size < bytes_per_token:
+        raise KVPatchError(f"k={k!r} holds no token: one token of this model takes {bytes_per_token} bytes.")
+    return size // bytes_per_token

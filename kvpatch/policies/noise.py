@@ -1,0 +1,49 @@
+"""Random numbers as a function of what they belong to.
+
+A draw is a hash of (seed, layer, head, query position, key position) instead of the next number of a stream. So a token
+keeps its number wherever it lies in memory, in whatever order rows, heads and blocks are computed, after beams are
+reordered and when steps are rolled back; a row of a padded batch draws what it draws alone; no generator state has to be
+saved. Rows of a batch share their draws, position by position.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+GUMBEL_MEAN, GUMBEL_STD = 0.5772, 1.2825
+_MASK = 0xFFFFFFFF
+
+
+def _mix(h: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on int64 tensors (the low 32 bits of a wrapped product are exact)."""
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & _MASK
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & _MASK
+    return h ^ (h >> 16)
+
+
+def uniform(seed: int, layer: int, head: Tensor, query: Tensor | int, key: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), float32, of the broadcast shape of `head`, `query` and `key` (int64 tensors).
+
+    `query` is the position of the query that draws, -1 for a draw that belongs to the key alone.
+    """
+    start = (seed * 0x9E3779B1 + layer * 0x7FEB352D + 0x165667B1) & _MASK
+    h = _mix((head * 0x27D4EB2F + start) & _MASK)
+    h = _mix(h ^ ((query * 0x2C1B3C6D + 0x297A2D39) & _MASK))
+    h = _mix(h ^ ((key * 0x1B873593 + 0x52DCE729) & _MASK))
+    # 23 bits and a half: the largest value is still below one in float32
+    return ((h >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def gumbel(u: Tensor) -> Tensor:
+    """Standard Gumbel from uniform: mean 0.5772, standard deviation 1.2825."""
+    return -torch.log(-torch.log(u))
+
+
+def gaussian(u: Tensor) -> Tensor:
+    """A normal variable with the standard Gumbel's mean and standard deviation."""
+    return GUMBEL_MEAN + GUMBEL_STD * math.sqrt(2.0) * torch.erfinv(2.0 * u - 1.0)

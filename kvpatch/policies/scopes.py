@@ -1,0 +1,126 @@
+"""Which tokens may be evicted at all? Protection is a boolean mask; its sizes are clamped inside the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .budgets import share
+from .scores import Limits, Moment, Score
+from .selection import in_top, order
+
+
+def check_size(name: str, value: object) -> None:
+    """A protected size is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value:
+        raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
+    if isinstance(value, float) and value > 1.0:
+        raise KVPatchError(f"{name}={value!r} is more than the whole budget; write {int(value)} for {int(value)} tokens.")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Protects the first `sinks` tokens, the `recent` newest ones, and the user's own.
+
+    sinks: tokens. recent: tokens (int) or a share of the budget (float). protect: a boolean mask over the prompt's
+    columns ([n] or [B,n]), or token ids (ints) that are protected wherever they occur in the prompt.
+    """
+
+    sinks: int = 0
+    recent: int | float = 0
+    protect: Any = None
+    statistics: ClassVar[tuple[str, ...]] = ()
+
+    def check(self) -> None:
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise KVPatchError(f"sinks={self.sinks!r} must be a number of tokens, 0 or more.")
+        check_size("recent", self.recent)
+        if self.protect is not None:
+            protect_tensor(self.protect)
+
+    @property
+    def deviation(self) -> int | float:
+        """RoCo's r; 0 where the scope has none."""
+        return 0
+
+    def limits(self, budget: int, n: int, own: Sequence[int], score: Score, keep_prompt: bool) -> tuple[int, ...]:
+        """The fields of Limits for one row, in order.
+
+        budget: tokens; n: the row's prompt; own: positions that `protect=` marks, ascending; keep_prompt: schedule
+        "decode", whose budget counts generated tokens only.
+        """
+        if keep_prompt:
+            first, free = n, budget
+        else:
+            if len(own) > budget:
+                raise KVPatchError(
+                    f"protect= marks {len(own)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
+                    f"least {len(own)} tokens or protect fewer."
+                )
+            first = min(self.sinks, budget)
+            while first + sum(p >= first for p in own) > budget:
+                first -= 1
+            free = budget - first - sum(p >= first for p in own)
+        tail = min(score.tail, free) if score.protects_tail else score.tail
+        recent = min(share(self.recent, budget), free)
+        deviation = min(share(self.deviation, budget), free - recent)
+        newest = max(recent, tail) if score.protects_tail else recent
+        return first, newest, n if keep_prompt else 0, deviation, tail
+
+    def mask(self, moment: Moment) -> Tensor:
+        """bool [B,H,S]: the tokens that must stay."""
+        position, limits = moment.positions_BHS, moment.limits
+        protected = (position > moment.newest_B11 - limits.newest) | (position < limits.first)
+        return protected | moment.state["protect"] if "protect" in moment.state else protected
+
+
+@dataclass(frozen=True)
+class DeviationScope(Scope):
+    """Also protects the top r by standard deviation of a token's attention [RoCo 4.3].
+
+    std[i] = sqrt(max(0, sum a^2 / c - (sum a / c)^2)), over the rows that could see i; ranked among all that the head
+    holds. protected: r, tokens or a share of the budget. Differs from the paper: the 10 newest are protected, as in the
+    authors' code, for a token that one row has seen has deviation 0.
+    """
+
+    protected: int | float = 0.5
+    statistics: ClassVar[tuple[str, ...]] = ("sum", "squares")
+
+    def check(self) -> None:
+        super().check()
+        check_size("protected", self.protected)
+
+    @property
+    def deviation(self) -> int | float:
+        return self.protected
+
+    def mask(self, moment: Moment) -> Tensor:
+        position, limits = moment.positions_BHS, moment.limits
+        seen = moment.rows_seen()
+        mean = moment.state["sum"] / (moment.group * seen)
+        std = (moment.state["squares"] / seen - mean * mean).clamp_min(0).sqrt()
+        ranked = order(std, position).masked_fill((position < 0) | (position < limits.prompt), -1)
+        return super().mask(moment) | in_top(ranked, limits.deviation)
+
+
+def protect_tensor(protect: Any) -> Tensor:
+    """`protect=` as a tensor: bool for a mask, int64 for token ids. Raises KVPatchError for anything else."""
+    try:
+        tensor = torch.as_tensor(protect)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise KVPatchError(
+            f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]) or token ids."
+        ) from error
+    if tensor.dtype == torch.bool and tensor.ndim in (1, 2):
+        return tensor
+    if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim <= 1:
+        return tensor.reshape(-1).long()
+    raise KVPatchError(
+        f"protect= has dtype {tensor.dtype} and {tensor.ndim} dimensions: give a boolean mask over the prompt "
+        "([n] or [B, n]) or a list of token ids."
+    )

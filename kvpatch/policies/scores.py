@@ -1,0 +1,398 @@
+"""How important is a cached token? One small frozen object per score of policies.md.
+
+A score says which attention rows it wants to see (`rows`), which sums it keeps beside each key (`statistics`), what it
+notes about a token when it enters (`entry`), and how these become a number per token (`value`). Attention probabilities
+reach it a block of rows at a time, so no n x n matrix exists.
+
+Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block, M keys of a block, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, reduce
+from torch import Tensor
+
+from ..errors import KVPatchError
+from . import noise
+
+Rows = Literal["none", "tail", "all"]
+
+
+@dataclass
+class Moment:
+    """What is known when scores are read: of one layer, at the end of a prompt or of a decode step.
+
+    positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
+    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age. limits holds each row's
+    protected sizes. group is G; sliding is the attention window in tokens, or None.
+    """
+
+    layer: int
+    seed: int
+    positions_BHS: Tensor
+    newest_B11: Tensor
+    state: dict[str, Tensor]
+    limits: Limits
+    group: int
+    sliding: int | None
+
+    def rows_seen(self) -> Tensor:
+        """c [B,H,S]: how many query rows could see each token so far, its own included."""
+        seen = self.newest_B11 - self.positions_BHS + 1
+        return seen if self.sliding is None else seen.clamp(max=self.sliding)
+
+
+@dataclass
+class Limits:
+    """Sizes in tokens, clamped row by row so that the kept set is exactly the budget; int64 [B,1,1].
+
+    first: tokens below this position are protected (sinks, or a prompt that is kept whole). newest: so many newest ones
+    are. prompt: positions below it take no part in rankings (schedule "decode"). deviation: RoCo's r. tail: rows of the
+    observation window.
+    """
+
+    first: Tensor
+    newest: Tensor
+    prompt: Tensor
+    deviation: Tensor
+    tail: Tensor
+
+
+@dataclass
+class Block:
+    """Attention probabilities of some query rows, and what a statistic may need beside them.
+
+    p_NGRM sums to one over M (to zero in rows of padding). keys_NR: how many keys each row attends to. noise_NMG: the
+    score's own entry for these keys. head_NG, row_NR, key_NM: query heads and positions, for fresh noise.
+    """
+
+    p_NGRM: Tensor
+    keys_NR: Tensor
+    noise_NMG: Tensor | None
+    head_NG: Tensor
+    row_NR: Tensor
+    key_NM: Tensor
+    tau: float
+    layer: int
+    seed: int
+
+
+# ---- statistics: name -> increments [N,M] summed over the rows of a block and the query heads of a group ----
+
+
+def _sum(block: Block, score: Score) -> Tensor:
+    return reduce(block.p_NGRM, "n g r m -> n m", "sum")
+
+
+def _squares(block: Block, score: Score) -> Tensor:
+    """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
+    mean_NRM = reduce(block.p_NGRM, "n g r m -> n r m", "mean")
+    return torch.linalg.vecdot(mean_NRM, mean_NRM, dim=1)
+
+
+def _count(block: Block, score: Score) -> Tensor:
+    """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
+    above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
+    return reduce(above.to(block.p_NGRM.dtype), "n g r m -> n m", "sum")
+
+
+def _gumbel(block: Block, score: Score) -> Tensor:
+    """softmax((x + noise) / tau) from p = softmax(x): proportional to p^(1/tau) * exp(noise / tau)."""
+    assert isinstance(score, GumbelSoftmax)
+    p = block.p_NGRM if block.tau == 1.0 else block.p_NGRM.pow(1.0 / block.tau)
+    if score.fresh:
+        p = p * torch.exp(score.draw_for_rows(block) / block.tau)
+        return reduce(p / p.sum(-1, keepdim=True).clamp_min(_TINY), "n g r m -> n m", "sum")
+    if block.noise_NMG is None:
+        weight_NMG = torch.ones_like(p[:, :, 0].transpose(1, 2))
+    else:
+        weight_NMG = torch.exp(block.noise_NMG.to(p.dtype) / block.tau)
+    # two matrix-vector products instead of a second softmax: column sums of p*w / rowsum(p*w)
+    total_NGR1 = p @ rearrange(weight_NMG, "n m g -> n g m 1")
+    columns_NG1M = rearrange(1.0 / total_NGR1.clamp_min(_TINY), "n g r 1 -> n g 1 r") @ p
+    return reduce(rearrange(columns_NG1M, "n g 1 m -> n m g") * weight_NMG, "n m g -> n m", "sum")
+
+
+_TINY = 1e-30  # a row without keys (padding) divides zero by this
+STATISTICS: dict[str, Callable[[Block, Score], Tensor]] = {
+    "sum": _sum,
+    "squares": _squares,
+    "count": _count,
+    "gumbel": _gumbel,
+}
+
+
+# ---- scores ----
+
+
+@dataclass(frozen=True)
+class Score:
+    """Base: a score that needs no attention and keeps nothing. Subclasses are frozen; their fields are their options.
+
+    rows: which query rows of the prompt it must see: none, the last few ("tail"), or all.
+    statistics: names in STATISTICS, summed over those rows beside each key.
+    schedules: when the score is defined.
+    """
+
+    rows: ClassVar[Rows] = "none"
+    statistics: ClassVar[tuple[str, ...]] = ()
+    schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
+    protects_tail: ClassVar[bool] = False
+
+    @property
+    def tail(self) -> int:
+        """How many of the last rows `rows == "tail"` wants."""
+        return 0
+
+    @property
+    def decay(self) -> float:
+        """Multiplies the statistics before each addition."""
+        return 1.0
+
+    @property
+    def across_layers(self) -> bool:
+        """One running sum for all layers."""
+        return False
+
+    def temperature(self, step: int, length: int | None) -> float:
+        """tau at decode step `step` (0: prompt rows); `length` is generate()'s number of new tokens."""
+        return 1.0
+
+    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
+        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]."""
+        return {}
+
+    def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
+
+    def value(self, moment: Moment) -> Tensor:
+        """Scores [B,H,S]; whatever stands in empty slots is ignored."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Random(Score):
+    """Random eviction [RoCo, baselines]. s[i] = a fresh uniform number at every eviction. Differs from the paper: nothing."""
+
+    def value(self, moment: Moment) -> Tensor:
+        head = torch.arange(moment.positions_BHS.shape[1], device=moment.positions_BHS.device)
+        return noise.uniform(moment.seed, moment.layer, head[None, :, None], moment.newest_B11, moment.positions_BHS)
+
+
+@dataclass(frozen=True)
+class Recency(Score):
+    """Window attention [RoCo 4.1]. s[i] = i. Differs from the paper: nothing."""
+
+    def value(self, moment: Moment) -> Tensor:
+        return moment.positions_BHS.float()
+
+
+@dataclass(frozen=True)
+class DilatedRecency(Score):
+    """Dilated window [Keyformer Figure 2; Longformer]. Tokens at positions divisible by dilation + 1 by recency, before
+    all others by recency.
+
+    Differs from the paper: the lattice stands still in the text (a cache cannot bring back what a moving one skipped).
+    """
+
+    dilation: int = 1
+
+    def check(self) -> None:
+        if not isinstance(self.dilation, int) or self.dilation < 0:
+            raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 or more.")
+
+    def value(self, moment: Moment) -> Tensor:
+        position = moment.positions_BHS
+        on_lattice = position % (self.dilation + 1) == 0
+        return torch.where(on_lattice, position, position - moment.newest_B11 - 1).float()
+
+
+@dataclass(frozen=True)
+class Accumulated(Score):
+    """AAS [H2O; RoCo 4.1]. s[i] = sum over query rows of a[t,i], prompt rows included. Differs from the paper: nothing."""
+
+    rows: ClassVar[Rows] = "all"
+    statistics: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def value(self, moment: Moment) -> Tensor:
+        return moment.state["sum"]
+
+
+@dataclass(frozen=True)
+class AccumulatedQuantized(Score):
+    """AQAS [ScissorHands; RoCo 4.1]. s[i] = number of rows with a[t,i] > 1/(keys that t attends to).
+
+    Differs from the paper: no history window; with grouped queries the indicator is per query head, then averaged.
+    """
+
+    rows: ClassVar[Rows] = "all"
+    statistics: ClassVar[tuple[str, ...]] = ("count",)
+
+    def value(self, moment: Moment) -> Tensor:
+        return moment.state["count"] / moment.group
+
+
+@dataclass(frozen=True)
+class Mean(Score):
+    """MAS [RoCo 4.3]. s[i] = sum over rows of a[t,i] / c[i], c[i] the rows that could see i. Differs from the paper: nothing."""
+
+    rows: ClassVar[Rows] = "all"
+    statistics: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def value(self, moment: Moment) -> Tensor:
+        return moment.state["sum"] / (moment.group * moment.rows_seen())
+
+
+@dataclass(frozen=True)
+class Last(Score):
+    """LTAS [TOVA; RoCo 4.1]. s[i] = a[T,i] of the newest row T.
+
+    heads="layer" averages over all heads of the layer and keeps one set for them, as TOVA's paper and code do;
+    heads="each" keeps one set per KV head, as RoCo's baseline does. Differs from the paper: nothing.
+    """
+
+    heads: str = "layer"
+    rows: ClassVar[Rows] = "tail"
+
+    @property
+    def tail(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        if self.heads not in ("layer", "each"):
+            raise KVPatchError(f"heads={self.heads!r} must be 'layer' (one kept set per layer) or 'each'.")
+
+    def value(self, moment: Moment) -> Tensor:
+        last = moment.state["tail"]
+        return last if self.heads == "each" else last.mean(1, keepdim=True).expand_as(last)
+
+
+@dataclass(frozen=True)
+class ObservationWindow(Score):
+    """SnapKV's score [SnapKV; CriticalKV Algorithm 2]: mean over the last `window` prompt rows of a[t,i], pooled over i.
+
+    Each query head's row is averaged over its group first, then pooled; the window's own tokens are kept (see scopes).
+    pooling: "max" | "avg" | None, kernel odd, stride 1. Differs from the paper: nothing.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: str | None = "max"
+    rows: ClassVar[Rows] = "tail"
+    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+    protects_tail: ClassVar[bool] = True
+
+    @property
+    def tail(self) -> int:
+        return self.window
+
+    def check(self) -> None:
+        if not isinstance(self.window, int) or self.window < 1:
+            raise KVPatchError(f"window={self.window!r} must be a number of rows, at least 1.")
+        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+            raise KVPatchError(f"kernel={self.kernel!r} must be an odd number of tokens, so that pooling keeps the length.")
+        if self.pooling not in ("max", "avg", None):
+            raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
+
+    def value(self, moment: Moment) -> Tensor:
+        score, position = moment.state["tail"], moment.positions_BHS
+        if self.pooling is None:
+            return score
+        candidate = (position >= 0) & (position <= moment.newest_B11 - moment.limits.tail)
+        if self.pooling == "avg":
+            return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
+        # F.max_pool1d pads with -inf, so padding never wins; neither do pads, nor the window's own tokens
+        outside = score.masked_fill(~candidate, -torch.inf)
+        return F.max_pool1d(outside, self.kernel, stride=1, padding=self.kernel // 2)
+
+
+@dataclass(frozen=True)
+class GumbelSoftmax(Score):
+    """Keyformer [eq. 9, 10, Algorithm 1]. s[i] = sum over rows of softmax((x + noise) / tau)[i].
+
+    noise: "gumbel" | "gaussian" | "constant" | "none", one draw per layer, query head and key when the key enters;
+    resample=True draws afresh for every query, as the authors' code does. tau=(init, end): init for prompt rows, then
+    linearly to end over generate()'s number of new tokens (`generation_length` where there is no generate()).
+    shared: one running sum for all layers, in layer order [Table 3]. damping multiplies the old score [2.3.3].
+    Differs from the paper: rows of a batch share their draws (see noise.py).
+    """
+
+    noise: str = "gumbel"
+    resample: bool = False
+    tau: tuple[float, float] = (1.0, 2.0)
+    generation_length: int = 256
+    shared: bool = False
+    damping: float = 1.0
+    rows: ClassVar[Rows] = "all"
+    statistics: ClassVar[tuple[str, ...]] = ("gumbel",)
+
+    @property
+    def decay(self) -> float:
+        return self.damping
+
+    @property
+    def across_layers(self) -> bool:
+        return self.shared
+
+    @property
+    def fresh(self) -> bool:
+        """Noise drawn for every query and key, so that none is kept."""
+        return self.resample and self.noise in ("gumbel", "gaussian")
+
+    def check(self) -> None:
+        if self.noise not in ("gumbel", "gaussian", "constant", "none"):
+            raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
+        if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(t > 0 for t in self.tau)):
+            raise KVPatchError(f"tau={self.tau!r} must be two positive temperatures (init, end), such as (1.0, 2.0).")
+        if not isinstance(self.generation_length, int) or self.generation_length < 1:
+            raise KVPatchError(f"generation_length={self.generation_length!r} must be a number of tokens, at least 1.")
+        if not 0.0 <= self.damping <= 1.0:
+            raise KVPatchError(f"damping={self.damping!r} must be in [0, 1]; 1.0 does not damp.")
+
+    def temperature(self, step: int, length: int | None) -> float:
+        first, last = self.tau
+        length = length or self.generation_length
+        return first + min(step, length) * (last - first) / length
+
+    def _distributed(self, u: Tensor) -> Tensor:
+        return noise.gumbel(u) if self.noise == "gumbel" else noise.gaussian(u)
+
+    def draw_for_rows(self, block: Block) -> Tensor:
+        """Fresh noise [N,G,R,M] for every query and key of a block."""
+        head, row = block.head_NG[:, :, None, None], block.row_NR[:, None, :, None]
+        return self._distributed(noise.uniform(block.seed, block.layer, head, row, block.key_NM[:, None, None, :]))
+
+    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
+        if self.noise == "none" or self.fresh:
+            return {}
+        B, H, Q = k_BHQD.shape[:3]
+        if self.noise == "constant":
+            return {"noise": torch.full((B, H, Q, group), noise.GUMBEL_MEAN, device=k_BHQD.device)}
+        head = rearrange(torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
+        u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
+        return {"noise": self._distributed(u)}
+
+    def value(self, moment: Moment) -> Tensor:
+        return moment.state["gumbel"]
+
+
+@dataclass(frozen=True)
+class KeyNorm(Score):
+    """s[i] = -||k_i||_2 of the cached key: a cheap baseline that needs no attention."""
+
+    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
+        return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}
+
+    def value(self, moment: Moment) -> Tensor:
+        return -moment.state["key_norm"]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Scores are float32, or float64 for a float64 model."""
+    return torch.promote_types(dtype, torch.float32)
