@@ -355,38 +355,48 @@ class EvictingCache(Cache):
         """
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
-        if self.seen_B is None:
-            self.seen_B = torch.zeros(B, dtype=torch.long, device=device)
-        before, prompt = self.seen_B, self._prompt_columns(seen, Q)
+        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B
+        prompt = self._prompt_columns(seen, Q)
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
         padded = real is not None and prompt > 0 and not bool(real.all())
-        if real is None or not padded:
-            positions = before[:, None] + torch.arange(Q, device=device)
-            if real is not None and prompt == 0:
-                self._refuse_padding(real)
-            self.seen_B, n = before + Q, before + prompt
-        else:
+        if real is not None and padded:
             count = real.long().cumsum(-1)
             positions = (before[:, None] + count - 1).masked_fill(~real, -1)
-            self.seen_B, n = before + count[:, -1], before + count[:, prompt - 1]
+            after, whole = before + count[:, -1], before + count[:, prompt - 1]
+        else:
+            if real is not None and prompt == 0:
+                self._refuse_padding(real)
+            positions = before[:, None] + torch.arange(Q, device=device)
+            after, whole = before + Q, before + prompt
         ends = prompt > 0 and seen + prompt >= (self.prompt_len or 0)
-        n_B = n.tolist() if ends else []
-        if ends and min(n_B) == 0:
-            raise KVPatchError(
-                f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch."
-            )
+        n_B = whole.tolist() if ends else []
+        if ends and padded and real is not None:
+            self._check_rows(n_B, real[:, prompt - 1])
+        protect = self._protect(positions, input_ids, seen) if prompt else None
+        # all is well: from here on the cache changes
+        self.seen_B, self.unfinished = after, True
         if ends:
             self.steps = 0
             self.limits_of.clear()
-        protect = self._protect(positions, input_ids, seen) if prompt else None
-        recording = Q - prompt > 1 or any(layer.record_past for layer in self.layers)
-        if not any(layer.record_past for layer in self.layers):
+        journalled = any(layer.record_past for layer in self.layers)
+        if not journalled:
             for layer in self.layers:
                 layer.journal.clear()
+        recording = journalled or Q - prompt > 1
         self.now = Forward(positions, prompt, ends, n_B, padded, protect, recording, self.steps)
         self.steps += Q - prompt
-        self.unfinished = True
+
+    def _check_rows(self, n_B: list[int], last_B: Tensor) -> None:
+        if min(n_B) == 0:
+            raise KVPatchError(
+                f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch."
+            )
+        if self.prompt_len is not None and not bool(last_B.all()):
+            raise KVPatchError(
+                f"Row {int((~last_B).nonzero()[0])} is padded on the right: generate() continues behind the last column, "
+                "so pad on the left (tokenizer.padding_side = 'left')."
+            )
 
     def _check(self, B: int, Q: int, mask_BT: Tensor | None) -> None:
         if self.unfinished:
