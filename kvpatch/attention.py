@@ -275,7 +275,7 @@ class _Attention:
         state = {name: tensor[:, :, :T] for name, tensor in slots.state.items()}
         if self.score is not None and self.score.across_layers:
             assert self.cache.shared is not None
-            state[self.score.statistics[0]] = self.cache.shared.gather(-1, positions.clamp(min=0))
+            state[self.score.statistics[0]] = self.cache.shared.gather(-1, positions + 1)
         return Moment(
             layer=self.layer,
             seed=self.cache.seed,
@@ -323,14 +323,14 @@ class _Attention:
         """One running sum for all layers, by original position: a token may be gone here and held elsewhere."""
         cache = self.cache
         B, H, _ = positions.shape
-        needed = cache.layers[0].seen
+        needed = self.slots.seen + 1
         if cache.shared is None:
             cache.shared = increment.new_zeros(B, H, needed)
         if cache.shared.shape[-1] < needed:
             more = increment.new_zeros(B, H, needed + needed // 4 + 64 - cache.shared.shape[-1])
             cache.shared = torch.cat([cache.shared, more], -1)
-        cache.shared.mul_(decay)
-        cache.shared.scatter_add_(-1, positions.clamp(min=0), increment.masked_fill(positions < 0, 0.0))
+        index = positions + 1  # column 0 is the empty slots'
+        cache.shared.scatter_(-1, index, cache.shared.gather(-1, index) * decay + increment)
 
 
 def _per_head(rows_BQ: Tensor, H: int) -> Tensor:

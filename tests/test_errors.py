@@ -9,8 +9,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies import POLICIES
 
-from .models import IDS, VOCAB, make, prompt
-from .test_patching import snapshot
+from tiny import IDS, VOCAB, make, prompt, snapshot
 
 NAN = float("nan")
 ARGUMENTS = [

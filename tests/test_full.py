@@ -7,7 +7,7 @@ import torch
 
 import kvpatch
 
-from .models import FIVE, MODELS, force, left_pad, make, prompt
+from tiny import FIVE, MODELS, force, left_pad, make, prompt
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 0.15}
 KINDS = {

@@ -13,20 +13,7 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
 import kvpatch
 
-from .models import FIVE, force, make, prompt
-
-
-def snapshot(model):
-    """Every attribute and hook of every module, by identity."""
-    seen = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key.startswith(("_forward_pre_hooks", "_forward_hooks")):
-                value = tuple(value.items())
-                seen[name, key] = value
-            else:
-                seen[name, key] = id(value) if not isinstance(value, bool | int | str | float) else value
-    return seen
+from tiny import FIVE, force, make, prompt, snapshot
 
 
 def step(model, ids):

@@ -118,3 +118,16 @@ def force(model: Any, ids: Tensor, fed: Tensor, mask: Tensor | None = None, cach
 def _positions(model: Any, position_ids: Tensor | None) -> dict[str, Tensor]:
     """position_ids where a padded batch needs them; MPT has none."""
     return {} if position_ids is None or model.config.model_type == "mpt" else {"position_ids": position_ids}
+
+
+def snapshot(model: Any) -> dict[tuple[str, str], Any]:
+    """Every attribute and hook of every module, by identity."""
+    seen: dict[tuple[str, str], Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith(("_forward_pre_hooks", "_forward_hooks")):
+                value = tuple(value.items())
+                seen[name, key] = value
+            else:
+                seen[name, key] = id(value) if not isinstance(value, bool | int | str | float) else value
+    return seen

@@ -1,0 +1,243 @@
+"""The five architectures as the oracle needs them: everything but attention, in float64, from the model's own modules.
+
+Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head size. There is no batch axis.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def split(y_TE: Tensor, D: int) -> Tensor:
+    """[T, heads * D] -> [heads, T, D]."""
+    return rearrange(y_TE, "T (H D) -> H T D", D=D)
+
+
+def norm(module: nn.Module, x_TE: Tensor) -> Tensor:
+    """A LayerNorm as it is; an RMSNorm recomputed, because transformers' own rounds its input to float32."""
+    if isinstance(module, nn.LayerNorm):
+        return module(x_TE)
+    return module.weight * x_TE / torch.sqrt((x_TE**2).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+class Decoder:
+    """One architecture. `model` is a float64 copy in eval mode; positions are original positions, int64 [T]."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    window: int | None = None  # row t sees key i only where t - i < window
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def slope(self, h: int) -> float:
+        """ALiBi's slope of query head h: x[t, i] gets slope * (i - t)."""
+        return 0.0
+
+    def scale(self, l: int) -> float:
+        raise NotImplementedError
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> q [H, T, D], k [K, T, D], v [K, T, D], with the positions applied to q and k."""
+        raise NotImplementedError
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        """The output projection of layer l's attention."""
+        raise NotImplementedError
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        """Layer l, `attention` being its attention from the normed input to behind the output projection."""
+        raise NotImplementedError
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Llama(Decoder):
+    """Llama, and Mistral but for the window. The rotary tables are the model's own: they are rounded to float32, which
+    is accepted, because every run of the model is computed from these very tables (and any rope scaling is in them)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        config = model.config
+        self.layers = config.num_hidden_layers
+        self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.D = model.model.layers[0].self_attn.head_dim
+
+    def scale(self, l: int) -> float:
+        return 1.0 / math.sqrt(self.D)
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.model.model.embed_tokens(ids_T)
+
+    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.model.model.layers[l].self_attn
+        cos_TD, sin_TD = (table[0] for table in self.model.model.rotary_emb(h_TE, positions_T[None]))
+
+        def rotate(x_HTD: Tensor) -> Tensor:
+            first, second = x_HTD.chunk(2, -1)
+            return x_HTD * cos_TD + torch.cat([-second, first], -1) * sin_TD
+
+        q, k, v = (split(p(h_TE), self.D) for p in (m.q_proj, m.k_proj, m.v_proj))
+        return rotate(q), rotate(k), v
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.model.model.layers[l].self_attn.o_proj(y_TE)
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        layer = self.model.model.layers[l]
+        x_TE = x_TE + attention(norm(layer.input_layernorm, x_TE))
+        return x_TE + layer.mlp(norm(layer.post_attention_layernorm, x_TE))
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        return self.model.lm_head(norm(self.model.model.norm, x_TE))
+
+
+class Mistral(Llama):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.window = model.config.sliding_window
+
+
+class Mpt(Decoder):
+    """MPT: no positions but ALiBi, whose slopes are recomputed in float64 (the model's builder rounds to float32)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.layers, self.query_heads = model.config.n_layers, model.config.n_heads
+        self.kv_heads = self.query_heads
+        self.D = model.config.hidden_size // self.query_heads
+
+    def slope(self, h: int) -> float:
+        power = 2 ** math.ceil(math.log2(self.query_heads))
+        slopes = [2.0 ** (-8.0 * j / power) for j in range(1, power + 1)]
+        if power != self.query_heads:  # every second one first, then the ones between
+            slopes = slopes[1::2] + slopes[0::2]
+        return slopes[h]
+
+    def scale(self, l: int) -> float:
+        given = self.model.config.attn_config.softmax_scale
+        return 1.0 / math.sqrt(self.D) if given is None else given
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.model.transformer.wte(ids_T)
+
+    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, clip = self.model.transformer.blocks[l].attn.Wqkv(h_TE), self.model.config.attn_config.clip_qkv
+        if clip:
+            qkv = qkv.clamp(-clip, clip)
+        q, k, v = (split(part, self.D) for part in qkv.chunk(3, -1))
+        return q, k, v
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.model.transformer.blocks[l].attn.out_proj(y_TE)
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        layer = self.model.transformer.blocks[l]
+        x_TE = x_TE + attention(norm(layer.norm_1, x_TE))
+        return layer.ffn(norm(layer.norm_2, x_TE), x_TE)  # the module adds its second argument, the residual
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        return self.model.lm_head(norm(self.model.transformer.norm_f, x_TE))
+
+
+class Gptj(Decoder):
+    """GPT-J: rotary over the first rotary_dim numbers of a head, in pairs of neighbours, from the model's own table
+    (float32 values, accepted as for Llama); attention and MLP both read the same normed input."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.layers, self.query_heads = model.config.n_layer, model.config.n_head
+        self.kv_heads = self.query_heads
+        self.D = model.config.n_embd // self.query_heads
+
+    def scale(self, l: int) -> float:
+        return 1.0 / math.sqrt(self.D)
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.model.transformer.wte(ids_T)
+
+    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.model.transformer.h[l].attn
+        sin, cos = m.embed_positions[positions_T].chunk(2, -1)
+        size = m.rotary_dim or self.D
+
+        def rotate(x_HTD: Tensor) -> Tensor:
+            turned, rest = x_HTD[..., :size], x_HTD[..., size:]
+            even, odd = turned[..., 0::2], turned[..., 1::2]
+            pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+            return torch.cat([pairs.flatten(-2), rest], -1)
+
+        q, k, v = (split(p(h_TE), self.D) for p in (m.q_proj, m.k_proj, m.v_proj))
+        return rotate(q), rotate(k), v
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.model.transformer.h[l].attn.out_proj(y_TE)
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        layer = self.model.transformer.h[l]
+        h_TE = norm(layer.ln_1, x_TE)
+        return x_TE + attention(h_TE) + layer.mlp(h_TE)
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        return self.model.lm_head(norm(self.model.transformer.ln_f, x_TE))
+
+
+class Gpt2(Decoder):
+    """GPT-2: learned positions; the scale may depend on the layer, or be left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        if model.config.add_cross_attention:
+            raise ValueError("the oracle has no cross-attention")
+        self.layers, self.query_heads = model.config.n_layer, model.config.n_head
+        self.kv_heads = self.query_heads
+        self.D = model.config.n_embd // self.query_heads
+
+    def scale(self, l: int) -> float:
+        scale = 1.0 / math.sqrt(self.D) if self.model.config.scale_attn_weights else 1.0
+        return scale / (l + 1) if self.model.config.scale_attn_by_inverse_layer_idx else scale
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.model.transformer.wte(ids_T) + self.model.transformer.wpe(positions_T)
+
+    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (split(part, self.D) for part in self.model.transformer.h[l].attn.c_attn(h_TE).chunk(3, -1))
+        return q, k, v
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.model.transformer.h[l].attn.c_proj(y_TE)
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        layer = self.model.transformer.h[l]
+        x_TE = x_TE + attention(norm(layer.ln_1, x_TE))
+        return x_TE + layer.mlp(norm(layer.ln_2, x_TE))
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        return self.model.lm_head(norm(self.model.transformer.ln_f, x_TE))
+
+
+FAMILIES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "MptForCausalLM": Mpt,
+    "GPTJForCausalLM": Gptj,
+    "GPT2LMHeadModel": Gpt2,
+}
+
+
+def decoder_of(model: nn.Module | Decoder) -> Decoder:
+    """A float64 copy of the model, in eval mode; the model itself is not touched. A Decoder is passed through."""
+    if isinstance(model, Decoder):
+        return model
+    if type(model).__name__ not in FAMILIES:
+        raise ValueError(f"the oracle knows {sorted(FAMILIES)}, not {type(model).__name__}")
+    return FAMILIES[type(model).__name__](copy.deepcopy(model).to("cpu", torch.float64).eval())

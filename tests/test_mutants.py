@@ -1,0 +1,117 @@
+"""Every test must be able to fail: sabotages of the library, each of which some test must notice.
+
+Each runs in a copy of the library with one change, and must turn the named tests red; the unchanged copy must pass them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORACLE = "tests/test_oracle.py::test_every_policy_on_every_architecture"
+
+# what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
+MUTANTS = {
+    "score not reset when a slot is reused": (
+        "cache.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
+    "squares of one head instead of the group's mean": (
+        "policies/scores.py", 'reduce(block.p_NGRM, "n g r m -> n r m", "mean")', "block.p_NGRM[:, 0]",
+        f"{ORACLE}[llama_gqa-roco]"),
+    "group not summed": (
+        "policies/scores.py", 'return reduce(block.p_NGRM, "n g r m -> n m", "sum")',
+        'return reduce(block.p_NGRM[:, :1], "n g r m -> n m", "sum")', f"{ORACLE}[llama_gqa-h2o]"),
+    "padding counted in n": (
+        "cache.py", "before + count[:, -1], before + count[:, prompt - 1]", "before + Q, before + prompt",
+        f"{ORACLE}[llama-window]"),
+    "tau not advanced": (
+        "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
+        "tests/test_oracle.py::test_generate_passes_its_length_to_tau"),
+    "reorder forgets scores": (
+        "cache.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
+        "tests/test_eviction.py::test_beams_carry_their_own_history"),
+    "position taken from the slot's index": (
+        "cache.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
+        "index_copy_(0, slot, self.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
+    "protected window off by one": (
+        "policies/scopes.py", "position > moment.newest_B11 - limits.newest", "position >= moment.newest_B11 - limits.newest",
+        f"{ORACLE}[llama-h2o]"),
+    "victim chosen before scores are updated": (
+        "attention.py", "                    self._observe_step(p_BHGT, keys, newest_B11, t)\n                self._evict(newest_B11)",
+        "                    self._evict(newest_B11)\n                    self._observe_step(p_BHGT, keys, newest_B11, t)",
+        f"{ORACLE}[llama-tova]"),
+    "sliding window off by one while decoding": (
+        "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
+        f"{ORACLE}[mistral_sliding-full]"),
+    "ALiBi from slots instead of positions": (
+        "backends/torch_backend.py", "(positions - newest_B11)[:, :, None]",
+        "(torch.arange(positions.shape[-1]) - newest_B11).expand_as(positions)[:, :, None]", f"{ORACLE}[mpt-streaming_llm]"),
+    "ties to the lower position": (
+        "policies/selection.py", "<< 30) | positions", "<< 30) | (MAX_POSITION - positions)", f"{ORACLE}[llama-scissorhands]"),
+    "roll-back forgets scores": (
+        "cache.py", "            self.state[name][:, :, :C] = tensor", "            pass",
+        "tests/test_eviction.py::test_rolling_back_restores_everything[roco]"),
+    "damping ignored": (
+        "policies/scores.py", "        return self.damping", "        return 1.0",
+        "tests/test_oracle.py::test_options[keyformer-{'damping': 0.5, 'recent': 3}]"),
+    "sinks forgotten": (
+        "policies/scopes.py", "(position < limits.first)", "(position < 0)", f"{ORACLE}[llama-streaming_llm]"),
+    "shares without rounding": (
+        "policies/budgets.py", "value * of + 1e-6", "value * of", "tests/test_eviction.py::test_budgets_of_every_kind"),
+    "pooling sees the window's own tokens": (
+        "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score", f"{ORACLE}[llama-snapkv]"),
+    "tokens out of the window are kept": (
+        "policies/policy.py", "if moment.sliding is not None:", "if False:", f"{ORACLE}[mistral_sliding-key_attention]"),
+    "resampled noise is not": (
+        "policies/scores.py", "row = block.head_NG[:, :, None, None], block.row_NR[:, None, :, None]",
+        "row = block.head_NG[:, :, None, None], -1",
+        "tests/test_oracle.py::test_options[keyformer-{'resample': True}]"),
+    "rows of an earlier chunk forgotten": (
+        "attention.py", "            slots.tail_rows = (q_BHGWD, rows_BW)", "            slots.tail_rows = None",
+        "tests/test_eviction.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
+    "a module stays patched": (
+        "patching.py", "                vars(module).pop(name, None)", "                pass",
+        "tests/test_patching.py::test_after_the_block_the_model_is_as_before"),
+    "training goes through the cache": (
+        "patching.py", "(not use_cache or decoder.training)", "(not use_cache)",
+        "tests/test_patching.py::test_a_training_step_is_bit_for_bit_the_same"),
+    "noise drawn from the slot, not the position": (
+        "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',
+        'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
+}  # fmt: skip
+
+
+def pytest_in(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def copy_to(folder: Path) -> None:
+    for part in ("kvpatch", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def test_the_unchanged_copy_passes(tmp_path):
+    copy_to(tmp_path)
+    (tmp_path / "tests" / "test_where.py").write_text(
+        f"import kvpatch\n\ndef test_where():\n    assert kvpatch.__file__.startswith({str(tmp_path)!r})\n"
+    )
+    result = pytest_in(tmp_path, ["tests/test_where.py", f"{ORACLE}[llama-h2o]"])
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_sabotage_is_noticed(name, tmp_path):
+    file, before, after, tests = MUTANTS[name]
+    copy_to(tmp_path)
+    path = tmp_path / "kvpatch" / file
+    source = path.read_text()
+    assert source.count(before) == 1, f"{name}: the line to sabotage stands {source.count(before)} times in {file}"
+    path.write_text(source.replace(before, after))
+    result = pytest_in(tmp_path, [tests])
+    assert result.returncode == 1, f"{name}: nothing noticed\n{result.stdout[-2000:]}{result.stderr[-2000:]}"

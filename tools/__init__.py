@@ -1,0 +1,1 @@
+"""Evaluation, benchmarks and the training of the small models that tests and the demo use."""
