@@ -88,8 +88,7 @@ class _Attention:
         tau = self.score.temperature(0, self.cache.new_tokens)
 
         def observe(rows: Rows) -> None:
-            block = self._block(rows.p_NGRM, rows.n0, rows.n1, rows.lo, rows.hi, rows.keys_NR, tau)
-            block.row_NR = _per_head(rows_BQ[:, rows.start : rows.stop], H)[rows.n0 : rows.n1]
+            block = self._block(rows, rows_BQ, tau)
             for name, total in sums.items():
                 total[rows.n0 : rows.n1, rows.lo : rows.hi] += STATISTICS[name](block, self.score)
 
@@ -166,7 +165,7 @@ class _Attention:
             for b, n, mine in zip(budgets, now.n_B, own, strict=True)
         )
         if (sizes, device) not in cache.limits_of:  # layers of one budget and device share them
-            cache.limits_of[sizes, device] = Limits(*torch.tensor(sizes, device=device).T.reshape(5, B, 1, 1))
+            cache.limits_of[sizes, device] = Limits.of(sizes, device)
         slots.limits = cache.limits_of[sizes, device]
         slots.budget_B11 = torch.tensor(self._budgets(), device=device)[:, None, None]
 
@@ -194,7 +193,7 @@ class _Attention:
             with torch.no_grad():
                 if p_BHGT is not None:
                     self._observe_step(p_BHGT, keys, newest_B11, t)
-                self._evict(newest_B11)
+                self._evict(newest_B11, t)
         return out
 
     def _observe_step(self, p_BHGT: Tensor, keys: Keys, newest_B11: Tensor, t: int) -> None:
@@ -204,14 +203,11 @@ class _Attention:
             self.slots.statistic("tail")[:, :, :T] = p_BHGT.mean(2)
         if not self.policy.statistics:
             return
-        p_NG1M = rearrange(p_BHGT, "b h g t -> (b h) g 1 t")
-        seen = None
-        if "count" in self.policy.statistics:
-            seen = self._visible_count(keys, newest_B11)
+        seen = self._visible_count(keys, newest_B11) if "count" in self.policy.statistics else None
+        rows = Rows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1)[:, :, None], seen)
         since_prompt = self.now.first_step + t - self.now.prompt + 1
         tau = self.score.temperature(since_prompt, self.cache.new_tokens)
-        block = self._block(p_NG1M, 0, B * H, 0, T, seen, tau)
-        block.row_NR = _per_head(newest_B11[:, 0], H)
+        block = self._block(rows, newest_B11[:, 0], tau)
         sums = {name: STATISTICS[name](block, self.score).view(B, H, T) for name in self.policy.statistics}
         self._add(sums)
 
@@ -222,7 +218,7 @@ class _Attention:
             visible = visible & (newest_B11 - keys.positions_BHT < self.geometry.sliding)
         return visible.sum(-1).reshape(-1, 1)
 
-    def _evict(self, newest_B11: Tensor) -> None:
+    def _evict(self, newest_B11: Tensor, t: int) -> None:
         """Name the slot of each head that the next token goes to."""
         slots = self.slots
         if slots.filling and not slots.holes:
@@ -230,7 +226,7 @@ class _Attention:
             return
         positions = slots.positions[:, :, : slots.used]
         empty = positions < 0 if slots.holes else None
-        lowest = victim(self.policy.order(self._moment(newest_B11), None), empty)
+        lowest = victim(self.policy.order(self._moment(newest_B11, t), None), empty)
         if not slots.holes:
             slots.free(lowest)
             return
@@ -268,7 +264,7 @@ class _Attention:
         """Position of the newest token of each row at the end of a prompt, [B,1,1]."""
         return torch.tensor(self.now.n_B, device=self.slots.positions.device)[:, None, None] - 1
 
-    def _moment(self, newest_B11: Tensor | None = None) -> Moment:
+    def _moment(self, newest_B11: Tensor | None = None, t: int = -1) -> Moment:
         slots, T = self.slots, self.slots.used
         assert slots.limits is not None
         positions = slots.positions[:, :, :T]
@@ -276,31 +272,38 @@ class _Attention:
         if self.score is not None and self.score.across_layers:
             assert self.cache.shared is not None
             state[self.score.statistics[0]] = self.cache.shared.gather(-1, positions + 1)
+        newest_B11 = self._newest() if newest_B11 is None else newest_B11
+        recent_B11 = self.now.recent.get((id(slots.limits), t))
+        if recent_B11 is None:
+            recent_B11 = self.now.recent[id(slots.limits), t] = newest_B11 - slots.limits.newest
         return Moment(
             layer=self.layer,
             seed=self.cache.seed,
             positions_BHS=positions,
-            newest_B11=self._newest() if newest_B11 is None else newest_B11,
+            newest_B11=newest_B11,
+            recent_B11=recent_B11,
             state=state,
             limits=slots.limits,
             group=self.group,
             sliding=self.geometry.sliding,
         )
 
-    def _block(
-        self, p_NGRM: Tensor, n0: int, n1: int, lo: int, hi: int, keys_NR: Tensor | None, tau: float
-    ) -> Block:
-        slots, G = self.slots, p_NGRM.shape[1]
-        B, H, _ = slots.positions.shape
+    def _block(self, rows: Rows, rows_BQ: Tensor, tau: float) -> Block:
+        slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         noise = slots.state.get("noise")
-        n = torch.arange(n0, n1, device=p_NGRM.device)
+
+        def place() -> tuple[Tensor, Tensor, Tensor]:
+            H = slots.positions.shape[1]
+            n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
+            head_NG = (n % H)[:, None] * self.group + torch.arange(self.group, device=rows_BQ.device)
+            row_NR = rows_BQ[:, None, rows.start : rows.stop].expand(-1, H, -1).flatten(0, 1)[heads]
+            return head_NG, row_NR, slots.positions.flatten(0, 1)[heads, columns]
+
         return Block(
-            p_NGRM,
-            keys_NR=keys_NR,
-            noise_NMG=None if noise is None else noise.flatten(0, 1)[n0:n1, lo:hi],
-            head_NG=(n % H)[:, None] * G + torch.arange(G, device=p_NGRM.device),
-            row_NR=n[:, None],
-            key_NM=slots.positions.flatten(0, 1)[n0:n1, lo:hi],
+            rows.p_NGRM,
+            keys_NR=rows.keys_NR,
+            noise_NMG=None if noise is None else noise.flatten(0, 1)[heads, columns],
+            place=place,
             tau=tau,
             layer=self.layer,
             seed=self.cache.seed,
@@ -331,8 +334,3 @@ class _Attention:
             cache.shared = torch.cat([cache.shared, more], -1)
         index = positions + 1  # column 0 is the empty slots'
         cache.shared.scatter_(-1, index, cache.shared.gather(-1, index) * decay + increment)
-
-
-def _per_head(rows_BQ: Tensor, H: int) -> Tensor:
-    """[B,Q] -> [B*H,Q]."""
-    return rows_BQ[:, None].expand(-1, H, -1).flatten(0, 1)

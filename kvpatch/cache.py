@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class SlotLayer(CacheLayerMixin):
         self.limits: Limits | None = None
         # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
         self.tail_rows: tuple[Tensor, Tensor] | None = None
+        self.heads_at: tuple[tuple[int, int, int], Tensor] | None = None  # where each head's slots begin, flattened
         self.contiguous = True
         self.floor = 0
         self.journal: deque[Undo] = deque(maxlen=JOURNAL)
@@ -119,10 +120,7 @@ class SlotLayer(CacheLayerMixin):
         if self.tail_rows is not None:
             self.tail_rows = (change(self.tail_rows[0]), change(self.tail_rows[1]))
         self.budget_B11 = None if self.budget_B11 is None else change(self.budget_B11)
-        if self.limits is not None:
-            self.limits = replace(
-                self.limits, **{f.name: change(getattr(self.limits, f.name)) for f in fields(self.limits)}
-            )
+        self.limits = None if self.limits is None else self.limits.map_rows(change)
         self.journal.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -218,7 +216,9 @@ class SlotLayer(CacheLayerMixin):
     def flat(self, slot_BH: Tensor) -> Tensor:
         """Slots [B,H] as indices into the flattened [B*H*C]."""
         B, H, C = self.positions.shape
-        return slot_BH.reshape(-1) + torch.arange(0, B * H * C, C, device=slot_BH.device)
+        if self.heads_at is None or self.heads_at[0] != (B, H, C):
+            self.heads_at = ((B, H, C), torch.arange(0, B * H * C, C, device=slot_BH.device))
+        return slot_BH.reshape(-1) + self.heads_at[1]
 
     # ---- evicting ----
 
@@ -287,6 +287,7 @@ class Forward:
     positions_BQ: -1 for padding. prompt: how many of its columns still belong to the prompt. ends_prompt: whether the
     prompt is whole with them. n_B: tokens of each row so far, known where a prompt ends. recording: decode steps of this
     pass are journalled. first_step: decode steps since the prompt before this pass.
+    recent: the protected windows' lower ends, computed once for all layers.
     """
 
     positions_BQ: Tensor
@@ -297,6 +298,7 @@ class Forward:
     protect_BQ: Tensor | None
     recording: bool
     first_step: int
+    recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class EvictingCache(Cache):

@@ -268,7 +268,7 @@ class _Settings:
 
 def _attention_forward(cls: type[nn.Module], adapter: Adapter, previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """The forward of an attention module: through the cache if there is one, else what stood there before."""
-    names = [name for name in inspect.signature(cls.forward).parameters if name != "self"]
+    names = _parameters(cls)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -287,13 +287,18 @@ def _attention_forward(cls: type[nn.Module], adapter: Adapter, previous: Callabl
     return forward
 
 
+@functools.cache
+def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of forward's parameters, for arguments that are passed by place."""
+    return tuple(name for name in inspect.signature(cls.forward).parameters if name != "self")
+
+
 # ---- the decoder's pre-hook ----
 
 
 def _before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings) -> Any:
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
-    names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
-    call = {**dict(zip(names, args, strict=False)), **kwargs}
+    call = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
     past = call.get("past_key_values")
     use_cache = call.get("use_cache")
     if use_cache is None:

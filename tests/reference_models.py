@@ -6,6 +6,7 @@ Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head si
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -32,7 +33,7 @@ class Decoder:
     kv_heads: int
     window: int | None = None  # row t sees key i only where t - i < window
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def slope(self, h: int) -> float:
@@ -65,7 +66,7 @@ class Llama(Decoder):
     """Llama, and Mistral but for the window. The rotary tables are the model's own: they are rounded to float32, which
     is accepted, because every run of the model is computed from these very tables (and any rope scaling is in them)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
         config = model.config
         self.layers = config.num_hidden_layers
@@ -102,7 +103,7 @@ class Llama(Decoder):
 
 
 class Mistral(Llama):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.window = model.config.sliding_window
 
@@ -110,7 +111,7 @@ class Mistral(Llama):
 class Mpt(Decoder):
     """MPT: no positions but ALiBi, whose slopes are recomputed in float64 (the model's builder rounds to float32)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.layers, self.query_heads = model.config.n_layers, model.config.n_heads
         self.kv_heads = self.query_heads
@@ -153,7 +154,7 @@ class Gptj(Decoder):
     """GPT-J: rotary over the first rotary_dim numbers of a head, in pairs of neighbours, from the model's own table
     (float32 values, accepted as for Llama); attention and MLP both read the same normed input."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.layers, self.query_heads = model.config.n_layer, model.config.n_head
         self.kv_heads = self.query_heads
@@ -194,7 +195,7 @@ class Gptj(Decoder):
 class Gpt2(Decoder):
     """GPT-2: learned positions; the scale may depend on the layer, or be left out."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
         if model.config.add_cross_attention:
             raise ValueError("the oracle has no cross-attention")

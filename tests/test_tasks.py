@@ -1,5 +1,6 @@
 """The synthetic tasks say what they promise, and every committed model loads and has learned them."""
 
+import itertools
 import json
 import random
 
@@ -41,9 +42,11 @@ def test_an_answer_is_what_the_context_says_of_its_key(task, in_prompt):
 def test_where_the_question_stands():
     rng = random.Random(0)
     batch = tasks.needle(rng, 2, context=100)
-    assert words(batch.prompt_BT[0])[100] == "<q>" and batch.prompt_length == 102
+    assert words(batch.prompt_BT[0])[100] == "<q>"
+    assert batch.prompt_length == 102
     batch = tasks.needle(rng, 2, context=100, in_prompt=False)
-    assert words(batch.continuation_BT[0])[0] == "<q>" and batch.prompt_length == 100
+    assert words(batch.continuation_BT[0])[0] == "<q>"
+    assert batch.prompt_length == 100
     assert torch.equal(torch.cat([batch.prompt_BT, batch.continuation_BT], 1), batch.tokens_BT)
 
 
@@ -81,10 +84,21 @@ def test_training_weighs_what_can_be_looked_up(length):
                 assert hard[i + 1 : i + 4] == [word in row[:i]] * 3, "mentions weigh from the second on"
 
 
+def test_filler_is_the_chain_that_the_models_learned():
+    """The chain is part of the committed weights: it must be the same on every machine and Python."""
+    after = {"w00": "w23 w30 w18 w26", "w01": "w26 w19 w23 w18"}
+    row = words(tasks.needle(random.Random(0), 1, context=2000).tokens_BT[0])
+    pairs = list(itertools.pairwise(row))
+    for word, successors in after.items():
+        assert {b for a, b in pairs if a == word and b.startswith("w")} == set(successors.split())
+    assert max(len({b for a, b in pairs if a == word and b.startswith("w")}) for word in tasks.WORDS) == 4
+
+
 def test_same_seed_same_rows():
     for task in tasks.TASKS.values():
         first, again, other = (task(random.Random(seed), 3).tokens_BT for seed in (5, 5, 6))
-        assert torch.equal(first, again) and not torch.equal(first, other)
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
 
 
 def test_correct_needs_every_token_of_an_answer():
@@ -120,7 +134,8 @@ def test_a_committed_model_loads_and_its_tokenizer_round_trips(name):
     model, tokenizer = tasks.load(name)
     card = json.loads((tasks.MODELS / name / "card.json").read_text())
     assert model.num_parameters() == card["parameters"]
-    assert model.config.use_cache and model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert model.config.use_cache
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
     text = "def f(x):\n    return 'é日🎉'\n"
     ids = tokenizer(text, return_tensors="pt")
     assert tokenizer.decode(ids.input_ids[0]) == text

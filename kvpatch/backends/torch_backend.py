@@ -285,7 +285,7 @@ def step(
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
-    x = torch.matmul(q_BHGD, keys.k_BHTD.transpose(-1, -2)).to(accumulator(q_BHGD.dtype)).mul_(geometry.scale)
+    x = torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2)).to(accumulator(q_BHGD.dtype))
     p = (x if bias is None else x.add_(bias)).softmax(-1)
     return torch.matmul(p.to(q_BHGD.dtype), keys.v_BHTD) if out is None else out, p
 

@@ -72,11 +72,17 @@ class Scope:
         newest = max(recent, tail) if score.protects_tail else recent
         return first, newest, n if keep_prompt else 0, deviation, tail
 
-    def mask(self, moment: Moment) -> Tensor:
-        """bool [B,H,S]: the tokens that must stay."""
+    def mask(self, moment: Moment) -> Tensor | None:
+        """bool [B,H,S]: the tokens that must stay; None where there are none."""
         position, limits = moment.positions_BHS, moment.limits
-        protected = (position > moment.newest_B11 - limits.newest) | (position < limits.first)
-        return protected | moment.state["protect"] if "protect" in moment.state else protected
+        protected = moment.state.get("protect")
+        if limits.any_newest:
+            recent = position > moment.recent_B11
+            protected = recent if protected is None else protected | recent
+        if limits.any_first:
+            first = position < limits.first
+            protected = first if protected is None else protected | first
+        return protected
 
 
 @dataclass(frozen=True)
@@ -99,13 +105,14 @@ class DeviationScope(Scope):
     def deviation(self) -> int | float:
         return self.protected
 
-    def mask(self, moment: Moment) -> Tensor:
+    def mask(self, moment: Moment) -> Tensor | None:
         position, limits = moment.positions_BHS, moment.limits
         seen = moment.rows_seen()
         mean = moment.state["sum"] / (moment.group * seen)
         std = (moment.state["squares"] / seen - mean * mean).clamp_min(0).sqrt()
-        ranked = order(std, position).masked_fill((position < 0) | (position < limits.prompt), -1)
-        return super().mask(moment) | in_top(ranked, limits.deviation)
+        ranked = order(std, position, signed=False).masked_fill(position < limits.prompt, -1)
+        steady, others = in_top(ranked, limits.deviation, limits.deviation_count), super().mask(moment)
+        return steady if others is None else steady | others
 
 
 def protect_tensor(protect: Any) -> Tensor:

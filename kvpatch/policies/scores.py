@@ -9,8 +9,8 @@ Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -29,7 +29,7 @@ class Moment:
     """What is known when scores are read: of one layer, at the end of a prompt or of a decode step.
 
     positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
-    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age. limits holds each row's
+    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; those above recent_B11 are in the protected window. limits holds each row's
     protected sizes. group is G; sliding is the attention window in tokens, or None.
     """
 
@@ -37,6 +37,7 @@ class Moment:
     seed: int
     positions_BHS: Tensor
     newest_B11: Tensor
+    recent_B11: Tensor
     state: dict[str, Tensor]
     limits: Limits
     group: int
@@ -54,7 +55,8 @@ class Limits:
 
     first: tokens below this position are protected (sinks, or a prompt that is kept whole). newest: so many newest ones
     are. prompt: positions below it take no part in rankings (schedule "decode"). deviation: RoCo's r. tail: rows of the
-    observation window.
+    observation window. The rest is known to the host, so that nothing is computed for a size of zero; deviation_count is
+    r where it is one for all rows.
     """
 
     first: Tensor
@@ -62,6 +64,21 @@ class Limits:
     prompt: Tensor
     deviation: Tensor
     tail: Tensor
+    any_first: bool
+    any_newest: bool
+    deviation_count: int | None
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
+        """From one tuple (first, newest, prompt, deviation, tail) per row."""
+        first, newest, _, deviation, _ = zip(*rows, strict=True)
+        count = deviation[0] if len(set(deviation)) == 1 else None
+        columns = torch.tensor(rows, device=device).T.reshape(5, len(rows), 1, 1)
+        return cls(*columns, any(first), any(newest), count)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
+        """The same with every tensor changed along its batch axis."""
+        return replace(self, **{f.name: change(t) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)})
 
 
 @dataclass
@@ -69,15 +86,14 @@ class Block:
     """Attention probabilities of some query rows, and what a statistic may need beside them.
 
     p_NGRM sums to one over M (to zero in rows of padding). keys_NR: how many keys each row attends to. noise_NMG: the
-    score's own entry for these keys. head_NG, row_NR, key_NM: query heads and positions, for fresh noise.
+    score's own entry for these keys. place() gives query heads [N,G] and positions of rows [N,R] and keys [N,M], for
+    fresh noise.
     """
 
     p_NGRM: Tensor
-    keys_NR: Tensor
+    keys_NR: Tensor | None
     noise_NMG: Tensor | None
-    head_NG: Tensor
-    row_NR: Tensor
-    key_NM: Tensor
+    place: Callable[[], tuple[Tensor, Tensor, Tensor]]
     tau: float
     layer: int
     seed: int
@@ -93,30 +109,31 @@ def _sum(block: Block, score: Score) -> Tensor:
 def _squares(block: Block, score: Score) -> Tensor:
     """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
     mean_NRM = reduce(block.p_NGRM, "n g r m -> n r m", "mean")
-    return torch.linalg.vecdot(mean_NRM, mean_NRM, dim=1)
+    return mean_NRM.square().sum(1)
 
 
 def _count(block: Block, score: Score) -> Tensor:
     """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
+    assert block.keys_NR is not None
     above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
     return reduce(above.to(block.p_NGRM.dtype), "n g r m -> n m", "sum")
 
 
 def _gumbel(block: Block, score: Score) -> Tensor:
-    """softmax((x + noise) / tau) from p = softmax(x): proportional to p^(1/tau) * exp(noise / tau)."""
+    """softmax((x + noise) / tau) from p = softmax(x): proportional to (p * exp(noise)) ** (1 / tau)."""
     assert isinstance(score, GumbelSoftmax)
-    p = block.p_NGRM if block.tau == 1.0 else block.p_NGRM.pow(1.0 / block.tau)
+    p, weight = block.p_NGRM, None
     if score.fresh:
-        p = p * torch.exp(score.draw_for_rows(block) / block.tau)
-        return reduce(p / p.sum(-1, keepdim=True).clamp_min(_TINY), "n g r m -> n m", "sum")
-    if block.noise_NMG is None:
-        weight_NMG = torch.ones_like(p[:, :, 0].transpose(1, 2))
-    else:
-        weight_NMG = torch.exp(block.noise_NMG.to(p.dtype) / block.tau)
-    # two matrix-vector products instead of a second softmax: column sums of p*w / rowsum(p*w)
-    total_NGR1 = p @ rearrange(weight_NMG, "n m g -> n g m 1")
-    columns_NG1M = rearrange(1.0 / total_NGR1.clamp_min(_TINY), "n g r 1 -> n g 1 r") @ p
-    return reduce(rearrange(columns_NG1M, "n g 1 m -> n m g") * weight_NMG, "n m g -> n m", "sum")
+        p = p * torch.exp(score.draw_for_rows(block))
+    elif block.noise_NMG is not None:
+        weight = rearrange(block.noise_NMG.to(p.dtype), "n m g -> n g 1 m")
+    if weight is not None and block.tau == 1.0:
+        # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
+        total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
+        return reduce((total.reciprocal().transpose(-1, -2) @ p) * weight, "n g 1 m -> n m", "sum")
+    p = p if weight is None else p * weight
+    p = p if block.tau == 1.0 else p.pow(1.0 / block.tau)
+    return reduce(p / p.sum(-1, keepdim=True).clamp_min(_TINY), "n g r m -> n m", "sum")
 
 
 _TINY = 1e-30  # a row without keys (padding) divides zero by this
@@ -137,13 +154,14 @@ class Score:
 
     rows: which query rows of the prompt it must see: none, the last few ("tail"), or all.
     statistics: names in STATISTICS, summed over those rows beside each key.
-    schedules: when the score is defined.
+    schedules: when the score is defined. protects_tail: the rows of the tail are kept. signed: values may be negative.
     """
 
     rows: ClassVar[Rows] = "none"
     statistics: ClassVar[tuple[str, ...]] = ()
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
     protects_tail: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
 
     @property
     def tail(self) -> int:
@@ -202,6 +220,7 @@ class DilatedRecency(Score):
     """
 
     dilation: int = 1
+    signed: ClassVar[bool] = True
 
     def check(self) -> None:
         if not isinstance(self.dilation, int) or self.dilation < 0:
@@ -365,18 +384,19 @@ class GumbelSoftmax(Score):
 
     def draw_for_rows(self, block: Block) -> Tensor:
         """Fresh noise [N,G,R,M] for every query and key of a block."""
-        head, row = block.head_NG[:, :, None, None], block.row_NR[:, None, :, None]
-        return self._distributed(noise.uniform(block.seed, block.layer, head, row, block.key_NM[:, None, None, :]))
+        head, row, key = block.place()
+        head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
+        return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
 
     def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
         if self.noise == "none" or self.fresh:
             return {}
         B, H, Q = k_BHQD.shape[:3]
         if self.noise == "constant":
-            return {"noise": torch.full((B, H, Q, group), noise.GUMBEL_MEAN, device=k_BHQD.device)}
+            return {"noise": torch.full((B, H, Q, group), noise.GUMBEL_MEAN, device=k_BHQD.device).exp()}
         head = rearrange(torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
         u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
-        return {"noise": self._distributed(u)}
+        return {"noise": self._distributed(u).exp()}  # that is how it is used, at every step
 
     def value(self, moment: Moment) -> Tensor:
         return moment.state["gumbel"]
@@ -385,6 +405,8 @@ class GumbelSoftmax(Score):
 @dataclass(frozen=True)
 class KeyNorm(Score):
     """s[i] = -||k_i||_2 of the cached key: a cheap baseline that needs no attention."""
+
+    signed: ClassVar[bool] = True
 
     def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
         return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}

@@ -15,18 +15,24 @@ _LAST, _FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 MAX_POSITION = (1 << 30) - 1
 
 
-def order(score: Tensor, positions: Tensor) -> Tensor:
-    """int64 in [0, 2**62), ascending in (score, position). `score` float, `positions` int64 >= 0, same shape."""
+def order(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
+    """int64 in [0, 2**62), ascending in (score, position). `score` float, `positions` int64 >= 0, same shape.
+
+    signed: some scores may be negative. (The bits of floats that are not are in their own order already.)
+    """
     bits = score.to(torch.float32).contiguous().view(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order = float order
-    return ((bits.long() + (1 << 31)) << 30) | positions
+    if signed:
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order = float order
+        return ((bits.long() + (1 << 31)) << 30) | positions
+    return (bits.long() << 30) | positions
 
 
-def tiers(order: Tensor, *, protected: Tensor, dead: Tensor | None, empty: Tensor | None) -> Tensor:
+def tiers(order: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
     """Protected tokens above all, tokens that no later query can see (`dead`) below the rest, empty slots last."""
     if dead is not None:
         order = torch.where(dead, order - _TIER, order)
-    order = order.masked_fill(protected, _LAST)
+    if protected is not None:
+        order = order.masked_fill(protected, _LAST)
     return order if empty is None else order.masked_fill(empty, _FIRST)
 
 
@@ -54,8 +60,13 @@ def victim(order: Tensor, empty: Tensor | None) -> Tensor:
     return order.argmin(dim=-1)
 
 
-def in_top(order: Tensor, count_B11: Tensor) -> Tensor:
-    """bool like `order` [B,H,T]: is a token among its head's first `count` (int64 [B,1,1])?"""
+def in_top(order: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
+    """bool like `order` [B,H,T]: is a token among its head's first `count_B11` [B,1,1] (`count`, if one for all rows)?"""
+    T = order.shape[-1]
+    if count is not None:
+        if count == 0:
+            return torch.zeros_like(order, dtype=torch.bool)
+        return order >= order.kthvalue(max(T - count + 1, 1), dim=-1, keepdim=True).values
     ranked = order.sort(dim=-1, descending=True).values
-    last = ranked.gather(-1, (count_B11 - 1).clamp(min=0, max=order.shape[-1] - 1).expand(*order.shape[:-1], 1))
+    last = ranked.gather(-1, (count_B11 - 1).clamp(min=0, max=T - 1).expand(*order.shape[:-1], 1))
     return (order >= last) & (count_B11 > 0)
