@@ -14,8 +14,6 @@ from .patching import Patch, patch, patched
 from .policies import Policy, get_policy, policies, register_policy
 from .report import Report
 
-
-
 __all__ = [
     "Adapter",
     "EvictingCache",

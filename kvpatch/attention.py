@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .backends import torch_backend as backend
 from .backends.torch_backend import Geometry, Keys, Rows
-from .cache import EvictingCache, Forward, SlotLayer
+from .cache import EvictingCache, Forward
 from .policies.scores import STATISTICS, Block, Limits, Moment, accumulator
 from .policies.selection import top, victim
+from .slots import SlotLayer
 
 
 def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
@@ -41,7 +42,9 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, ge
 class _Attention:
     """One call of one layer: the names that its steps share."""
 
-    def __init__(self, cache: EvictingCache, layer: int, geometry: Geometry, now: Forward, group: int, positions_BQ: Tensor) -> None:
+    def __init__(
+        self, cache: EvictingCache, layer: int, geometry: Geometry, now: Forward, group: int, positions_BQ: Tensor
+    ) -> None:
         self.cache, self.layer, self.geometry, self.now, self.group = cache, layer, geometry, now, group
         self.slots: SlotLayer = cache.layers[layer]
         self.policy = cache.policy
@@ -85,12 +88,12 @@ class _Attention:
         B, H, G, _, _ = q_BHGQD.shape
         T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
         sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in self.policy.statistics}
-        tau = self.score.temperature(0, self.cache.new_tokens)
+        score, tau = self.score, self.score.temperature(0, self.cache.new_tokens)
 
         def observe(rows: Rows) -> None:
             block = self._block(rows, rows_BQ, tau)
             for name, total in sums.items():
-                total[rows.n0 : rows.n1, rows.lo : rows.hi] += STATISTICS[name](block, self.score)
+                total[rows.n0 : rows.n1, rows.lo : rows.hi] += STATISTICS[name](block, score)
 
         out = backend.prompt(q_BHGQD, keys, rows_BQ, self.geometry, observe, count="count" in sums)
         with torch.no_grad():
@@ -152,6 +155,7 @@ class _Attention:
 
     def _limit(self) -> None:
         """Protected sizes of each row, clamped inside its budget."""
+        assert self.score is not None
         cache, slots, now = self.cache, self.slots, self.now
         B, device = len(now.n_B), slots.positions.device
         budgets = tuple(cache.budget.tokens(self.layer, n) for n in now.n_B)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import pictures
 from .cache import EvictingCache
+from .errors import KVPatchError
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Eighths of a character cell: none of the tokens of a stretch kept ... all of them."""
 
 
 @dataclass
@@ -17,6 +24,7 @@ class Report:
 
     seen: tokens that went through the cache (columns, padding included). positions: per layer [B,H,T], -1 for an empty
     slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
+    lengths: tokens of each row, padding left out.
     """
 
     policy: str
@@ -27,10 +35,14 @@ class Report:
     nbytes: int
     full_nbytes: int
     positions: list[Tensor]
+    lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
-        layers = [layer for layer in cache.layers if layer.is_initialized]
+        """The state of `cache` now; what happens to the cache later does not change it."""
+        every: list[Any] = cache.layers
+        filled = [index for index, layer in enumerate(every) if layer.is_initialized]
+        layers = [every[index] for index in filled]
         full = sum(
             tensor.shape[0] * tensor.shape[1] * tensor.shape[3] * tensor.element_size() * layer.seen
             for layer in layers
@@ -44,14 +56,37 @@ class Report:
             seen=cache.get_seq_length(),
             nbytes=cache.nbytes,
             full_nbytes=full,
-            positions=[layer.positions[:, :, : layer.used] for layer in layers],
+            positions=[cache.positions(index) for index in filled],
+            lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
         )
+
+    @property
+    def share(self) -> float:
+        """Bytes held over the bytes of a full cache; 1.0 where nothing is held at all."""
+        return self.nbytes / self.full_nbytes if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
         """Tokens held, int64 [L,B,H]."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long)
         return torch.stack([(positions >= 0).sum(-1).cpu() for positions in self.positions])
+
+    def kept(self, row: int = 0) -> Tensor:
+        """Which tokens of one batch row are held, bool [L,H,n] over the n tokens of its text.
+
+        Raises:
+            KVPatchError: there is no such row, or the cache is empty.
+        """
+        if not self.positions:
+            raise KVPatchError("The cache is empty: there is nothing to show. Run the model inside the block first.")
+        B, H, _ = self.positions[0].shape
+        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < B:
+            raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
+        n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
+        kept = torch.zeros(len(self.positions), H, n + 1, dtype=torch.bool)
+        for layer, positions in enumerate(self.positions):
+            kept[layer].scatter_(1, positions[row].cpu() % (n + 1), True)  # -1, an empty slot, goes to column n
+        return kept[..., :n]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""
@@ -61,19 +96,82 @@ class Report:
             "budget": list(self.budget),
             "backend": self.backend,
             "seen": self.seen,
+            "lengths": list(self.lengths),
             "nbytes": self.nbytes,
             "full_nbytes": self.full_nbytes,
             "held": self.held().tolist(),
         }
 
     def __str__(self) -> str:
+        seen = f"{self.seen:,}"
+        if self.lengths and min(self.lengths) != self.seen:
+            seen += f" columns; the rows' own: {_range(self.lengths)}"
+        rows = [("policy", f"{self.policy} (evicts: {_WHEN.get(self.schedule, self.schedule)})"), ("tokens seen", seen)]
+        rows.insert(1, ("budget", self._budget()))
         held = self.held()
-        rows = [("policy", f"{self.policy} (evicts: {self.schedule})"), ("tokens seen", f"{self.seen}")]
         if held.numel():
-            low, high = int(held.min()), int(held.max())
-            rows.append(("tokens held per head", f"{low}" if low == high else f"{low} to {high}"))
-            share = self.nbytes / self.full_nbytes
-            rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({share:.0%})"))
+            per_layer = [_range(layer.flatten().tolist()) for layer in held]
+            rows.append(("tokens held per head", _range(held.flatten().tolist())))
+            if len(set(per_layer)) > 1:
+                rows.append(("  layer by layer", ", ".join(per_layer)))
+            rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({self.share:.0%})"))
         rows.append(("attention by", self.backend))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _budget(self) -> str:
+        if self.policy == "full":
+            return "all tokens"
+        words = [_budget_words(k) for k in self.budget]
+        if len(set(words)) > 1:
+            return f"layer by layer: {', '.join(words)}"
+        return words[0] + (", counting generated tokens only" if self.schedule == "decode" else "")
+
+    def strip(self, row: int = 0, width: int = 64) -> str:
+        """One line per layer for a terminal: which share of heads and tokens was kept, stretch by stretch of the text.
+
+        Args:
+            row: of the batch.
+            width: characters of a line; a text of fewer tokens gets one character for each.
+
+        Raises:
+            KVPatchError: there is no such row, or `width` is no positive number.
+        """
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise KVPatchError(f"width={width!r} must be a number of characters, at least 1.")
+        kept = self.kept(row).float().mean(1)
+        edges = torch.linspace(0, kept.shape[1], min(width, kept.shape[1]) + 1).round().long().tolist()
+        lines = []
+        for layer, share in enumerate(kept):
+            cells = (float(share[a:b].mean()) for a, b in pairwise(edges))
+            lines.append(f"layer {layer:>2} |{''.join(map(block, cells))}| {share.mean():.0%}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | PathLike[str], row: int = 0) -> None:
+        """Save a picture of what one batch row kept: a line per layer and head, a column per token of the text.
+
+        Raises:
+            KVPatchError: matplotlib is missing, `path` cannot be written, or there is no such row.
+        """
+        title = f"{self.policy}: {self._budget()}, {self.share:.0%} of the full cache's bytes"
+        pictures.save(pictures.every_head(self.kept(row), title), path)
+
+
+_WHEN = {"prompt": "after the prompt", "decode": "while generating", "both": "after the prompt and while generating"}
+
+
+def _range(numbers: tuple[int, ...] | list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _budget_words(k: int | float) -> str:
+    if isinstance(k, int):
+        return f"{k:,} tokens"
+    return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
+
+
+def block(share: float) -> str:
+    """The character that stands for a share in [0, 1]; blank means exactly none, and full exactly all."""
+    eighths = round(8 * share)
+    return BLOCKS[8 if share >= 1 else 0 if share <= 0 else min(max(eighths, 1), 7)]

@@ -1,15 +1,20 @@
 import pytest
 import torch
+from hypothesis import settings
 from transformers.utils import logging
 
 logging.set_verbosity_error()
+# the same examples everywhere; `pytest --hypothesis-profile=wide` draws new ones
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("wide", deadline=None, max_examples=2000)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_no_leftovers():
-    """Tests run several processes side by side; and what torch.empty returns is poisoned, so that reading it shows."""
+def _one_thread_and_poison():
+    """Tests run in processes side by side; what torch.empty returns is poisoned (NaN), so that reading it shows."""
     torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,5 +1,10 @@
 """The five architectures as the oracle needs them: everything but attention, in float64, from the model's own modules.
 
+Two kinds of these modules round to float32 inside a float64 model: RMSNorm, and the rotary tables of Llama, Mistral and
+GPT-J. That is accepted: whoever runs the same float64 model computes with the same roundings of the same numbers, so
+that the oracle and a correct float64 run agree to about 1e-12, which recomputing these modules would spoil. Attention
+itself (scores, softmax, ALiBi) is float64 here, where transformers' eager code, MPT's and GPT-J's use float32.
+
 Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head size. There is no batch axis.
 """
 
@@ -16,13 +21,6 @@ from torch import Tensor, nn
 def split(y_TE: Tensor, D: int) -> Tensor:
     """[T, heads * D] -> [heads, T, D]."""
     return rearrange(y_TE, "T (H D) -> H T D", D=D)
-
-
-def norm(module: nn.Module, x_TE: Tensor) -> Tensor:
-    """A LayerNorm as it is; an RMSNorm recomputed, because transformers' own rounds its input to float32."""
-    if isinstance(module, nn.LayerNorm):
-        return module(x_TE)
-    return module.weight * x_TE / torch.sqrt((x_TE**2).mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 class Decoder:
@@ -63,8 +61,8 @@ class Decoder:
 
 
 class Llama(Decoder):
-    """Llama, and Mistral but for the window. The rotary tables are the model's own: they are rounded to float32, which
-    is accepted, because every run of the model is computed from these very tables (and any rope scaling is in them)."""
+    """Llama, and Mistral but for the window. The rotary tables are the model's own, with any rope scaling in them; they
+    are asked for the positions of one forward at a time, because some scalings depend on the length so far."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -95,11 +93,11 @@ class Llama(Decoder):
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.model.layers[l]
-        x_TE = x_TE + attention(norm(layer.input_layernorm, x_TE))
-        return x_TE + layer.mlp(norm(layer.post_attention_layernorm, x_TE))
+        x_TE = x_TE + attention(layer.input_layernorm(x_TE))
+        return x_TE + layer.mlp(layer.post_attention_layernorm(x_TE))
 
     def logits(self, x_TE: Tensor) -> Tensor:
-        return self.model.lm_head(norm(self.model.model.norm, x_TE))
+        return self.model.lm_head(self.model.model.norm(x_TE))
 
 
 class Mistral(Llama):
@@ -143,16 +141,16 @@ class Mpt(Decoder):
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.transformer.blocks[l]
-        x_TE = x_TE + attention(norm(layer.norm_1, x_TE))
-        return layer.ffn(norm(layer.norm_2, x_TE), x_TE)  # the module adds its second argument, the residual
+        x_TE = x_TE + attention(layer.norm_1(x_TE))
+        return layer.ffn(layer.norm_2(x_TE), x_TE)  # the module adds its second argument, the residual
 
     def logits(self, x_TE: Tensor) -> Tensor:
-        return self.model.lm_head(norm(self.model.transformer.norm_f, x_TE))
+        return self.model.lm_head(self.model.transformer.norm_f(x_TE))
 
 
 class Gptj(Decoder):
-    """GPT-J: rotary over the first rotary_dim numbers of a head, in pairs of neighbours, from the model's own table
-    (float32 values, accepted as for Llama); attention and MLP both read the same normed input."""
+    """GPT-J: rotary over the first rotary_dim numbers of a head, in pairs of neighbours, from the model's own
+    table; attention and MLP both read the same normed input."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -185,11 +183,11 @@ class Gptj(Decoder):
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.transformer.h[l]
-        h_TE = norm(layer.ln_1, x_TE)
+        h_TE = layer.ln_1(x_TE)
         return x_TE + attention(h_TE) + layer.mlp(h_TE)
 
     def logits(self, x_TE: Tensor) -> Tensor:
-        return self.model.lm_head(norm(self.model.transformer.ln_f, x_TE))
+        return self.model.lm_head(self.model.transformer.ln_f(x_TE))
 
 
 class Gpt2(Decoder):
@@ -219,11 +217,11 @@ class Gpt2(Decoder):
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.transformer.h[l]
-        x_TE = x_TE + attention(norm(layer.ln_1, x_TE))
-        return x_TE + layer.mlp(norm(layer.ln_2, x_TE))
+        x_TE = x_TE + attention(layer.ln_1(x_TE))
+        return x_TE + layer.mlp(layer.ln_2(x_TE))
 
     def logits(self, x_TE: Tensor) -> Tensor:
-        return self.model.lm_head(norm(self.model.transformer.ln_f, x_TE))
+        return self.model.lm_head(self.model.transformer.ln_f(x_TE))
 
 
 FAMILIES: dict[str, type[Decoder]] = {

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from tiny import IDS, VOCAB, make, prompt, snapshot
 from transformers import BertConfig, BertModel, DynamicCache, GPT2Config, GPT2LMHeadModel, T5Config, T5Model
 from transformers.cache_utils import StaticCache
 
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies import POLICIES
-
-from tiny import IDS, VOCAB, make, prompt, snapshot
 
 NAN = float("nan")
 ARGUMENTS = [
@@ -105,7 +104,7 @@ def _static(model):
 CALLS = [
     ({"past_key_values": DynamicCache()}, r"An empty DynamicCache was passed.*patch\.new_cache\(\)"),
     ({"past_key_values": _static}, r"An empty StaticCache was passed"),
-    ({"attention_mask": torch.ones(2, 1, 20, 20)}, r"attention_mask must be a padding mask \[B, tokens\], not \[2, 1, 20, 20\]"),
+    ({"attention_mask": torch.ones(2, 1, 20, 20)}, r"must be a padding mask \[B, tokens\], not \[2, 1, 20, 20\]"),
     ({"attention_mask": torch.ones(2, 7)}, r"attention_mask has 7 columns, but 0 tokens were seen and 20 are new"),
     ({"attention_mask": torch.tensor([[1] * 20, [0] * 20])}, r"Row 1 of the batch is all padding"),
     ({"output_attentions": True}, r"output_attentions=True: under a budget no full attention matrix"),

@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import FIVE, force, left_pad, make, prompt
 
 import kvpatch
-
-from tiny import FIVE, force, left_pad, make, prompt
 
 EVICTING = tuple(name for name in kvpatch.policies() if name != "full")
 SEVERAL = ("random", "streaming_llm", "scissorhands", "tova", "roco", "keyformer")
@@ -320,7 +319,20 @@ def test_an_unpatched_prompt_is_converted_where_that_is_exact(policy):
         model.generate(text, past_key_values=past, max_new_tokens=2)
 
 
-@settings(max_examples=40, deadline=None)
+def test_mpt_evicts_although_its_config_says_no_cache():
+    """MptConfig's default is use_cache=False; generate() inside the block uses one unless the caller said no."""
+    model, ids = make("mpt"), prompt(1, 30)
+    model.config.use_cache = model.generation_config.use_cache = False
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert patch.report().held().unique().tolist() == [15]
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
+        with pytest.raises(kvpatch.KVPatchError, match="Nothing to report"):
+            patch.report()
+
+
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 40),
     steps=st.integers(0, 6),

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
+from tiny import FIVE, MODELS, force, left_pad, make, prompt
 
 import kvpatch
-
-from tiny import FIVE, MODELS, force, left_pad, make, prompt
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 0.15}
 KINDS = {

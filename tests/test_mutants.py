@@ -17,7 +17,7 @@ ORACLE = "tests/test_oracle.py::test_every_policy_on_every_architecture"
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
     "score not reset when a slot is reused": (
-        "cache.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
+        "slots.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (
         "policies/scores.py", 'reduce(block.p_NGRM, "n g r m -> n r m", "mean")', "block.p_NGRM[:, 0]",
         f"{ORACLE}[llama_gqa-roco]"),
@@ -31,17 +31,18 @@ MUTANTS = {
         "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
         "tests/test_oracle.py::test_generate_passes_its_length_to_tau"),
     "reorder forgets scores": (
-        "cache.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
+        "slots.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
         "tests/test_eviction.py::test_beams_carry_their_own_history"),
     "position taken from the slot's index": (
-        "cache.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
+        "slots.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
         "index_copy_(0, slot, self.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
     "protected window off by one": (
-        "policies/scopes.py", "position > moment.newest_B11 - limits.newest", "position >= moment.newest_B11 - limits.newest",
+        "policies/scopes.py", "recent = position > moment.recent_B11", "recent = position >= moment.recent_B11",
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
-        "attention.py", "                    self._observe_step(p_BHGT, keys, newest_B11, t)\n                self._evict(newest_B11)",
-        "                    self._evict(newest_B11)\n                    self._observe_step(p_BHGT, keys, newest_B11, t)",
+        "attention.py",
+        "                    self._observe_step(p_BHGT, keys, newest_B11, t)\n                self._evict(newest_B11, t)",
+        "                    self._evict(newest_B11, t)\n                    self._observe_step(p_BHGT, keys, newest_B11, t)",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -50,24 +51,27 @@ MUTANTS = {
         "backends/torch_backend.py", "(positions - newest_B11)[:, :, None]",
         "(torch.arange(positions.shape[-1]) - newest_B11).expand_as(positions)[:, :, None]", f"{ORACLE}[mpt-streaming_llm]"),
     "ties to the lower position": (
-        "policies/selection.py", "<< 30) | positions", "<< 30) | (MAX_POSITION - positions)", f"{ORACLE}[llama-scissorhands]"),
+        "policies/selection.py", "return (bits.long() << 30) | positions",
+        "return (bits.long() << 30) | (MAX_POSITION - positions)",
+        f"{ORACLE}[llama-scissorhands]"),
     "roll-back forgets scores": (
-        "cache.py", "            self.state[name][:, :, :C] = tensor", "            pass",
+        "slots.py", "            self.state[name][:, :, :C] = tensor", "            pass",
         "tests/test_eviction.py::test_rolling_back_restores_everything[roco]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
         "tests/test_oracle.py::test_options[keyformer-{'damping': 0.5, 'recent': 3}]"),
     "sinks forgotten": (
-        "policies/scopes.py", "(position < limits.first)", "(position < 0)", f"{ORACLE}[llama-streaming_llm]"),
+        "policies/scopes.py", "first = position < limits.first", "first = position < 0", f"{ORACLE}[llama-streaming_llm]"),
     "shares without rounding": (
         "policies/budgets.py", "value * of + 1e-6", "value * of", "tests/test_eviction.py::test_budgets_of_every_kind"),
     "pooling sees the window's own tokens": (
-        "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score", f"{ORACLE}[llama-snapkv]"),
+        "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score",
+        f"{ORACLE}[llama-snapkv]"),
     "tokens out of the window are kept": (
         "policies/policy.py", "if moment.sliding is not None:", "if False:", f"{ORACLE}[mistral_sliding-key_attention]"),
     "resampled noise is not": (
-        "policies/scores.py", "row = block.head_NG[:, :, None, None], block.row_NR[:, None, :, None]",
-        "row = block.head_NG[:, :, None, None], -1",
+        "policies/scores.py", "row, key = head[:, :, None, None], row[:, None, :, None]",
+        "row, key = head[:, :, None, None], -1",
         "tests/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
         "attention.py", "            slots.tail_rows = (q_BHGWD, rows_BW)", "            slots.tail_rows = None",
@@ -76,7 +80,7 @@ MUTANTS = {
         "patching.py", "                vars(module).pop(name, None)", "                pass",
         "tests/test_patching.py::test_after_the_block_the_model_is_as_before"),
     "training goes through the cache": (
-        "patching.py", "(not use_cache or decoder.training)", "(not use_cache)",
+        "hooks.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/test_patching.py::test_a_training_step_is_bit_for_bit_the_same"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',

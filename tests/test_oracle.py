@@ -131,7 +131,7 @@ def test_protect():
         torch.testing.assert_close(logits[0], want.logits[-9:], atol=1e-5, rtol=0)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     name=st.sampled_from(tuple(MODELS)),
     policy=st.sampled_from(EVICTING),

@@ -10,10 +10,9 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from tiny import FIVE, force, make, prompt, snapshot
 
 import kvpatch
-
-from tiny import FIVE, force, make, prompt, snapshot
 
 
 def step(model, ids):
@@ -48,7 +47,7 @@ def test_an_error_inside_the_block_restores_the_model_too():
 def test_a_failed_installation_leaves_nothing_behind(monkeypatch):
     model = make("llama")
     before = snapshot(model)
-    monkeypatch.setattr(kvpatch.patching, "_generate", lambda *_: 1 / 0)
+    monkeypatch.setattr(kvpatch.patching, "wrap_generate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kvpatch.patch(model, "h2o", 0.3)
     assert snapshot(model) == before

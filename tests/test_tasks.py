@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tools import tasks
+from tools import tasks, train
 
 NAMES = sorted(path.parent.name for path in tasks.MODELS.glob("*/card.json"))
 SYNTHETIC = [name for name in NAMES if name != "llama-python"]
@@ -110,11 +110,15 @@ def test_correct_needs_every_token_of_an_answer():
     assert batch.correct(predicted).tolist() == [[False, True], [True, True]]
 
 
-def test_too_short_a_context_is_refused_in_words():
+def test_what_does_not_fit_is_refused_in_words():
     with pytest.raises(ValueError, match=r"length=20: 6 records and 0 marks need 25"):
         tasks.needle(random.Random(0), 1, context=20, needles=6)
     with pytest.raises(ValueError, match=r"questions=9: only 4 different keys"):
         tasks.recall(random.Random(0), 1, keys=4, questions=9)
+    with pytest.raises(ValueError, match=r"32 keys: 1 to 31"):
+        tasks.needle(random.Random(0), 1, needles=32)
+    with pytest.raises(ValueError, match=r"marks=9: there are 8"):
+        tasks.summary(random.Random(0), 1, marks=9)
     with pytest.raises(ValueError, match=r"name='nobody'.*llama-0"):
         tasks.load("nobody")
 
@@ -127,6 +131,32 @@ def test_tokenizer_words_and_any_text():
     assert tokenizer.decode(range(144)) == " ".join(tasks.WORDS)
     for text in ("", " héllo,\n\tworld 🎉 日本 ", "unmarked1 k077 task07", "size m1 chip k01"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_every_shipped_model_has_its_card_and_no_other():
+    assert set(NAMES) == set(train.SHIPPED)
+    for name, (recipe, seed) in train.SHIPPED.items():
+        card = json.loads((tasks.MODELS / name / "card.json").read_text())
+        assert card["name"] == name
+        assert card["seed"] == seed
+        assert card["architecture"] == train.RECIPES[recipe].architecture
+        assert card["command"] == f"python -m tools.train {recipe} --seed {seed} --out tools/models"
+        assert (tasks.MODELS / name / "README.md").read_text() == train.describe(card)
+        assert min(card.get("accuracy", {"none": 1.0}).values()) >= train.USABLE
+
+
+@pytest.mark.parametrize("recipe", train.RECIPES)
+def test_one_step_moves_every_parameter_and_muon_has_the_hidden_matrices(recipe):
+    model = train.build(train.RECIPES[recipe], seed=0)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = train.Optimizer(model, 3e-3)
+    loss, _ = train.weighted_loss(model, *tasks.training_batch(random.Random(0), 16, 64))
+    optimizer.step(loss)
+    assert all((before[name] != parameter).any() for name, parameter in model.named_parameters())
+    muon, adam = ({id(p) for group in part.param_groups for p in group["params"]} for part in optimizer.parts)
+    layers = model.config.num_hidden_layers
+    assert len(muon) == layers * {"llama": 7, "mistral": 7, "mpt": 4, "gptj": 6, "gpt2": 4}[model.config.model_type]
+    assert len(muon) + len(adam) == len(before)
 
 
 @pytest.mark.parametrize("name", NAMES)

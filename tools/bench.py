@@ -166,6 +166,7 @@ def peak_growth(arch: str, policy: str | None, n: int, tiny: bool = False) -> in
     """Bytes by which a prompt raises the peak resident size; policy None: unpatched. Call it in a new process."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    return_freed_memory()
     model = build(arch, n, tiny)
     ids = tokens(model, n)
     handle = None if policy is None else kvpatch.patch(model, policy, k=K)
@@ -177,6 +178,16 @@ def peak_growth(arch: str, policy: str | None, n: int, tiny: bool = False) -> in
     if handle is not None:
         handle.remove()
     return growth
+
+
+def return_freed_memory() -> None:
+    """Make glibc map tensors of 128 KiB and more one by one: freed ones leave the resident size at once.
+
+    Otherwise the peak depends on how the heap happens to be fragmented, by a third from run to run.
+    """
+    mallopt, mmap_threshold = getattr(ctypes.CDLL(None), "mallopt", None), -3
+    if mallopt is not None:
+        mallopt(mmap_threshold, 128 * 1024)
 
 
 def reset_peak() -> int:

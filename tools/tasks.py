@@ -97,6 +97,8 @@ def _records(rng: random.Random, n_keys: int) -> tuple[Records, list[int]]:
 
     First and second values are distinct across keys and occur nowhere else, so what follows them is never ambiguous.
     """
+    if not 0 < n_keys < len(VALUES) // 2:
+        raise ValueError(f"a sequence of {n_keys} keys: 1 to {len(VALUES) // 2 - 1} have distinct values")
     values = rng.sample(VALUES, len(VALUES))
     spare = values[2 * n_keys :]
     keys = rng.sample(KEYS, n_keys)
@@ -257,6 +259,8 @@ def summary(
     in_prompt: bool = False,
 ) -> Batch:
     """`marks` marked values in a context with records as in recall; the answers are the values, one token each."""
+    if marks > len(MARKS):
+        raise ValueError(f"marks={marks}: there are {len(MARKS)}")
 
     def row() -> _Row:
         records, spare = _records(rng, keys)
@@ -301,7 +305,7 @@ def exact_match(model: PreTrainedModel, batch: Batch, rows: int = 32) -> Tensor:
     The true continuation is fed: an answer that is right throughout is the one greedy generation gives.
     """
     predicted = [
-        model(chunk_BT[:, :-1], use_cache=False).logits[:, batch.prompt_length - 1 :].argmax(-1)
+        model(chunk_BT[:, :-1].to(model.device), use_cache=False).logits[:, batch.prompt_length - 1 :].argmax(-1).cpu()
         for chunk_BT in batch.tokens_BT.split(rows)
     ]
     return batch.correct(torch.cat(predicted))

@@ -1,8 +1,8 @@
 """Train the small models of tools/models on one CPU core, measure them, and write their cards.
 
-    python -m tools.train llama --seed 1            train one into out/models/llama-1 (or --out DIR)
-    python -m tools.train --retrain                 train every shipped model again and compare with its card
-    python -m tools.train --evaluate                measure the committed weights again and compare with their cards
+    python -m tools.train llama --seed 1     train one into out/models/llama-1 (or --out DIR)
+    python -m tools.train --retrain          train every shipped model again (about 35 minutes); compare with the cards
+    python -m tools.train --evaluate         measure the committed weights again; compare with the cards
 
 Nothing touches the committed weights but `--out tools/models`.
 
@@ -12,6 +12,7 @@ Dimension key: B rows, T tokens, E width, V vocabulary.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import platform
@@ -29,7 +30,13 @@ import transformers
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from tools import tasks
 
@@ -45,7 +52,7 @@ _LLAMA = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-_GPT = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 512, "n_positions": 512}
+_GPT: dict[str, Any] = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 512, "n_positions": 512}
 _GPT |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 _TEXT = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": 2048}
 _TEXT_SIZE = {"num_hidden_layers": 4, "intermediate_size": 352}
@@ -53,8 +60,6 @@ _TEXT_SIZE = {"num_hidden_layers": 4, "intermediate_size": 352}
 
 USABLE = 0.95
 """A task on which a model is below this share of right answers is not to be used with it."""
-
-SPEED = "bfloat16 autocast: at T=256 1.2 to 2 times as fast as float32 on that core, an AVX-512 one with bf16"
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,11 @@ class Optimizer:
 
 
 def weighted_loss(model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor) -> tuple[Tensor, float]:
-    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up."""
+    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up.
+
+    In bfloat16: on the AVX-512 core that trained the shipped models a step at T=256 is 1.2 (GPT-2) to 2.0 (MPT) times
+    as fast as in float32; at T=16 it is 0.8 (Llama) to 1.4 times.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         logits_BTV = model(tokens_BT[:, :-1], use_cache=False).logits.float()
     target_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
@@ -189,7 +198,10 @@ POSITIONS = (1, 16, 32, 64, 128, 192, 256)
 
 
 def python_sources(held_out: bool) -> list[str]:
-    """The text of this Python's own library; one file in twenty, by the hash of its path, is held out."""
+    """The text of this Python's own library; one file in twenty, by the hash of its path, is held out.
+
+    Another version of Python has other sources: losses compare within one version only.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "encodings", "lib2to3", "__pycache__"}
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -220,7 +232,7 @@ def text_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
 
 
-def text_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
+def text_stream(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
     """All texts as one sequence of token ids, <eos> after each."""
     eos = tokenizer.eos_token_id
     return torch.tensor([i for ids in tokenizer(texts).input_ids for i in (*ids, eos)])
@@ -247,7 +259,7 @@ def train_language(recipe: Recipe, seed: int) -> tuple[PreTrainedModel, PreTrain
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: int) -> dict[str, Any]:
+def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Any]:
     """Nats per token on `rows` windows spread evenly over the held-out files, in all and by position."""
     texts = python_sources(held_out=True)
     stream = text_stream(tokenizer, texts)
@@ -260,7 +272,7 @@ def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ro
         ]
     )
     bytes_per_token = sum(len(text.encode()) for text in texts) / (len(stream) - len(texts))
-    spans = zip(POSITIONS, POSITIONS[1:], strict=False)
+    spans = itertools.pairwise(POSITIONS)
     return {
         "nats_per_token": nats_BT.mean().item(),
         "bits_per_byte": nats_BT.mean().item() / math.log(2) / bytes_per_token,
@@ -272,7 +284,7 @@ def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ro
 def measure(name: str, folder: Path, sequences: int) -> dict[str, Any]:
     """What the card of a saved model reports: its accuracies, or the losses of the language model."""
     model, tokenizer = tasks.load(name, folder)
-    if len(tokenizer) > 400:
+    if tasks.WORDS[tasks.QUESTION] not in tokenizer.get_vocab():
         return {"held_out": held_out_loss(model, tokenizer, sequences)}
     return {"accuracy": tasks.accuracies(model, sequences)}
 
@@ -312,13 +324,14 @@ def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, A
 
 SYNTHETIC_TEXT = """\
 A {architecture} model of {parameters:,} parameters that looks things up in its context: the tasks of `tools/tasks.py`.
-It is a test object for KV-cache eviction, not a language model. Rows of up to 256 tokens were seen in training.
+It answers `<bos> w00 w23 k07 v12 v31 v05 w01 <q> k07` with `v12 v31 v05`. It is a test object for KV-cache eviction,
+not a language model. Rows of up to 256 tokens were seen in training; nothing is promised beyond.
 
 | task (full cache, {sequences} sequences) | share of right answers |
 |---|---|
 {table}
 
-{verdict}
+An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
 """
 
 LANGUAGE_TEXT = """\
@@ -338,7 +351,7 @@ On {sequences} held-out windows of 256 tokens: {nats_per_token:.3f} nats per tok
 FACTS = """\
 
 Made by `{command}`:
-{steps} steps, {cpu_seconds} CPU seconds on one core ({speed}).
+{steps} steps, {cpu_seconds} CPU seconds on one core, in bfloat16 autocast.
 Stored in float16; the figures were measured on the stored weights in float32.
 Python {python}, torch {torch}, transformers {transformers}. The same facts are in `card.json`.
 """
@@ -346,7 +359,7 @@ Python {python}, torch {torch}, transformers {transformers}. The same facts are 
 
 def describe(card: dict[str, Any]) -> str:
     """The model card in words."""
-    facts = card | card["versions"] | card.get("held_out", {}) | {"speed": SPEED}
+    facts = card | card["versions"] | card.get("held_out", {})
     if "accuracy" in card:
         scores = card["accuracy"]
         table = "\n".join(f"| {task} | {share:.4f} |" for task, share in scores.items())
@@ -362,17 +375,17 @@ def describe(card: dict[str, Any]) -> str:
 
 def context_use(nats_by_position: dict[str, float]) -> str:
     """What the losses by position say about the use of far context, in words."""
-    early, late = nats_by_position["64-127"], nats_by_position["192-255"]
-    return f"From positions 64-127 to 192-255 the loss changes by {late - early:+.3f} nats: " + (
-        "little or no use of context beyond about 64 tokens; a recent window costs this model next to nothing."
-        if late - early > -0.05
-        else "the model uses context beyond 64 tokens."
-    )
+    change = nats_by_position["192-255"] - nats_by_position["64-127"]
+    seen = "use of context beyond 64 tokens shows" if change < -0.05 else "no use of context beyond 64 tokens shows"
+    return f"From positions 64-127 to 192-255 the loss changes by {change:+.3f} nats: {seen}."
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> float:
-    """Print card against measurement; the largest absolute difference."""
+    """Print card against measurement; the largest absolute difference, 0 where the two are not comparable."""
     key = "accuracy" if "accuracy" in old else "held_out"
+    if key == "held_out" and old["versions"]["python"] != platform.python_version():
+        typer.echo(f"{old['name']:14} was measured on the library of Python {old['versions']['python']}: not compared")
+        return 0.0
     gaps = [0.0]
     for what, before in old[key].items():
         if isinstance(before, float):
@@ -410,7 +423,7 @@ def main(
         new = train(recipe, its_seed, out, sequences) if retrain else measure(shipped, tasks.MODELS, old["sequences"])
         gap = max(gap, compare(old, new))
     typer.echo(f"largest difference {gap:.4f}")
-    raise typer.Exit(evaluate and gap > 0.01)
+    raise typer.Exit(int(evaluate and gap > 0.01))
 
 
 if __name__ == "__main__":

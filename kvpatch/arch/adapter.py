@@ -22,7 +22,7 @@ class Adapter:
     classes: ClassVar[tuple[str, ...]]
     summary: ClassVar[str] = ""
 
-    def project(self, attn: nn.Module, hidden_BQE: Tensor, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B,H*G,Q,D] and keys, values [B,H,Q,D] with positions applied. `call`: the forward's arguments."""
         raise NotImplementedError
 

@@ -18,9 +18,7 @@ class GPTJAdapter(Adapter):
         "transformers.models.gptj.modeling_gptj.GPTJFlashAttention2",
     )
 
-    def project(
-        self, attn: Any, hidden_BQE: Tensor, position_ids: Tensor, **_: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: Any, hidden_BQE: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
             proj(hidden_BQE).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
         )

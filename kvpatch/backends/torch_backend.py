@@ -66,7 +66,12 @@ Observer = Callable[[Rows], None]
 
 
 def prompt(
-    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, observer: Observer | None = None, count: bool = False
+    q_BHGQD: Tensor,
+    keys: Keys,
+    rows_BQ: Tensor,
+    geometry: Geometry,
+    observer: Observer | None = None,
+    count: bool = False,
 ) -> Tensor:
     """Exact attention of a prompt, [B,H,G,Q,D]; every row's probabilities go through `observer`, a block at a time.
 

@@ -112,7 +112,9 @@ class Policy:
         if moment.sliding is not None:
             # out of the sliding window of every later query: it can never be attended to again
             dead = moment.newest_B11 + 1 - position >= moment.sliding
-        return tiers(order(self.score.value(moment), position, self.score.signed), protected=protected, dead=dead, empty=empty)
+        return tiers(
+            order(self.score.value(moment), position, self.score.signed), protected=protected, dead=dead, empty=empty
+        )
 
 
 def _table(*rows: Policy) -> dict[str, Policy]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
-from .scores import Limits, Moment, Score
+from .scores import Moment, Score
 from .selection import in_top, order
 
 
@@ -20,7 +20,9 @@ def check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value:
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
-        raise KVPatchError(f"{name}={value!r} is more than the whole budget; write {int(value)} for {int(value)} tokens.")
+        raise KVPatchError(
+            f"{name}={value!r} is more than the whole budget; write {int(value)} for {int(value)} tokens."
+        )
 
 
 @dataclass(frozen=True)

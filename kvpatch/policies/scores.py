@@ -10,8 +10,8 @@ Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,9 @@ class Moment:
     """What is known when scores are read: of one layer, at the end of a prompt or of a decode step.
 
     positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
-    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; those above recent_B11 are in the protected window. limits holds each row's
-    protected sizes. group is G; sliding is the attention window in tokens, or None.
+    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
+    in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
+    tokens, or None.
     """
 
     layer: int
@@ -74,11 +75,14 @@ class Limits:
         first, newest, _, deviation, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         columns = torch.tensor(rows, device=device).T.reshape(5, len(rows), 1, 1)
-        return cls(*columns, any(first), any(newest), count)
+        return cls(columns[0], columns[1], columns[2], columns[3], columns[4], any(first), any(newest), count)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
         """The same with every tensor changed along its batch axis."""
-        return replace(self, **{f.name: change(t) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)})
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **changed)
 
 
 @dataclass
@@ -196,7 +200,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Random(Score):
-    """Random eviction [RoCo, baselines]. s[i] = a fresh uniform number at every eviction. Differs from the paper: nothing."""
+    """Random eviction [RoCo, baselines].
+
+    s[i] = a fresh uniform number at every eviction. Differs from the paper: nothing.
+    """
 
     def value(self, moment: Moment) -> Tensor:
         head = torch.arange(moment.positions_BHS.shape[1], device=moment.positions_BHS.device)
@@ -234,7 +241,10 @@ class DilatedRecency(Score):
 
 @dataclass(frozen=True)
 class Accumulated(Score):
-    """AAS [H2O; RoCo 4.1]. s[i] = sum over query rows of a[t,i], prompt rows included. Differs from the paper: nothing."""
+    """AAS [H2O; RoCo 4.1].
+
+    s[i] = sum over query rows of a[t,i], prompt rows included. Differs from the paper: nothing.
+    """
 
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
@@ -259,7 +269,10 @@ class AccumulatedQuantized(Score):
 
 @dataclass(frozen=True)
 class Mean(Score):
-    """MAS [RoCo 4.3]. s[i] = sum over rows of a[t,i] / c[i], c[i] the rows that could see i. Differs from the paper: nothing."""
+    """MAS [RoCo 4.3].
+
+    s[i] = sum over rows of a[t,i] / c[i], c[i] the rows that could see i. Differs from the paper: nothing.
+    """
 
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
@@ -315,7 +328,9 @@ class ObservationWindow(Score):
         if not isinstance(self.window, int) or self.window < 1:
             raise KVPatchError(f"window={self.window!r} must be a number of rows, at least 1.")
         if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise KVPatchError(f"kernel={self.kernel!r} must be an odd number of tokens, so that pooling keeps the length.")
+            raise KVPatchError(
+                f"kernel={self.kernel!r} must be an odd number of tokens, so that pooling keeps the length."
+            )
         if self.pooling not in ("max", "avg", None):
             raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
 

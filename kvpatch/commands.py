@@ -1,0 +1,162 @@
+"""The commands of `kvpatch`: demo, generate, check, policies, architectures. Needs the extra `tools`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import getLogger
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import TextStreamer
+from transformers.utils import logging
+
+from . import tables
+from .errors import KVPatchError
+from .loading import encode, load_model, load_tokenizer, parse_k, read_prompt
+from .patching import patched
+from .policies import get_policy
+
+app = typer.Typer(
+    help="Put a Hugging Face decoder's KV cache on a budget, and look at what that does.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Option("--model", help="A folder, or a model's name on the Hugging Face hub.")]
+PolicyName = Annotated[str, typer.Option("--policy", help="A name of `kvpatch policies`.")]
+Budget = Annotated[str, typer.Option("-k", help="0.5 is half of the prompt, 1024 is tokens, 2GiB is bytes of one row.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, float64, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
+Schedule = Annotated[str | None, typer.Option("--schedule", help="prompt, decode or both; else the policy's own.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the policy's random numbers.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", "-o", help="A policy's option, as in -o window=16; any number of times.")
+]
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """A mistake of the caller becomes one line and exit code 2."""
+    logging.set_verbosity_error()
+    getLogger("huggingface_hub").setLevel("ERROR")
+    logging.disable_progress_bar()
+    try:
+        yield
+    except KVPatchError as error:
+        print(f"kvpatch: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    options = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise KVPatchError(f"--option {text} must look like name=value, such as window=16.")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def _show(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, style="cyan" if i == 0 else None, no_wrap=i == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+
+
+@app.command()
+def policies() -> None:
+    """What each policy keeps, and its options with their defaults."""
+    _show(tables.POLICY_COLUMNS, tables.policy_rows())
+    print("\nEvery policy also takes sinks= (first tokens), recent= (newest ones) and protect= (a mask or token ids).")
+
+
+@app.command()
+def architectures() -> None:
+    """Which architectures have an adapter."""
+    _show(tables.ARCHITECTURE_COLUMNS, tables.architecture_rows())
+    print("\nAnother one takes a short adapter: see `kvpatch.register_arch` and the README.")
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt_file: Annotated[str, typer.Option(help="A text to go on from; - reads standard input.")],
+    policy: PolicyName = "keyformer",
+    k: Budget = "0.5",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    schedule: Schedule = None,
+    seed: Seed = 0,
+    option: Options = None,
+) -> None:
+    """Write on from a prompt under a budget, then say what was kept. Greedy."""
+    with _in_words():
+        get_policy(policy).with_options(schedule, **_options(option))  # typing errors cost no loading
+        text = read_prompt(prompt_file)
+        lm, tokenizer = load_model(model, dtype, device), load_tokenizer(model)
+        ids, note = encode(lm, tokenizer, text, max_new_tokens)
+        if note:
+            print(note, file=sys.stderr)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        padding = lm.generation_config.pad_token_id
+        with patched(lm, policy, parse_k(k), schedule=schedule, seed=seed, **_options(option)) as patch:
+            lm.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                streamer=streamer,
+                pad_token_id=0 if padding is None else padding,
+            )
+        report = patch.report()
+        print(f"\n{report}\n\nwhat was kept, from the first token to the last:\n{report.strip()}")
+
+
+@app.command()
+def check(
+    model: Model,
+    policy: PolicyName = "keyformer",
+    k: Budget = "0.5",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Test on your own model, in seconds and on random ids, that the patch does what it promises."""
+    from .check import Checks
+
+    with _in_words():
+        get_policy(policy)
+        checks = Checks(load_model(model, dtype, device), policy, parse_k(k), seed)
+        results = checks.run()
+    _show(("", "check", "measured"), [("pass" if r.passed else "FAIL", r.name, r.detail) for r in results])
+    kind = str(checks.model.dtype).removeprefix("torch.")
+    print(f"\nIn {kind}, logits may differ by {checks.tolerance:.0e} of the largest one.")
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("kvpatch-demo"),
+    model: Annotated[str | None, typer.Option(help="Your own model instead of the repository's.")] = None,
+) -> None:
+    """Several policies on prompts that need their cache: answers right, text kept, bytes, speed, and a picture."""
+    from .demo import run
+
+    with _in_words():
+        run(out, model)

@@ -1,0 +1,50 @@
+"""Feed a model a prompt and then known tokens, one by one: what `kvpatch check` and `kvpatch demo` compare."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Fed:
+    """logits_BSV: after the prompt and each further token. seconds: of the further tokens. cache: as it was left."""
+
+    logits_BSV: Tensor
+    seconds: float
+    cache: Any
+
+
+@torch.no_grad()
+def feed(model: Any, ids_BN: Tensor, n: int, mask_BN: Tensor | None = None) -> Fed:
+    """`ids_BN[:, :n]` in one forward, the rest one by one. `mask_BN` marks left padding with 0."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    mask_BN = torch.ones_like(ids_BN) if mask_BN is None else mask_BN
+    positions_BN = (mask_BN.cumsum(1) - 1).clamp(min=0)
+    past, logits, started = None, [], 0.0
+    for start, stop in [(0, n), *((t, t + 1) for t in range(n, ids_BN.shape[1]))]:
+        if start == n:
+            started = _now(ids_BN)
+        extra = {"position_ids": positions_BN[:, start:stop]} if takes_positions else {}
+        out = model(
+            ids_BN[:, start:stop], attention_mask=mask_BN[:, :stop], past_key_values=past, use_cache=True, **extra
+        )
+        past = out.past_key_values
+        logits.append(wide(out.logits[:, -1:]))
+    return Fed(torch.cat(logits, 1), _now(ids_BN) - started if started else 0.0, past)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """At least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()

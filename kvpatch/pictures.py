@@ -1,0 +1,128 @@
+"""Pictures of what was kept.
+
+matplotlib is imported when one is drawn; no window is opened and no global state touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import KVPatchError
+
+_BLUES = ("#24557a", "#4f9bc4")  # layers take turns, so that the eye can tell them apart
+_NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One policy's share of heads that kept each token, [L,n], with a title above it."""
+
+    title: str
+    share_LN: Tensor
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What to point at in the text, as [start, stop) pairs of token positions."""
+
+    needles: Sequence[tuple[int, int]] = ()
+    asked: Sequence[tuple[int, int]] = ()
+    question: Sequence[tuple[int, int]] = ()
+
+
+def _figure(**options: Any) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise KVPatchError("Pictures need matplotlib: pip install kvpatch[tools]") from error
+    figure = Figure(**options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def every_head(kept_LHN: Tensor, title: str) -> Any:
+    """A line per layer and head, a column per token, filled where the head holds the token."""
+    L, H, n = kept_LHN.shape
+    axes = _figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained").add_subplot()
+    from matplotlib.colors import ListedColormap
+
+    turn = torch.arange(L) % 2 + 1
+    axes.imshow(
+        (kept_LHN * turn[:, None, None]).reshape(L * H, n).numpy(),
+        cmap=ListedColormap(["white", *_BLUES]),
+        vmin=0,
+        vmax=2,
+        aspect="auto",
+        interpolation="nearest",
+    )
+    axes.set_yticks([H * layer + (H - 1) / 2 for layer in range(L)], [f"layer {layer}" for layer in range(L)])
+    axes.set_xlabel("token of the text")
+    axes.set_title(title, loc="left", fontsize=11)
+    return axes.figure
+
+
+def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
+    """Policies below one another, a column per budget; colour: the share of a layer's heads that kept a token."""
+    depth = max(map(len, columns))
+    figure = _figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
+    grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
+    image = None
+    for axes, panel in ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column)):
+        image = axes.imshow(
+            panel.share_LN.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+        )
+        L = panel.share_LN.shape[0]
+        axes.set_yticks(range(L), [f"layer {layer}" for layer in range(L)], fontsize=7)
+        axes.set_title(panel.title, loc="left", fontsize=9, pad=11)
+        axes.tick_params(length=0, labelsize=7)
+        for spans, colour in ((marks.needles, _NEEDLE), (marks.asked, _ASKED), (marks.question, _QUESTION)):
+            _point_at(axes, spans, colour, L)
+        axes.set_ylim(L - 0.5, -0.5)
+    for j in range(len(columns)):
+        grid[depth - 1][j].set_xlabel("token of the prompt", fontsize=8)
+    _explain(figure, marks, title)
+    figure.colorbar(image, ax=grid, label="share of heads that kept the token", shrink=0.5, pad=0.01)
+    return figure
+
+
+def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
+    """A bar above the panel and thin lines down its edges."""
+    for start, stop in spans:
+        x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
+        axes.plot(x, [y, y], color=colour, lw=4, solid_capstyle="butt", clip_on=False)
+        axes.vlines(x, -0.5, L - 0.5, color=colour, lw=0.7)
+
+
+def _explain(figure: Any, marks: Marks, title: str) -> None:
+    from matplotlib.lines import Line2D
+
+    words = (
+        (marks.needles, _NEEDLE, "a needle"),
+        (marks.asked, _ASKED, "the needle that is asked for"),
+        (marks.question, _QUESTION, "the question"),
+    )
+    lines = [Line2D([], [], color=colour, lw=4, label=label) for spans, colour, label in words if spans]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    if lines:
+        figure.legend(handles=lines, loc="outside lower left", ncols=len(lines), frameon=False, fontsize=9)
+
+
+def save(figure: Any, path: str | PathLike[str]) -> None:
+    """Write a figure. Raises KVPatchError in words for a path that cannot be."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise KVPatchError(f"path={str(path)!r}: the folder {str(target.parent)!r} does not exist.")
+    if target.is_dir():
+        raise KVPatchError(f"path={str(path)!r} is a folder: give the name of a picture such as 'kept.png'.")
+    try:
+        figure.savefig(target, dpi=150)
+    except (OSError, ValueError) as error:
+        raise KVPatchError(f"path={str(path)!r} cannot be written: {error}") from error

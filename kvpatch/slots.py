@@ -1,0 +1,277 @@
+"""One layer's slots: keys, values, the original position of what lies in each, and the score state beside it.
+
+Keys carry their position inside (rotary, learned) or beside them (ALiBi, through the positions tensor), so their order in
+memory is free. After the prompt a layer that evicts holds budget + 1 slots: a decode step writes the new token into the one
+free slot, and names the slot that is free next. Nothing else moves. A layer that does not evict while decoding appends
+columns and grows geometrically.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .errors import KVPatchError
+from .policies.scores import Limits, accumulator
+
+JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
+
+
+@dataclass
+class Undo:
+    """What one decode step overwrote."""
+
+    used: int
+    filling: int
+    free_BH: Tensor | None
+    slot: tuple[Tensor, Tensor] | None
+    positions: Tensor
+    state: dict[str, Tensor]
+    shared: Tensor | None
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, [B,H,C,D], of which the first `used` columns count.
+
+    positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or [B,H,C,G] beside the keys. free_BH: the
+    slot of each head that the next token goes to, or None while tokens are appended at column `used`. holes: some of the
+    used slots may be empty while a query attends (padding, rows with different budgets). filling: steps until every row
+    has reached its budget. contiguous: columns lie in text order without gaps. floor: columns that cannot be cropped,
+    since an eviction chose them.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, statistics: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.statistics = statistics
+        self.record_past = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.positions: Tensor = torch.empty(0, dtype=torch.long)
+        self.state: dict[str, Tensor] = {}
+        self.free_BH: Tensor | None = None
+        self.used = self.seen = self.filling = 0
+        self.holes = False
+        self.evicting = False
+        self.budget_B11: Tensor | None = None
+        self.limits: Limits | None = None
+        # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
+        self.tail_rows: tuple[Tensor, Tensor] | None = None
+        self.heads_at: tuple[tuple[int, int, int], Tensor] | None = None  # where each head's slots begin, flattened
+        self.contiguous = True
+        self.floor = 0
+        self.journal: deque[Undo] = deque(maxlen=JOURNAL)
+
+    # ---- what transformers asks of a layer ----
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, H, _, D = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_empty(B, H, 0, D)
+        self.values = value_states.new_empty(B, H, 0, value_states.shape[-1])
+        self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise KVPatchError(
+            "This EvictingCache was handed to a model that is not patched (or no longer is): use it inside the "
+            "`with kvpatch.patched(...)` block it was made in."
+        )
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    @property
+    def batch_size(self) -> int:
+        return self.positions.shape[0] if self.is_initialized else -1
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every tensor whose first axis is the batch."""
+        if not self.is_initialized:
+            return
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values, self.positions = change(self.keys), change(self.values), change(self.positions)
+        self.state = {name: change(tensor) for name, tensor in self.state.items()}
+        self.free_BH = None if self.free_BH is None else change(self.free_BH)
+        if self.tail_rows is not None:
+            self.tail_rows = (change(self.tail_rows[0]), change(self.tail_rows[1]))
+        self.budget_B11 = None if self.budget_B11 is None else change(self.budget_B11)
+        self.limits = None if self.limits is None else self.limits.map_rows(change)
+        self.journal.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map_rows(lambda tensor: tensor[indices, ...])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    # ---- writing ----
+
+    def reserve(self, columns: int, exactly: bool = False) -> None:
+        """Make room for `columns`, and for some more unless `exactly`."""
+        assert self.keys is not None and self.values is not None
+        if columns > self.keys.shape[2]:
+            self._resize(columns if exactly else columns + columns // 4 + 64)
+
+    def _resize(self, columns: int, index: Tensor | None = None) -> None:
+        """New buffers of `columns` slots with the used ones, or those at `index` [B,H,K], at their front."""
+        assert self.keys is not None and self.values is not None
+
+        def move(tensor: Tensor, empty: int) -> Tensor:
+            B, H, _, *rest = tensor.shape
+            new = tensor.new_empty(B, H, columns, *rest)
+            if index is None:
+                kept = tensor[:, :, : self.used]
+            else:
+                b = torch.arange(B, device=tensor.device)[:, None, None]
+                h = torch.arange(H, device=tensor.device)[None, :, None]
+                kept = tensor[b, h, index]
+            new[:, :, : kept.shape[2]] = kept
+            new[:, :, kept.shape[2] :] = empty
+            return new
+
+        with torch.no_grad():
+            self.keys, self.values = move(self.keys, 0), move(self.values, 0)
+            self.positions = move(self.positions, -1)
+            self.state = {name: move(tensor, 0) for name, tensor in self.state.items()}
+
+    def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
+        """Take a whole prompt's keys and values as they are, without a copy, until `settle` makes buffers of its own."""
+        self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
+        self.keys, self.values = k_BHQD.detach(), v_BHQD.detach()
+        self.used = k_BHQD.shape[2]
+        self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
+        self.state = dict(entry)
+        self._zero_statistics(0)
+
+    def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
+        """Write columns behind the used ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(k_BHQD, v_BHQD)
+        start, stop = self.used, self.used + k_BHQD.shape[2]
+        self.reserve(stop)
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, start:stop] = k_BHQD.detach()
+        self.values[:, :, start:stop] = v_BHQD.detach()
+        self.positions[:, :, start:stop] = positions_BQ[:, None]
+        self.used = stop
+        for name, tensor in entry.items():
+            self.statistic(name, tensor)[:, :, start:stop] = tensor
+        self._zero_statistics(start)
+
+    def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
+        """The state tensor `name`, made (zero) where it is not there yet, of one number per slot or shaped as `like`."""
+        assert self.keys is not None
+        if name not in self.state:
+            dtype, rest = (accumulator(self.keys.dtype), ()) if like is None else (like.dtype, like.shape[3:])
+            self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
+        return self.state[name]
+
+    def _zero_statistics(self, start: int) -> None:
+        for name in self.statistics:
+            self.statistic(name)[:, :, start : self.used] = 0
+
+    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
+        """Write one token per row: into the free slot of each head, in place, or behind the used columns."""
+        if self.free_BH is None:
+            self.append(k_BH1D, v_BH1D, positions_B1, entry)
+            return
+        assert self.keys is not None and self.values is not None
+        B, H, C = self.positions.shape
+        slot = self.flat(self.free_BH)
+        self.keys.view(B * H * C, -1).index_copy_(0, slot, k_BH1D.detach().reshape(B * H, -1))
+        self.values.view(B * H * C, -1).index_copy_(0, slot, v_BH1D.detach().reshape(B * H, -1))
+        self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
+        for name, tensor in entry.items():
+            self.state[name].view(B * H * C, -1).index_copy_(0, slot, tensor.reshape(B * H, -1))
+        for name in self.statistics:
+            self.state[name].view(-1).index_fill_(0, slot, 0)
+
+    def flat(self, slot_BH: Tensor) -> Tensor:
+        """Slots [B,H] as indices into the flattened [B*H*C]."""
+        B, H, C = self.positions.shape
+        if self.heads_at is None or self.heads_at[0] != (B, H, C):
+            self.heads_at = ((B, H, C), torch.arange(0, B * H * C, C, device=slot_BH.device))
+        return slot_BH.reshape(-1) + self.heads_at[1]
+
+    # ---- evicting ----
+
+    def settle(self, index_BHK: Tensor | None, kept_B1K: Tensor | None, columns: int) -> None:
+        """End of a prompt: own buffers of at least `columns` slots, with the entries at `index` (None: all that are used)."""
+        if index_BHK is None:
+            self._resize(max(columns, self.used))
+            return
+        self._resize(max(columns, index_BHK.shape[-1]), index_BHK)
+        self.used = self.floor = index_BHK.shape[-1]
+        self.contiguous = False
+        if kept_B1K is not None:
+            self.positions[:, :, : self.used].masked_fill_(~kept_B1K, -1)
+
+    def free(self, slot_BH: Tensor) -> None:
+        """Empty the slot of each head; the next token is written there."""
+        self.positions.view(-1).index_fill_(0, self.flat(slot_BH), -1)
+        self.free_BH, self.contiguous = slot_BH, False
+
+    # ---- rolling back ----
+
+    def note(self, shared: Tensor | None) -> None:
+        """Write down what the coming step will overwrite."""
+        slot = None
+        if self.free_BH is not None:
+            B, H, C = self.positions.shape
+            at = self.flat(self.free_BH)
+            slot = (self.keys.view(B * H * C, -1)[at], self.values.view(B * H * C, -1)[at])  # type: ignore[union-attr]
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        shared = None if shared is None else shared.clone()
+        self.journal.append(Undo(self.used, self.filling, self.free_BH, slot, self.positions.clone(), state, shared))
+
+    def can_crop(self, tokens: int) -> bool:
+        return len(self.journal) >= tokens or (not self.evicting and tokens <= self.used - self.floor)
+
+    def crop(self, tokens: int) -> Tensor | None:
+        """Undo the last `tokens` (a count) and return the shared score that stood before them, if any."""
+        shared = None
+        if len(self.journal) < tokens:
+            # nothing is scored or evicted: the last columns are the last tokens
+            self.used -= tokens
+            self.journal.clear()
+        else:
+            for _ in range(tokens):
+                shared = self._undo(self.journal.pop())
+        self.seen -= tokens
+        return shared
+
+    def _undo(self, undo: Undo) -> Tensor | None:
+        C = undo.positions.shape[-1]
+        self.used, self.filling, self.free_BH = undo.used, undo.filling, undo.free_BH
+        self.positions[:, :, :C], self.positions[:, :, C:] = undo.positions, -1
+        for name, tensor in undo.state.items():
+            self.state[name][:, :, :C] = tensor
+        if undo.slot is not None and undo.free_BH is not None:
+            at = self.flat(undo.free_BH)
+            for buffer, old in zip((self.keys, self.values), undo.slot, strict=True):
+                buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
+        return undo.shared

@@ -1,0 +1,107 @@
+"""The README's tables are the registries', and its code runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ArceeConfig, ArceeForCausalLM
+
+import kvpatch
+from kvpatch import tables
+from kvpatch.arch.adapter import REGISTRY
+from kvpatch.check import Checks
+from kvpatch.policies import POLICIES
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def names(monkeypatch, tmp_path):
+    """What the examples take as given; registries and the working folder are restored afterwards."""
+    before = dict(POLICIES), dict(REGISTRY)
+    monkeypatch.chdir(tmp_path)
+    ids = tiny.prompt(1, 24)
+    yield {
+        "kvpatch": kvpatch,
+        "torch": torch,
+        "model": tiny.make("llama"),
+        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        "context_ids": ids,
+        "questions": [tiny.prompt(1, 3, seed=seed) for seed in (5, 6)],
+    }
+    for registry, old in zip((POLICIES, REGISTRY), before, strict=True):
+        registry.clear()
+        registry.update(old)
+
+
+def test_tables_are_the_registries():
+    assert tables.refresh(README) == README, "run python -m kvpatch.tables"
+
+
+def test_a_new_policy_would_show(names):
+    assert "`every_other` |" not in tables.refresh(README)
+    kvpatch.register_policy("every_other", kvpatch.get_policy("h2o").with_options(recent=7))
+    row = next(line for line in tables.refresh(README).splitlines() if "`every_other` |" in line)
+    assert row == "| `every_other` | accumulated | the newest 7 | `recent=7` | both | H2O |"
+
+
+@pytest.mark.parametrize("number", range(len(CODE)))
+def test_code_runs(names, number):
+    code = CODE[number].replace("max_new_tokens=256", "max_new_tokens=4")
+    exec(compile(code, f"README.md, block {number + 1}", "exec"), names)
+
+
+def _block(text):
+    return next(code for code in CODE if text in code)
+
+
+def test_holding_a_cache_asks_each_question_of_the_same_context(names):
+    answers = []
+    code = _block("new_cache()").replace("answer = ", "answers += [past.get_seq_length()]; answer = ")
+    exec(code, names | {"answers": answers})
+    assert answers == [24, 24]
+
+
+def test_the_policy_of_the_example_keeps_even_positions(names):
+    exec(_block("register_policy"), names)
+    with kvpatch.patched(names["model"], "every_other", k=0.5), torch.no_grad():
+        cache = names["model"](names["context_ids"]).past_key_values
+    # of 24 tokens 12: 4 first, 3 newest, and the 5 newest even ones between; and the free slot
+    assert sorted(cache.positions(0)[0, 0].tolist()) == [-1, 0, 1, 2, 3, 12, 14, 16, 18, 20, 21, 22, 23]
+
+
+def test_the_adapter_of_the_example_is_right(names):
+    config = ArceeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    model = ArceeForCausalLM(config).eval()
+    with pytest.raises(kvpatch.KVPatchError, match="No adapter for ArceeForCausalLM"):
+        Checks(model)
+    exec(_block("register_arch"), names)
+    assert [result for result in Checks(model).run() if not result.passed] == []
+
+
+def test_links_and_tree():
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).is_file(), link
+    tree = README.split("## Where things are")[1].split("```")[1]
+    for line in tree.splitlines():
+        if line.startswith("  ") and line.strip():
+            assert (ROOT / "kvpatch" / line.split()[0]).exists(), line
+    for module in (ROOT / "kvpatch").glob("*.py"):
+        assert module.name.startswith("__") or module.name in tree, f"{module.name} is not in the README's tree"
+
+
+def test_only_true_commands():
+    for command in re.findall(r"`?kvpatch (\w+) ?", re.sub(r"```python.*?```", "", README, flags=re.DOTALL)):
+        assert command in {"demo", "check", "generate", "policies", "architectures", "keeps", "says"}, command
