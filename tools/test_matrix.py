@@ -28,7 +28,8 @@ def environment(version: str) -> str | None:
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     names = [line for line in lines if line and not line.startswith("#")]
     torch = next(line for line in names if line.startswith("torch=="))
-    rest = [line for line in names if not line.startswith(("torch==", "transformers=="))]
+    chosen_by_transformers = ("transformers==", "tokenizers==", "safetensors==")
+    rest = [line for line in names if line != torch and not line.startswith(chosen_by_transformers)]
     pip = (f"{folder}/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
     for command in (
