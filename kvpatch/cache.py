@@ -38,6 +38,10 @@ class Forward:
     first_step: int
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    def on(self, device: torch.device) -> Tensor:
+        """positions_BQ on a layer's device."""
+        return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
+
 
 class EvictingCache(Cache):
     """A transformers cache that keeps `budget` tokens per KV head. Made by the patched model, or by `Patch.new_cache()`.

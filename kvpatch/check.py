@@ -135,10 +135,20 @@ class Checks:
         return feed(self.model, ids_BN, self.n - skipped, mask_BN).logits_BSV
 
 
-def _snapshot(model: Any) -> dict[tuple[str, str], Any]:
+def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:
     """Every attribute and hook of every module, by identity."""
     return {
-        (name, key): tuple((k, id(v)) for k, v in value.items()) if isinstance(value, dict) else id(value)
+        (name, key): _Same([*value.keys(), *value.values()] if isinstance(value, dict) else [value])
         for name, module in model.named_modules()
         for key, value in vars(module).items()
     }
+
+
+class _Same:
+    """Equal to another when both hold the very same objects; holding them, so that no address is used again."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and [*map(id, self.objects)] == [*map(id, other.objects)]

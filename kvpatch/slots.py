@@ -68,7 +68,9 @@ class SlotLayer(CacheLayerMixin):
         self.limits: Limits | None = None
         # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
         self.tail_rows: tuple[Tensor, Tensor] | None = None
-        self.heads_at: tuple[tuple[int, int, int], Tensor] | None = None  # where each head's slots begin, flattened
+        # computed from the shape and from free_BH, and kept with what they were computed from
+        self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
+        self.free_at: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
         self.floor = 0
         self.journal: deque[Undo] = deque(maxlen=JOURNAL)
@@ -201,7 +203,7 @@ class SlotLayer(CacheLayerMixin):
             return
         assert self.keys is not None and self.values is not None
         B, H, C = self.positions.shape
-        slot = self.flat(self.free_BH)
+        slot = self.free_slots()
         self.keys.view(B * H * C, -1).index_copy_(0, slot, k_BH1D.detach().reshape(B * H, -1))
         self.values.view(B * H * C, -1).index_copy_(0, slot, v_BH1D.detach().reshape(B * H, -1))
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
@@ -210,12 +212,34 @@ class SlotLayer(CacheLayerMixin):
         for name in self.statistics:
             self.state[name].view(-1).index_fill_(0, slot, 0)
 
-    def flat(self, slot_BH: Tensor) -> Tensor:
-        """Slots [B,H] as indices into the flattened [B*H*C]."""
-        B, H, C = self.positions.shape
-        if self.heads_at is None or self.heads_at[0] != (B, H, C):
-            self.heads_at = ((B, H, C), torch.arange(0, B * H * C, C, device=slot_BH.device))
-        return slot_BH.reshape(-1) + self.heads_at[1]
+    def free_slots(self) -> Tensor:
+        """free_BH as indices [B*H] into the flattened slots, computed once."""
+        assert self.free_BH is not None
+        if self.free_at is None or self.free_at[0] is not self.free_BH:
+            self.free_at = (self.free_BH, self.free_BH.reshape(-1) + self._heads())
+        return self.free_at[1]
+
+    def _heads(self) -> Tensor:
+        """Where each head's slots begin, flattened [B*H]."""
+        shape = tuple(self.positions.shape)
+        if self.heads_at is None or self.heads_at[0] != shape:
+            B, H, C = shape
+            self.heads_at = (shape, torch.arange(0, B * H * C, C, device=self.positions.device))
+        return self.heads_at[1]
+
+    def view(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and positions of the used slots."""
+        assert self.keys is not None and self.values is not None
+        T = self.used
+        if T == self.positions.shape[2]:
+            return self.keys, self.values, self.positions
+        return self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
+
+    def state_view(self) -> dict[str, Tensor]:
+        """The state of the used slots."""
+        if self.used == self.positions.shape[2]:
+            return self.state
+        return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
 
     # ---- evicting ----
 
@@ -232,8 +256,8 @@ class SlotLayer(CacheLayerMixin):
 
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""
-        self.positions.view(-1).index_fill_(0, self.flat(slot_BH), -1)
         self.free_BH, self.contiguous = slot_BH, False
+        self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     # ---- rolling back ----
 
@@ -242,7 +266,7 @@ class SlotLayer(CacheLayerMixin):
         slot = None
         if self.free_BH is not None:
             B, H, C = self.positions.shape
-            at = self.flat(self.free_BH)
+            at = self.free_slots()
             slot = (self.keys.view(B * H * C, -1)[at], self.values.view(B * H * C, -1)[at])  # type: ignore[union-attr]
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         shared = None if shared is None else shared.clone()
@@ -271,7 +295,7 @@ class SlotLayer(CacheLayerMixin):
         for name, tensor in undo.state.items():
             self.state[name][:, :, :C] = tensor
         if undo.slot is not None and undo.free_BH is not None:
-            at = self.flat(undo.free_BH)
+            at = self.free_slots()
             for buffer, old in zip((self.keys, self.values), undo.slot, strict=True):
                 buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
         return undo.shared

@@ -9,14 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch import attention, demo, demo_view, patching
+from kvpatch import demo, demo_view
+from kvpatch.arch.llama import LlamaAdapter
 from kvpatch.check import Checks
 from kvpatch.cli import main
 from kvpatch.commands import app
 from kvpatch.feeding import feed
 from kvpatch.loading import load_tokenizer, parse_k
 from kvpatch.needles import text_needles
-from kvpatch.policies import get_policy
+from kvpatch.policies.budgets import Budget
 from tests import tiny
 
 
@@ -172,8 +173,8 @@ def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
     assert result.exit_code == 0
     assert result.stdout.count("pass ") == 5
     assert "1e-04" in result.stdout
-    real = attention.attend
-    monkeypatch.setattr(patching, "attend", lambda *given: real(*given) * 1.01)
+    real = LlamaAdapter.output
+    monkeypatch.setattr(LlamaAdapter, "output", lambda *given: real(*given) * 1.01)
     result = run("check", "--model", folder)
     assert result.exit_code == 1
     assert "FAIL" in result.stdout
@@ -182,24 +183,23 @@ def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checks_see_one_token_too_few(dtype, monkeypatch):
     model = tiny.make("llama", dtype=dtype)
-    real = patching.Budget.tokens
-    monkeypatch.setattr(patching.Budget, "tokens", lambda self, layer, n: max(real(self, layer, n) - 1, 1))
+    real = Budget.tokens
+    monkeypatch.setattr(Budget, "tokens", lambda self, layer, n: max(real(self, layer, n) - 1, 1))
     failed = [result.name for result in Checks(model).run() if not result.passed]
     assert failed == ["eviction is the same as masking"]
 
 
 def test_checks_see_what_stays_behind(monkeypatch):
     model = tiny.make("llama")
-    monkeypatch.setattr(patching.Patch, "remove", lambda self: None)
-    results = {result.name: result for result in Checks.run(_unpatched_checks(model))}
-    assert not results["the model is as it was after the block"].passed
+    real = kvpatch.Patch.remove
 
+    def remove(patch):
+        real(patch)
+        vars(model.model.layers[0])["left_behind"] = object()
 
-def _unpatched_checks(model):
-    checks = object.__new__(Checks)
-    checks.model, checks.policy, checks.k, checks.seed = model, get_policy("h2o"), 0.5, 0
-    checks.n, checks.ids_BN, checks.tolerance = 40, tiny.prompt(2, 48), 1e-4
-    return checks
+    monkeypatch.setattr(kvpatch.Patch, "remove", remove)
+    failed = [(result.name, result.detail) for result in Checks(model).run() if not result.passed]
+    assert failed == [("the model is as it was after the block", "changed: model.layers.0.left_behind")]
 
 
 @pytest.mark.parametrize("name", ["typer", "rich"])

@@ -19,11 +19,11 @@ MUTANTS = {
     "score not reset when a slot is reused": (
         "slots.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (
-        "policies/scores.py", 'reduce(block.p_NGRM, "n g r m -> n r m", "mean")', "block.p_NGRM[:, 0]",
+        "policies/scores.py", "block.p_NGRM.mean(1)", "block.p_NGRM[:, 0]",
         f"{ORACLE}[llama_gqa-roco]"),
     "group not summed": (
-        "policies/scores.py", 'return reduce(block.p_NGRM, "n g r m -> n m", "sum")',
-        'return reduce(block.p_NGRM[:, :1], "n g r m -> n m", "sum")', f"{ORACLE}[llama_gqa-h2o]"),
+        "policies/scores.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
+        f"{ORACLE}[llama_gqa-h2o]"),
     "padding counted in n": (
         "cache.py", "before + count[:, -1], before + count[:, prompt - 1]", "before + Q, before + prompt",
         f"{ORACLE}[llama-window]"),
@@ -40,9 +40,9 @@ MUTANTS = {
         "policies/scopes.py", "recent = position > moment.recent_B11", "recent = position >= moment.recent_B11",
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
-        "attention.py",
-        "                    self._observe_step(p_BHGT, keys, newest_B11, t)\n                self._evict(newest_B11, t)",
-        "                    self._evict(newest_B11, t)\n                    self._observe_step(p_BHGT, keys, newest_B11, t)",
+        "decode.py",
+        "                _observe(call, p_BHGT, keys, newest_B11, t)\n            _evict(call, newest_B11, t)",
+        "                _evict(call, newest_B11, t)\n            _observe(call, p_BHGT, keys, newest_B11, t)",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -74,7 +74,7 @@ MUTANTS = {
         "row, key = head[:, :, None, None], -1",
         "tests/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
-        "attention.py", "            slots.tail_rows = (q_BHGWD, rows_BW)", "            slots.tail_rows = None",
+        "prompt.py", "        slots.tail_rows = (q_BHGWD, rows_BW)", "        slots.tail_rows = None",
         "tests/test_eviction.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "patching.py", "                vars(module).pop(name, None)", "                pass",

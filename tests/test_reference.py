@@ -524,6 +524,26 @@ def test_budgets_and_shares() -> None:
     assert reference.tokens(0.29, 100) == 29
 
 
+@pytest.mark.parametrize(
+    ("policy", "b", "options", "expected"),
+    [  # how many are fixed, recent', r', w'
+        ("h2o", 9, {}, (0, 4, 0, 0)),
+        ("scissorhands", 9, {}, (0, 4, 0, 0)),
+        ("keyformer", 10, {}, (0, 3, 0, 0)),
+        ("roco", 30, {}, (0, 10, 15, 0)),
+        ("roco", 12, {}, (0, 10, 2, 0)),
+        ("roco", 12, {"sinks": 1}, (1, 10, 1, 0)),
+        ("streaming_llm", 9, {}, (4, 0, 0, 0)),
+        ("snapkv", 40, {}, (0, 0, 0, 32)),
+        ("h2o", 4, {"recent": 1.0, "sinks": 2, "schedule": "decode"}, (50, 4, 0, 0)),  # the prompt is outside b
+    ],
+)
+def test_protected_sizes(policy: str, b: int, options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    oracle = reference.Oracle(Table([[logs(P)]]), 50, b, reference.settings(policy, options), 256, None)
+    fixed, *sizes = oracle.sizes(b)
+    assert (len(fixed), *sizes) == expected
+
+
 def test_ties_and_margins() -> None:
     assert reference.worst({3: 1.0, 1: 1.0, 2: 5.0}, 1) == ({1}, 4.0)  # 1 and 3 tie: what could change is 5 against 1
     assert reference.worst({3: 1.0, 1: 1.5, 2: 5.0}, 1) == ({3}, 0.5)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from .adapter import Adapter, heads_first, source_module
+
+
+@functools.cache
+def _slopes(build: Callable[[int, int], Tensor], n_heads: int) -> Tensor:
+    """From the model's own table for two tokens: the older one's bias is minus the slope."""
+    return -build(n_heads, 2)[:, 0, 0]
 
 
 class MptAdapter(Adapter):
@@ -28,8 +36,7 @@ class MptAdapter(Adapter):
         return attn.softmax_scale
 
     def slopes(self, attn: Any) -> Tensor | None:
-        # the model's own table for two tokens: the older one's bias is minus the slope
-        return -source_module(attn).build_mpt_alibi_tensor(attn.n_heads, 2)[:, 0, 0]
+        return _slopes(source_module(attn).build_mpt_alibi_tensor, attn.n_heads)
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         return attn.n_heads, attn.head_dim

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 
 from ..errors import KVPatchError
@@ -107,12 +107,12 @@ class Block:
 
 
 def _sum(block: Block, score: Score) -> Tensor:
-    return reduce(block.p_NGRM, "n g r m -> n m", "sum")
+    return block.p_NGRM.sum((1, 2))
 
 
 def _squares(block: Block, score: Score) -> Tensor:
     """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
-    mean_NRM = reduce(block.p_NGRM, "n g r m -> n r m", "mean")
+    mean_NRM = block.p_NGRM.mean(1)
     return mean_NRM.square().sum(1)
 
 
@@ -120,7 +120,7 @@ def _count(block: Block, score: Score) -> Tensor:
     """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
     assert block.keys_NR is not None
     above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
-    return reduce(above.to(block.p_NGRM.dtype), "n g r m -> n m", "sum")
+    return above.to(block.p_NGRM.dtype).sum((1, 2))
 
 
 def _gumbel(block: Block, score: Score) -> Tensor:
@@ -130,14 +130,14 @@ def _gumbel(block: Block, score: Score) -> Tensor:
     if score.fresh:
         p = p * torch.exp(score.draw_for_rows(block))
     elif block.noise_NMG is not None:
-        weight = rearrange(block.noise_NMG.to(p.dtype), "n m g -> n g 1 m")
+        weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
     if weight is not None and block.tau == 1.0:
         # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
         total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
-        return reduce((total.reciprocal().transpose(-1, -2) @ p) * weight, "n g 1 m -> n m", "sum")
+        return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
     p = p if weight is None else p * weight
     p = p if block.tau == 1.0 else p.pow(1.0 / block.tau)
-    return reduce(p / p.sum(-1, keepdim=True).clamp_min(_TINY), "n g r m -> n m", "sum")
+    return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
 
 
 _TINY = 1e-30  # a row without keys (padding) divides zero by this
