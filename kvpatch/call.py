@@ -10,6 +10,8 @@ from .cache import EvictingCache, Forward
 from .policies.scores import STATISTICS, Block, Moment
 from .slots import SlotLayer
 
+AHEAD = 64  # decode steps
+
 
 class Call:
     """A forward pass (`now`) reaching one layer of a cache. score is None where the layer never evicts."""
@@ -32,6 +34,17 @@ class Call:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
             entry["protect"] = own.expand(k_BHQD.shape[:3]).contiguous()
         return entry
+
+    def step_entry(self, k_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+        """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
+        if self.score is None or not self.score.entry_by_position:
+            return self.entry(k_BH1D, positions_B1, None)
+        slots = self.slots
+        if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
+            coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
+            slots.ahead = (slots.seen, self.entry(k_BH1D.expand(-1, -1, AHEAD, -1), coming, None))
+        at = slots.seen - slots.ahead[0]
+        return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int) -> Keys:
         """The used slots, as a backend takes them."""
@@ -61,6 +74,7 @@ class Call:
             limits=slots.limits,
             group=self.group,
             sliding=self.geometry.sliding,
+            empty=slots.holes,
         )
 
     def sums(self, rows: Rows, rows_BQ: Tensor, tau: float) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     with torch.no_grad():
         if now.recording:
             slots.note(call.cache.shared)
-        slots.write(k_BH1D, v_BH1D, positions_B1, call.entry(k_BH1D, positions_B1, None))
+        slots.write(k_BH1D, v_BH1D, positions_B1, call.step_entry(k_BH1D, positions_B1))
     slots.seen += 1
     keys = call.keys(slots.used)
     scoring = score is not None and slots.evicting

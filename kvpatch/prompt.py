@@ -91,7 +91,7 @@ def _end_prompt(call: Call, past: int) -> None:
     """Keep each row's budget, in buffers of their final size."""
     slots, cache = call.slots, call.cache
     if call.score is None:
-        slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 4 + 64))
+        slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 4 + 16))
         return
     budgets, held_B = _budgets(call), call.now.n_B
     if past:
@@ -107,14 +107,14 @@ def _end_prompt(call: Call, past: int) -> None:
     slots.filling = max(0, *room) if slots.evicting else 0
     held = min(max(budgets), max(held_B))
     if not slots.evicting:
-        slots.settle(index, kept, held + (cache.new_tokens or held // 4 + 64))
+        slots.settle(index, kept, held + (cache.new_tokens or held // 4 + 16))
         slots.state.pop("tail", None)
     elif slots.holes or not slots.filling:
         slots.settle(index, kept, max(budgets) + 1)
         slots.used = max(budgets) + 1
         slots.free_BH = slots.positions.argmin(-1)
     else:
-        slots.settle(index, kept, min(max(budgets) + 1, held + held // 4 + 64))
+        slots.settle(index, kept, min(max(budgets) + 1, held + held // 4 + 16))
 
 
 def _limit(call: Call) -> None:

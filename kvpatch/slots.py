@@ -68,6 +68,8 @@ class SlotLayer(CacheLayerMixin):
         self.limits: Limits | None = None
         # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
         self.tail_rows: tuple[Tensor, Tensor] | None = None
+        # entries of coming tokens, and the number of columns seen at the first of them
+        self.ahead: tuple[int, dict[str, Tensor]] | None = None
         # computed from the shape and from free_BH, and kept with what they were computed from
         self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
         self.free_at: tuple[Tensor, Tensor] | None = None
@@ -120,6 +122,7 @@ class SlotLayer(CacheLayerMixin):
         self.budget_B11 = None if self.budget_B11 is None else change(self.budget_B11)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
         self.journal.clear()
+        self.ahead = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -136,7 +139,7 @@ class SlotLayer(CacheLayerMixin):
         """Make room for `columns`, and for some more unless `exactly`."""
         assert self.keys is not None and self.values is not None
         if columns > self.keys.shape[2]:
-            self._resize(columns if exactly else columns + columns // 4 + 64)
+            self._resize(columns if exactly else columns + columns // 4 + 16)
 
     def _resize(self, columns: int, index: Tensor | None = None) -> None:
         """New buffers of `columns` slots with the used ones, or those at `index` [B,H,K], at their front."""

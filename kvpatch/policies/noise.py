@@ -34,7 +34,7 @@ def uniform(seed: int, layer: int, head: Tensor, query: Tensor | int, key: Tenso
     start = (seed * 0x9E3779B1 + layer * 0x7FEB352D + 0x165667B1) & _MASK
     h = _mix((head * 0x27D4EB2F + start) & _MASK)
     h = _mix(h ^ ((query * 0x2C1B3C6D + 0x297A2D39) & _MASK))
-    h = _mix(h ^ ((key * 0x1B873593 + 0x52DCE729) & _MASK))
+    h = _mix(((key * 0x1B873593 + 0x52DCE729) ^ h) & _MASK)
     # 23 bits and a half: the largest value is still below one in float32
     return ((h >> 9).to(torch.float32) + 0.5) * 2.0**-23
 

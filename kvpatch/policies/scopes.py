@@ -109,10 +109,12 @@ class DeviationScope(Scope):
 
     def mask(self, moment: Moment) -> Tensor | None:
         position, limits = moment.positions_BHS, moment.limits
-        seen = moment.rows_seen()
-        mean = moment.state["sum"] / (moment.group * seen)
-        std = (moment.state["squares"] / seen - mean * mean).clamp_min(0).sqrt()
-        ranked = order(std, position, signed=False).masked_fill(position < limits.prompt, -1)
+        mean, seen = moment.mean, moment.rows_seen
+        # the order of variances is that of deviations
+        variance = (moment.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
+        ranked = order(variance, position, signed=False)
+        if moment.empty or limits.any_prompt:
+            ranked = ranked.masked_fill(position < limits.prompt, -1)
         steady, others = in_top(ranked, limits.deviation, limits.deviation_count), super().mask(moment)
         return steady if others is None else steady | others
 

@@ -9,6 +9,7 @@ Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -31,7 +32,7 @@ class Moment:
     positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
-    tokens, or None.
+    tokens, or None. empty: some slots may be empty.
     """
 
     layer: int
@@ -43,11 +44,18 @@ class Moment:
     limits: Limits
     group: int
     sliding: int | None
+    empty: bool
 
+    @functools.cached_property
     def rows_seen(self) -> Tensor:
         """c [B,H,S]: how many query rows could see each token so far, its own included."""
-        seen = self.newest_B11 - self.positions_BHS + 1
+        seen = self.newest_B11 + 1 - self.positions_BHS
         return seen if self.sliding is None else seen.clamp(max=self.sliding)
+
+    @functools.cached_property
+    def mean(self) -> Tensor:
+        """Mean probability [B,H,S] that each token got from the rows that could see it."""
+        return self.state["sum"] / (self.rows_seen * self.group)
 
 
 @dataclass
@@ -67,15 +75,16 @@ class Limits:
     tail: Tensor
     any_first: bool
     any_newest: bool
+    any_prompt: bool
     deviation_count: int | None
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
         """From one tuple (first, newest, prompt, deviation, tail) per row."""
-        first, newest, _, deviation, _ = zip(*rows, strict=True)
+        first, newest, prompt, deviation, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         columns = torch.tensor(rows, device=device).T.reshape(5, len(rows), 1, 1)
-        return cls(columns[0], columns[1], columns[2], columns[3], columns[4], any(first), any(newest), count)
+        return cls(columns[0], columns[1], columns[2], columns[3], columns[4], any(first), any(newest), any(prompt), count)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
         """The same with every tensor changed along its batch axis."""
@@ -158,13 +167,15 @@ class Score:
 
     rows: which query rows of the prompt it must see: none, the last few ("tail"), or all.
     statistics: names in STATISTICS, summed over those rows beside each key.
-    schedules: when the score is defined. protects_tail: the rows of the tail are kept. signed: values may be negative.
+    schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
+    at positions alone, so that it can be computed ahead. signed: values may be negative.
     """
 
     rows: ClassVar[Rows] = "none"
     statistics: ClassVar[tuple[str, ...]] = ()
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
     protects_tail: ClassVar[bool] = False
+    entry_by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = False
 
     @property
@@ -278,7 +289,7 @@ class Mean(Score):
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
     def value(self, moment: Moment) -> Tensor:
-        return moment.state["sum"] / (moment.group * moment.rows_seen())
+        return moment.mean
 
 
 @dataclass(frozen=True)
@@ -365,6 +376,7 @@ class GumbelSoftmax(Score):
     damping: float = 1.0
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("gumbel",)
+    entry_by_position: ClassVar[bool] = True
 
     @property
     def decay(self) -> float:
