@@ -145,8 +145,10 @@ def _gumbel(block: Block, score: Score) -> Tensor:
         total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
         return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
     p = p if weight is None else p * weight
-    p = p if block.tau == 1.0 else p.pow(1.0 / block.tau)
-    return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
+    if block.tau == 1.0:
+        return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
+    # a row of padding is -inf throughout, and NaN after the softmax
+    return p.log().div_(block.tau).softmax(-1).nan_to_num_(0.0).sum((1, 2))
 
 
 _TINY = 1e-30  # a row without keys (padding) divides zero by this
