@@ -115,6 +115,8 @@ def test_what_does_not_fit_is_refused_in_words():
         tasks.needle(random.Random(0), 1, context=20, needles=6)
     with pytest.raises(ValueError, match=r"questions=9: only 4 different keys"):
         tasks.recall(random.Random(0), 1, keys=4, questions=9)
+    with pytest.raises(ValueError, match=r"questions=16: 16 mentions hardly ever"):
+        tasks.recall(random.Random(0), 1, questions=16)
     with pytest.raises(ValueError, match=r"32 keys: 1 to 31"):
         tasks.needle(random.Random(0), 1, needles=32)
     with pytest.raises(ValueError, match=r"marks=9: there are 8"):

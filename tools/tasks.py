@@ -213,10 +213,13 @@ def recall(
 
     def row() -> _Row:
         records, _ = _records(rng, keys)
-        asked: list[int] = []
-        while len(asked) < questions:
+        for _ in range(1000):
             mentions = _zipf(rng, list(records), zipf, n_mentions)
             asked = list(dict.fromkeys(rng.sample(mentions, n_mentions)))
+            if len(asked) >= questions:
+                break
+        else:
+            raise ValueError(f"questions={questions}: {n_mentions} mentions hardly ever name so many of {keys} keys")
         return _ask(_context(rng, context, records, mentions, ()), records, asked[:questions])
 
     answers_AW = 5 * torch.arange(questions)[:, None] + torch.arange(2, 5)
