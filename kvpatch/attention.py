@@ -13,6 +13,7 @@ from . import decode, prompt
 from .backends.torch_backend import Geometry
 from .cache import EvictingCache
 from .call import Call
+from .deck import Deck
 
 
 def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
@@ -29,6 +30,8 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, ge
     q_BHGQD, P, Q = q.unflatten(1, (-1, call.group)), call.now.prompt, q.shape[2]
     if P == Q:
         out = prompt.attend(call, q_BHGQD, k, v)
+    elif Q == 1 and (deck := deck_of(cache)) is not None:
+        out = deck.attend(call, q_BHGQD[:, :, :, 0], k, v)[:, :, :, None]
     elif Q == 1:
         out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0)[:, :, :, None]
     else:
@@ -39,3 +42,14 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, ge
         out = torch.cat(outs, 3)
     cache.end(layer)
     return rearrange(out, "b h g q d -> b q (h g d)")
+
+
+def deck_of(cache: EvictingCache) -> Deck | None:
+    """The cache's Deck for this pass; made once after a prompt, given up for good when rows or steps are changed."""
+    now = cache.now
+    if now is None or now.recording:
+        cache.deck = None
+        return None
+    if cache.deck_due:
+        cache.deck, cache.deck_due = Deck.of(cache), False
+    return cache.deck

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from .policies.budgets import Budget
 from .policies.scopes import protect_tensor
 from .policies.scores import Limits
 from .slots import SlotLayer
+
+if TYPE_CHECKING:
+    from .deck import Deck
 
 
 @dataclass
@@ -64,6 +68,8 @@ class EvictingCache(Cache):
         self.shared: Tensor | None = None
         self.steps = 0
         self.unfinished = False
+        self.deck: Deck | None = None
+        self.deck_due = False
         self.limits_of: dict[tuple[object, ...], Limits] = {}
 
     # ---- the public contract ----
@@ -89,7 +95,11 @@ class EvictingCache(Cache):
 
     def clone(self) -> EvictingCache:
         """An independent copy, for several questions after one context."""
-        return copy.deepcopy(self)
+        deck, self.deck = self.deck, None
+        try:
+            return copy.deepcopy(self)
+        finally:
+            self.deck = deck
 
     # ---- one forward pass ----
 
@@ -123,8 +133,10 @@ class EvictingCache(Cache):
         protect = self._protect(positions, input_ids, seen) if prompt else None
         # all is well: from here on the cache changes
         self.seen_B, self.unfinished = after, True
+        if prompt:
+            self.deck = None
         if ends:
-            self.steps = 0
+            self.steps, self.deck_due = 0, True
             self.limits_of.clear()
         journalled = any(layer.record_past for layer in self.layers)
         if not journalled:
@@ -234,6 +246,7 @@ class EvictingCache(Cache):
     # ---- batch and roll-back ----
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.deck, self.deck_due = None, False
         self.seen_B = None if self.seen_B is None else change(self.seen_B)
         self.shared = None if self.shared is None else change(self.shared)
 
@@ -253,6 +266,7 @@ class EvictingCache(Cache):
         super().reset()
         self.seen_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
         self.steps, self.unfinished = 0, False
+        self.deck, self.deck_due = None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last tokens exactly: keys, values, positions, scores and free slots.
@@ -273,6 +287,7 @@ class EvictingCache(Cache):
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
             )
+        self.deck, self.deck_due = None, False
         shared = [layer.crop(count) for layer in self.layers]
         self.shared = self.shared if shared[0] is None else shared[0]
         assert self.seen_B is not None

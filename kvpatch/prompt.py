@@ -26,6 +26,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, rows_BQ, entry)
     slots.holes |= now.padded
     slots.seen += now.prompt
+    slots.sliding = call.geometry.sliding
     keys = call.keys(past)
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
         keys.k_BHTD = torch.cat([keys.k_BHTD[:, :, :past], k_BHQD], 2)

@@ -75,6 +75,7 @@ class SlotLayer(CacheLayerMixin):
         self.free_at: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
         self.floor = 0
+        self.sliding: int | None = None
         self.journal: deque[Undo] = deque(maxlen=JOURNAL)
 
     # ---- what transformers asks of a layer ----
@@ -204,16 +205,26 @@ class SlotLayer(CacheLayerMixin):
         if self.free_BH is None:
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
-        assert self.keys is not None and self.values is not None
-        B, H, C = self.positions.shape
+        self.write_kv(k_BH1D, v_BH1D)
+        self.write_entry(entry)
+        B, H, _ = self.positions.shape
         slot = self.free_slots()
-        self.keys.view(B * H * C, -1).index_copy_(0, slot, k_BH1D.detach().reshape(B * H, -1))
-        self.values.view(B * H * C, -1).index_copy_(0, slot, v_BH1D.detach().reshape(B * H, -1))
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
-        for name, tensor in entry.items():
-            self.state[name].view(B * H * C, -1).index_copy_(0, slot, tensor.reshape(B * H, -1))
         for name in self.statistics:
             self.state[name].view(-1).index_fill_(0, slot, 0)
+
+    def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
+        """The new token's key and value into the free slot of each head: one token per head is written."""
+        assert self.keys is not None and self.values is not None
+        slot, N = self.free_slots(), k_BH1D.shape[0] * k_BH1D.shape[1]
+        for buffer, new in ((self.keys, k_BH1D), (self.values, v_BH1D)):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, slot, new.detach().reshape(N, -1))
+
+    def write_entry(self, entry: dict[str, Tensor]) -> None:
+        """What the score notes about it."""
+        for name, tensor in entry.items():
+            rows = self.state[name].flatten(0, 2)
+            rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
     def free_slots(self) -> Tensor:
         """free_BH as indices [B*H] into the flattened slots, computed once."""

@@ -73,6 +73,13 @@ def test_every_policy_on_every_architecture(name, policy):
 
 
 @pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_one_length(name, policy):
+    """Without padding all layers are alike, and a step evicts for all of them at once (deck.py)."""
+    certain(name, policy, 0.4, pads=(0, 0), steps=10, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("policy", EVICTING)
 def test_float32(policy):
     certain("llama_gqa", policy, 0.4, dtype=torch.float32, **SMALL.get(policy, {}))
 
@@ -111,8 +118,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("policy", "options"), OPTIONS, ids=[f"{p}-{o}" for p, o in OPTIONS])
 def test_options(policy, options):
-    for name in ("llama_gqa", "mistral_sliding", "mpt"):
-        certain(name, policy, 0.4, **options)
+    for name, pads in (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("mpt", (0, 0))):
+        certain(name, policy, 0.4, pads=pads, **options)
 
 
 def test_protect():

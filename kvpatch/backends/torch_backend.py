@@ -280,9 +280,14 @@ def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Te
 
 
 def step(
-    q_BHGD: Tensor, keys: Keys, newest_B11: Tensor, geometry: Geometry, probabilities: bool
+    q_BHGD: Tensor,
+    keys: Keys,
+    newest_B11: Tensor,
+    geometry: Geometry,
+    probabilities: bool,
+    buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T]."""
+    """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T] (in `buffer`)."""
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
     out = None
@@ -291,7 +296,13 @@ def step(
         if not probabilities:
             return out, None
     x = torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2)).to(accumulator(q_BHGD.dtype))
-    p = (x if bias is None else x.add_(bias)).softmax(-1)
+    x = x if bias is None else x.add_(bias)
+    if buffer is None or x.requires_grad:
+        p = x.softmax(-1)
+        if buffer is not None:
+            buffer.copy_(p.detach())
+    else:
+        p = torch.softmax(x, -1, out=buffer)
     return torch.matmul(p.to(q_BHGD.dtype), keys.v_BHTD) if out is None else out, p
 
 

@@ -26,12 +26,12 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def uniform(seed: int, layer: int, head: Tensor, query: Tensor | int, key: Tensor) -> Tensor:
+def uniform(seed: int, layer: int | Tensor, head: Tensor, query: Tensor | int, key: Tensor) -> Tensor:
     """Uniform numbers in (0, 1), float32, of the broadcast shape of `head`, `query` and `key` (int64 tensors).
 
     `query` is the position of the query that draws, -1 for a draw that belongs to the key alone.
     """
-    start = (seed * 0x9E3779B1 + layer * 0x7FEB352D + 0x165667B1) & _MASK
+    start = (((seed * 0x9E3779B1 + 0x165667B1) & _MASK) + layer * 0x7FEB352D) & _MASK
     h = _mix((head * 0x27D4EB2F + start) & _MASK)
     h = _mix(h ^ ((query * 0x2C1B3C6D + 0x297A2D39) & _MASK))
     h = _mix(((key * 0x1B873593 + 0x52DCE729) ^ h) & _MASK)

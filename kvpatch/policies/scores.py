@@ -27,7 +27,8 @@ Rows = Literal["none", "tail", "all"]
 
 @dataclass
 class Moment:
-    """What is known when scores are read: of one layer, at the end of a prompt or of a decode step.
+    """What is known when scores are read: of one layer, at the end of a prompt or of a decode step. (Or of several layers
+    stacked along B; then layer is [B,1,1].)
 
     positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
@@ -35,7 +36,7 @@ class Moment:
     tokens, or None. empty: some slots may be empty.
     """
 
-    layer: int
+    layer: int | Tensor
     seed: int
     positions_BHS: Tensor
     newest_B11: Tensor
@@ -108,7 +109,7 @@ class Block:
     noise_NMG: Tensor | None
     place: Callable[[], tuple[Tensor, Tensor, Tensor]]
     tau: float
-    layer: int
+    layer: int | Tensor
     seed: int
 
 
@@ -199,8 +200,8 @@ class Score:
         """tau at decode step `step` (0: prompt rows); `length` is generate()'s number of new tokens."""
         return 1.0
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
-        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]."""
+    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
+        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]. layer: a number, or one per row [B]."""
         return {}
 
     def check(self) -> None:
@@ -417,13 +418,14 @@ class GumbelSoftmax(Score):
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
+    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
         if self.noise == "none" or self.fresh:
             return {}
         B, H, Q = k_BHQD.shape[:3]
         if self.noise == "constant":
             return {"noise": torch.full((B, H, Q, group), noise.GUMBEL_MEAN, device=k_BHQD.device).exp()}
         head = rearrange(torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
+        layer = rearrange(layer, "b -> b 1 1 1") if isinstance(layer, Tensor) else layer
         u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
         return {"noise": self._distributed(u).exp()}  # that is how it is used, at every step
 
@@ -437,7 +439,7 @@ class KeyNorm(Score):
 
     signed: ClassVar[bool] = True
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int, seed: int) -> dict[str, Tensor]:
+    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
         return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}
 
     def value(self, moment: Moment) -> Tensor:
