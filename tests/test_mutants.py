@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ALIKE = "tests/test_oracle.py::test_rows_of_one_length"
 ORACLE = "tests/test_oracle.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -82,6 +83,15 @@ MUTANTS = {
     "training goes through the cache": (
         "hooks.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/test_patching.py::test_a_training_step_is_bit_for_bit_the_same"),
+    "stacked layers: score not reset": (
+        "deck.py", "self.state[name].view(-1).index_fill_(0, self.at, 0)", "pass", f"{ALIKE}[llama-h2o]"),
+    "stacked layers: victim before the scores": (
+        "deck.py", "            self._observe(call)\n", "            pass\n", f"{ALIKE}[llama-tova]"),
+    "stacked layers: one layer's noise for all": (
+        "deck.py", "repeat_interleave(self.B)", "repeat_interleave(self.B) * 0", f"{ALIKE}[llama-keyformer]"),
+    "stacked layers: the freed slot still counts": (
+        "deck.py", "self.positions.view(-1).index_fill_(0, self.at, -1)", "pass",
+        "tests/test_eviction.py::test_schedules[random-both]"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
