@@ -1,5 +1,7 @@
 """Invariants 3, 5 and 7, and what a cache can be asked to do: laws that need no oracle."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from tiny import FIVE, force, left_pad, make, prompt
 
 import kvpatch
+from kvpatch.policies import Score
 
 EVICTING = tuple(name for name in kvpatch.policies() if name != "full")
 SEVERAL = ("random", "streaming_llm", "scissorhands", "tova", "roco", "keyformer")
@@ -354,3 +357,18 @@ def test_any_shape_and_budget_holds_what_it_should(n, steps, k, policy, name, si
         if policy == "full":
             want = length + steps
         assert cache.held(1)[row].unique().tolist() == [want]
+
+
+def test_scores_below_zero_are_in_order():
+    """A user's own score may be negative: its order is kept, and it is never taken for an empty slot."""
+
+    @dataclass(frozen=True)
+    class Oldest(Score):
+        def value(self, moment):
+            return -moment.positions_BHS.float() - 0.5
+
+    policy = kvpatch.Policy("oldest", Oldest())
+    model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 5, seed=2)
+    for mask in (None, left_pad(ids, [30, 20])):
+        _, cache = run(model, ids, fed, policy, 7, mask)
+        assert kept(cache) == [[[list(range(7))] * 2] * 2] * 2

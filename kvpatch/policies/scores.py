@@ -171,7 +171,8 @@ class Score:
     rows: which query rows of the prompt it must see: none, the last few ("tail"), or all.
     statistics: names in STATISTICS, summed over those rows beside each key.
     schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
-    at positions alone, so that it can be computed ahead. signed: values may be negative.
+    at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
+    a step.
     """
 
     rows: ClassVar[Rows] = "none"
@@ -179,7 +180,7 @@ class Score:
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
     protects_tail: ClassVar[bool] = False
     entry_by_position: ClassVar[bool] = False
-    signed: ClassVar[bool] = False
+    signed: ClassVar[bool] = True
 
     @property
     def tail(self) -> int:
@@ -219,6 +220,8 @@ class Random(Score):
     s[i] = a fresh uniform number at every eviction. Differs from the paper: nothing.
     """
 
+    signed: ClassVar[bool] = False
+
     def value(self, moment: Moment) -> Tensor:
         head = torch.arange(moment.positions_BHS.shape[1], device=moment.positions_BHS.device)
         return noise.uniform(moment.seed, moment.layer, head[None, :, None], moment.newest_B11, moment.positions_BHS)
@@ -227,6 +230,8 @@ class Random(Score):
 @dataclass(frozen=True)
 class Recency(Score):
     """Window attention [RoCo 4.1]. s[i] = i. Differs from the paper: nothing."""
+
+    signed: ClassVar[bool] = False
 
     def value(self, moment: Moment) -> Tensor:
         return moment.positions_BHS.float()
@@ -241,8 +246,6 @@ class DilatedRecency(Score):
     """
 
     dilation: int = 1
-    signed: ClassVar[bool] = True
-
     def check(self) -> None:
         if not isinstance(self.dilation, int) or self.dilation < 0:
             raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 or more.")
@@ -260,6 +263,7 @@ class Accumulated(Score):
     s[i] = sum over query rows of a[t,i], prompt rows included. Differs from the paper: nothing.
     """
 
+    signed: ClassVar[bool] = False
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
@@ -274,6 +278,7 @@ class AccumulatedQuantized(Score):
     Differs from the paper: no history window; with grouped queries the indicator is per query head, then averaged.
     """
 
+    signed: ClassVar[bool] = False
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("count",)
 
@@ -288,6 +293,7 @@ class Mean(Score):
     s[i] = sum over rows of a[t,i] / c[i], c[i] the rows that could see i. Differs from the paper: nothing.
     """
 
+    signed: ClassVar[bool] = False
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
@@ -304,6 +310,7 @@ class Last(Score):
     """
 
     heads: str = "layer"
+    signed: ClassVar[bool] = False
     rows: ClassVar[Rows] = "tail"
 
     @property
@@ -330,6 +337,7 @@ class ObservationWindow(Score):
     window: int = 32
     kernel: int = 7
     pooling: str | None = "max"
+    signed: ClassVar[bool] = False
     rows: ClassVar[Rows] = "tail"
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
     protects_tail: ClassVar[bool] = True
@@ -377,6 +385,7 @@ class GumbelSoftmax(Score):
     generation_length: int = 256
     shared: bool = False
     damping: float = 1.0
+    signed: ClassVar[bool] = False
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("gumbel",)
     entry_by_position: ClassVar[bool] = True
@@ -436,8 +445,6 @@ class GumbelSoftmax(Score):
 @dataclass(frozen=True)
 class KeyNorm(Score):
     """s[i] = -||k_i||_2 of the cached key: a cheap baseline that needs no attention."""
-
-    signed: ClassVar[bool] = True
 
     def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
         return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}
