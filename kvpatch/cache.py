@@ -97,9 +97,11 @@ class EvictingCache(Cache):
         """An independent copy, for several questions after one context."""
         deck, self.deck = self.deck, None
         try:
-            return copy.deepcopy(self)
+            twin = copy.deepcopy(self)
         finally:
             self.deck = deck
+        twin.deck_due = deck is not None or self.deck_due
+        return twin
 
     # ---- one forward pass ----
 

@@ -18,7 +18,7 @@ from .call import AHEAD, Call
 from .policies.scores import STATISTICS, Block, Limits, Moment
 from .policies.selection import victim
 
-BUFFER = 1 << 24  # probabilities of all layers; above it a step is long enough to do without
+BUFFER = 1 << 24  # probabilities of all layers: 64 MiB; above it a step is long enough to do without
 
 
 class Deck:
@@ -46,10 +46,12 @@ class Deck:
         self._free(cache, torch.cat([layer.free_BH for layer in layers if layer.free_BH is not None]))
 
     @classmethod
-    def of(cls, cache: EvictingCache) -> Deck | None:
+    def of(cls, cache: EvictingCache, group: int) -> Deck | None:
         """A Deck for `cache`, or None where its layers differ or do not evict one token per step."""
         first, score = cache.layers[0], cache.policy.score
         if score is None or not all(cache.acting) or score.across_layers:
+            return None
+        if len(cache.layers) * first.positions.numel() * group > BUFFER:
             return None
         alike = all(
             layer.positions.shape == first.positions.shape

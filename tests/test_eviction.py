@@ -372,3 +372,24 @@ def test_scores_below_zero_are_in_order():
     for mask in (None, left_pad(ids, [30, 20])):
         _, cache = run(model, ids, fed, policy, 7, mask)
         assert kept(cache) == [[[list(range(7))] * 2] * 2] * 2
+
+
+def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
+    """deck.py computes what decode.py computes, also where a cache is cloned, rolled back or taken through beams."""
+    model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 9, seed=2)
+    for policy in EVICTING:
+        stacked, one = run(model, ids, fed, policy, 0.4)
+        assert (one.deck is None) == (policy == "snapkv")
+        with kvpatch.patched(model, policy, 0.4) as patch:
+            cache = patch.new_cache()
+            force(model, ids, fed[:, :4], cache=cache)
+            twin = cache.clone()
+            _go_on(model, prompt(2, 3, seed=8), cache)
+            again, _ = _go_on(model, fed[:, 4:], twin)
+        torch.testing.assert_close(stacked[:, 5:], again, atol=1e-6, rtol=0)
+        with monkeypatch.context() as patched_out:
+            patched_out.setattr(kvpatch.attention, "deck_of", lambda *_: None)
+            alone, other = run(model, ids, fed, policy, 0.4)
+        assert other.deck is None
+        torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
+        assert kept(one) == kept(other) == kept(twin)
