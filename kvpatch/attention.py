@@ -22,6 +22,14 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, ge
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended as one; the others one after another, each as a decode step.
     """
+    if torch.is_inference_mode_enabled():
+        # what the cache allocates must stay writable where this mode is off again
+        with torch.inference_mode(False), torch.no_grad():
+            return _attend(cache, layer, q, k, v, geometry)
+    return _attend(cache, layer, q, k, v, geometry)
+
+
+def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
     call = Call(cache, layer, geometry, group=q.shape[1] // k.shape[1], device=q.device)
     slots = call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once

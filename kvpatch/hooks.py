@@ -100,7 +100,8 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return None  # the model's own error is the right one
     mask = _padding_mask(call.get("attention_mask"))
     _check_positions(cache, tokens.shape[1], mask, call.get("position_ids"), settings.max_positions)
-    cache.begin(tokens.shape[0], tokens.shape[1], mask, call.get("input_ids"), tokens.device)
+    with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
+        cache.begin(tokens.shape[0], tokens.shape[1], mask, call.get("input_ids"), tokens.device)
     settings.note(cache)
     call.update(past_key_values=cache, use_cache=True)
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length

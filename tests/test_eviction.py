@@ -393,3 +393,18 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
         assert other.deck is None
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
         assert kept(one) == kept(other) == kept(twin)
+
+
+@pytest.mark.parametrize("policy", ["keyformer", "tova", "snapkv", "full"])
+def test_inference_mode_may_come_and_go(policy):
+    model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 6, seed=2)
+    want, _ = run(model, ids, fed, policy, 0.4)
+    with kvpatch.patched(model, policy, 0.4) as patch:
+        cache = patch.new_cache()
+        with torch.inference_mode():
+            force(model, ids, fed[:, :2], cache=cache)
+        with torch.no_grad():
+            model(fed[:, 2:3], past_key_values=cache, use_cache=True)
+        with torch.inference_mode():
+            got, _ = _go_on(model, fed[:, 3:], cache)
+    torch.testing.assert_close(want[:, 4:], got, atol=1e-5, rtol=0)
