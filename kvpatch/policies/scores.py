@@ -49,14 +49,15 @@ class Moment:
 
     @functools.cached_property
     def rows_seen(self) -> Tensor:
-        """c [B,H,S]: how many query rows could see each token so far, its own included."""
-        seen = self.newest_B11 + 1 - self.positions_BHS
+        """c [B,H,S]: how many query rows could see each token so far, its own included; of the sums' dtype."""
+        seen = (self.newest_B11 + 1 - self.positions_BHS).to(self.state["sum"].dtype)
         return seen if self.sliding is None else seen.clamp(max=self.sliding)
 
     @functools.cached_property
     def mean(self) -> Tensor:
         """Mean probability [B,H,S] that each token got from the rows that could see it."""
-        return self.state["sum"] / (self.rows_seen * self.group)
+        mean = self.state["sum"] / self.rows_seen
+        return mean if self.group == 1 else mean.div_(self.group)
 
 
 @dataclass
