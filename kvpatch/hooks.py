@@ -88,6 +88,11 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if not isinstance(past, EvictingCache) and (not use_cache or decoder.training):
         return None  # training and cache-less forwards run the model's own code
     cache = settings.new_cache() if past is None else _own_cache(past)
+    if len(cache.layers) != len(settings.budget.per_layer):
+        raise KVPatchError(
+            f"The cache was made for a model of {len(cache.layers)} layers, but this one has "
+            f"{len(settings.budget.per_layer)}: make one with this model's own patch.new_cache()."
+        )
     if call.get("output_attentions") or (
         call.get("output_attentions") is None and getattr(decoder.config, "output_attentions", False)
     ):

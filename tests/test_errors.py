@@ -155,6 +155,12 @@ def test_caches_out_of_place():
             with pytest.raises(KVPatchError, match="scores tokens by the attention"):
                 patch.new_cache(full)
             cache = model(ids).past_key_values
+            deeper = make("llama", layers=3)
+            with (
+                kvpatch.patched(deeper, "h2o", 0.5),
+                pytest.raises(KVPatchError, match=r"made for a model of 2 layers, but this one has 3.*new_cache\(\)"),
+            ):
+                deeper(ids[:, :1], past_key_values=cache)
             with pytest.raises(KVPatchError, match="holds 2 rows, but the input has 1"):
                 model(ids[:1, :1], past_key_values=cache)
             with pytest.raises(KVPatchError, match="marks a generated token as padding"):
