@@ -104,6 +104,18 @@ def test_same_seed_same_text_another_seed_another_set(policy):
     assert not torch.equal(held_a, held_c)
 
 
+def test_sampling_with_a_seed_repeats():
+    model, ids = make("llama_gqa"), prompt(2, 40)
+
+    def text(seed):
+        torch.manual_seed(seed)
+        with kvpatch.patched(model, "keyformer", 0.3):
+            return model.generate(ids, max_new_tokens=12, do_sample=True, pad_token_id=0)
+
+    assert torch.equal(text(1), text(1))
+    assert not torch.equal(text(1), text(2))
+
+
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("policy", SEVERAL)
 def test_schedules(policy, schedule):

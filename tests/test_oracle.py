@@ -11,7 +11,7 @@ import reference
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tiny import MODELS, VOCAB, force, left_pad, make, prompt
+from tiny import FIVE, MODELS, VOCAB, force, left_pad, make, prompt
 
 import kvpatch
 from kvpatch.policies import noise
@@ -174,3 +174,28 @@ def test_generate_passes_its_length_to_tau():
         assert mine == want.kept[-1]
         differs += mine != other.kept[-1]
     assert differs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FIVE)
+def test_half_precision(name, dtype):
+    """Where the kept set does not hang on rounding, logits follow the float64 oracle as closely as the dtype allows."""
+    model = make(name, dtype=torch.float32)
+    ids, fed = prompt(2, 30), prompt(2, 8, seed=2)
+    mask = left_pad(ids, [30, 21])
+    for policy in ("window", "streaming_llm", "dilated_window"):
+        want = [
+            reference.run(model, ids[row, 30 - n :].tolist(), fed[row].tolist(), policy=policy, k=0.4).logits[-9:]
+            for row, n in enumerate((30, 21))
+        ]
+        half = make(name, dtype=dtype)
+        with kvpatch.patched(half, policy, 0.4):
+            got, cache = force(half, ids, fed, mask)
+        assert cache.layers[0].keys.dtype == dtype
+        error = (got.double() - torch.stack(want)).abs().mean() / torch.stack(want).abs().mean()
+        assert error < (0.03 if dtype == torch.bfloat16 else 0.004), (policy, float(error))
+    for policy in EVICTING:
+        with kvpatch.patched(half, policy, 0.4):
+            logits, cache = force(half, ids, fed, mask)
+        assert torch.isfinite(logits).all()
+        assert policy == "snapkv" or cache.held(1).tolist() == [[12] * cache.held(1).shape[1], [8] * cache.held(1).shape[1]]
