@@ -38,7 +38,7 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, g
     q_BHGQD, P, Q = q.unflatten(1, (-1, call.group)), call.now.prompt, q.shape[2]
     if P == Q:
         out = prompt.attend(call, q_BHGQD, k, v)
-    elif Q == 1 and (deck := deck_of(cache, call.group)) is not None:
+    elif Q == 1 and (deck := deck_of(cache, layer, call.group)) is not None:
         out = deck.attend(call, q_BHGQD[:, :, :, 0], k, v)[:, :, :, None]
     elif Q == 1:
         out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0)[:, :, :, None]
@@ -52,12 +52,13 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, g
     return rearrange(out, "b h g q d -> b q (h g d)")
 
 
-def deck_of(cache: EvictingCache, group: int) -> Deck | None:
+def deck_of(cache: EvictingCache, layer: int, group: int) -> Deck | None:
     """The cache's Deck for this pass: made when every slot is in use, given up when rows are moved or steps recorded."""
     now = cache.now
     if now is None or now.recording:
         cache.deck = None
         return None
-    if cache.deck_due and cache.layers[0].free_BH is not None:
+    # only between passes: within one, the layers before this one have evicted already
+    if cache.deck_due and layer == 0 and cache.layers[0].free_BH is not None:
         cache.deck, cache.deck_due = Deck.of(cache, group), False
     return cache.deck

@@ -35,8 +35,7 @@ class Deck:
         assert first.limits is not None
         self.limits: Limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
         self.layer_of = torch.arange(self.L, device=self.device).repeat_interleave(self.B)
-        rows = torch.arange(0, self.positions.numel(), self.C, device=self.device)
-        self.begins = rows.view(-1)
+        self.begins = torch.arange(0, self.positions.numel(), self.C, device=self.device)
         for index, layer in enumerate(layers):
             own = slice(index * self.B, (index + 1) * self.B)
             layer.positions = self.positions[own]

@@ -104,7 +104,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if tokens is None:
         return None  # the model's own error is the right one
     mask = _padding_mask(call.get("attention_mask"))
-    _check_positions(cache, tokens.shape[1], mask, call.get("position_ids"), settings.max_positions)
+    _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         cache.begin(tokens.shape[0], tokens.shape[1], mask, call.get("input_ids"), tokens.device)
     settings.note(cache)
@@ -141,9 +141,7 @@ def _padding_mask(mask: object) -> Tensor | None:
     return mask
 
 
-def _check_positions(
-    cache: EvictingCache, Q: int, mask: Tensor | None, position_ids: Tensor | None, limit: int | None
-) -> None:
+def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
     """Learned and tabled positions run out with an IndexError deep inside; say it in words."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return

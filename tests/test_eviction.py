@@ -420,3 +420,14 @@ def test_inference_mode_may_come_and_go(policy):
         with torch.inference_mode():
             got, _ = _go_on(model, fed[:, 3:], cache)
     torch.testing.assert_close(want[:, 4:], got, atol=1e-5, rtol=0)
+
+
+def test_steps_are_stacked_once_the_slots_are_full():
+    """A prompt below its budget fills up layer by layer; from then on all layers evict together."""
+    model, ids, fed = make("llama_gqa"), prompt(2, 12), prompt(2, 12, seed=2)
+    for policy in SEVERAL:
+        _, cache = run(model, ids, fed[:, :5], policy, 16)
+        assert cache.deck is None
+        _, cache = run(model, ids, fed, policy, 16)
+        assert cache.deck is not None
+        assert cache.held(1).tolist() == [[16, 16], [16, 16]]

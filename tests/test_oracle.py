@@ -199,3 +199,10 @@ def test_half_precision(name, dtype):
             logits, cache = force(half, ids, fed, mask)
         assert torch.isfinite(logits).all()
         assert policy == "snapkv" or cache.held(1).tolist() == [[12] * cache.held(1).shape[1], [8] * cache.held(1).shape[1]]
+
+
+@pytest.mark.parametrize("policy", [p for p in EVICTING if p != "snapkv"])
+def test_a_budget_above_the_prompt(policy):
+    """The cache fills up first, then evicts."""
+    for pads in ((0, 0), (0, 9)):
+        certain("llama_gqa", policy, 34, pads=pads, steps=12)
