@@ -9,14 +9,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from . import decode, prompt
-from .backends.torch_backend import Geometry
+from . import blocks, decode, prompt
+from .arch.site import Site
 from .cache import EvictingCache
 from .call import Call
 from .deck import Deck
 
 
-def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
     """Attention of new tokens through the cache; evicts what the policy says.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
@@ -25,29 +25,32 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, ge
     if torch.is_inference_mode_enabled():
         # what the cache allocates must stay writable where this mode is off again
         with torch.inference_mode(False), torch.no_grad():
-            return _attend(cache, layer, q, k, v, geometry)
-    return _attend(cache, layer, q, k, v, geometry)
+            return _attend(cache, layer, q, k, v, site)
+    return _attend(cache, layer, q, k, v, site)
 
 
-def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
-    call = Call(cache, layer, geometry, group=q.shape[1] // k.shape[1], device=q.device)
+def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
+    assert cache.now is not None, "EvictingCache.begin() runs in the decoder's pre-hook"
+    call = Call(cache, cache.now, layer, site, group=q.shape[1] // k.shape[1], device=q.device)
     slots = call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     q_BHGQD, P, Q = q.unflatten(1, (-1, call.group)), call.now.prompt, q.shape[2]
+    read = blocks.attend if call.now.blocks else prompt.attend
     if P == Q:
-        out = prompt.attend(call, q_BHGQD, k, v)
+        out = read(call, q_BHGQD, k, v)
     elif Q == 1 and (deck := deck_of(cache, layer, call.group)) is not None:
         out = deck.attend(call, q_BHGQD[:, :, :, 0], k, v)[:, :, :, None]
     elif Q == 1:
         out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0)[:, :, :, None]
     else:
-        outs = [prompt.attend(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
+        outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
         for t in range(P, Q):
             at = slice(t, t + 1)
             outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
         out = torch.cat(outs, 3)
+    slots.graph = None
     cache.end(layer)
     return rearrange(out, "b h g q d -> b q (h g d)")
 

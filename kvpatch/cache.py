@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from .errors import KVPatchError
+from .forward import Forward, cut
 from .policies import Policy
 from .policies.budgets import Budget
 from .policies.scopes import protect_tensor
@@ -22,31 +22,6 @@ if TYPE_CHECKING:
     from .deck import Deck
 
 
-@dataclass
-class Forward:
-    """What one forward pass brings; the same for all layers.
-
-    positions_BQ: -1 for padding. prompt: how many of its columns still belong to the prompt. ends_prompt: whether the
-    prompt is whole with them. n_B: tokens of each row so far, known where a prompt ends. recording: decode steps of this
-    pass are journalled. first_step: decode steps since the prompt before this pass.
-    recent: the protected windows' lower ends, computed once for all layers.
-    """
-
-    positions_BQ: Tensor
-    prompt: int
-    ends_prompt: bool
-    n_B: list[int]
-    padded: bool
-    protect_BQ: Tensor | None
-    recording: bool
-    first_step: int
-    recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> Tensor:
-        """positions_BQ on a layer's device."""
-        return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
-
-
 class EvictingCache(Cache):
     """A transformers cache that keeps `budget` tokens per KV head. Made by the patched model, or by `Patch.new_cache()`.
 
@@ -55,11 +30,18 @@ class EvictingCache(Cache):
 
     layers: list[SlotLayer]  # type: ignore[assignment]
 
-    def __init__(self, policy: Policy, budget: Budget, *, seed: int = 0) -> None:
+    def __init__(
+        self, policy: Policy, budget: Budget, *, seed: int = 0, block: int | None = None, renumbered: bool = False
+    ) -> None:
         n_layers = len(budget.per_layer)
         acting = [policy.score is not None and budget.evicts(layer) for layer in range(n_layers)]
         super().__init__(layers=[SlotLayer(policy.statistics if on else ()) for on in acting])
         self.policy, self.budget, self.seed = policy, budget, seed
+        self.block, self.renumbered = block, renumbered
+        # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
+        self.scratch = False
+        self.turns, self.turn_from_B = 0, [0]
+        self.turn_open = False
         self.acting = acting
         self.prompt_len: int | None = None
         self.new_tokens: int | None = None
@@ -103,10 +85,30 @@ class EvictingCache(Cache):
         twin.deck_due = deck is not None or self.deck_due
         return twin
 
+    def tokens(self, layer: int, n: int) -> int:
+        """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
+        budget, policy = self.budget.tokens(layer, n), self.policy
+        if policy.over_layers is None or policy.score is None:
+            return budget
+        least = policy.score.tail + 1 if policy.score.protects_tail else 1
+        most = None if policy.schedule == "decode" else n
+        return policy.over_layers.split(budget, len(self.layers), least, most)[layer]
+
     # ---- one forward pass ----
 
-    def begin(self, B: int, Q: int, mask_BT: Tensor | None, input_ids: Tensor | None, device: torch.device) -> None:
+    def begin(
+        self,
+        B: int,
+        Q: int,
+        mask_BT: Tensor | None,
+        input_ids: Tensor | None,
+        device: torch.device,
+        table: Callable[[int], Any] | None = None,
+        repeatable: bool = False,
+    ) -> None:
         """Called before the decoder runs: positions of the new tokens, and which of them are prompt.
+
+        table: makes the rotary table for so many positions, where keys are cached without them. repeatable: see Forward.
 
         Raises:
             KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
@@ -129,7 +131,7 @@ class EvictingCache(Cache):
             positions = before[:, None] + torch.arange(Q, device=device)
             after, whole = before + Q, before + prompt
         ends = prompt > 0 and seen + prompt >= (self.prompt_len or 0)
-        n_B = whole.tolist() if ends else []
+        n_B = whole.tolist() if ends or (prompt and self.block) else []
         if ends and padded and real is not None:
             self._check_rows(n_B, real[:, prompt - 1])
         protect = self._protect(positions, input_ids, seen) if prompt else None
@@ -137,6 +139,8 @@ class EvictingCache(Cache):
         self.seen_B, self.unfinished = after, True
         if prompt:
             self.deck = None
+            if not self.turn_open:
+                self.turn_from_B, self.turn_open = before.tolist(), True
         if ends:
             self.steps, self.deck_due = 0, True
             self.limits_of.clear()
@@ -145,8 +149,34 @@ class EvictingCache(Cache):
             for layer in self.layers:
                 layer.journal.clear()
         recording = journalled or Q - prompt > 1
-        self.now = Forward(positions, prompt, ends, n_B, padded, protect, recording, self.steps)
+        self.now = Forward(positions, prompt, ends, n_B, padded, protect, recording, self.steps, repeatable=repeatable)
+        if n_B:
+            self._budget(self.now, [n + max((self.prompt_len or 0) - seen - prompt, 0) for n in n_B])
+        if table is not None:
+            self.now.table = table(self._ranks(Q))
+        if prompt and self.block is not None:
+            self.now.blocks = cut(self.now, self.block, before.tolist(), n_B, final=ends)
+        if ends:
+            self.turns, self.turn_open = self.turns + 1, False
         self.steps += Q - prompt
+
+    def _budget(self, now: Forward, n_B: list[int]) -> None:
+        """What the end of a prompt counts; n_B: tokens of each row when its prompt is whole."""
+        later, turns = self.turns > 0, self.policy.scope.turns
+        now.keeps_all = later and turns == "first"
+        now.fixed_B = self.turn_from_B if later and turns == "each" else None
+        now.rows_B = [n - start for n, start in zip(n_B, self.turn_from_B, strict=True)]
+        now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
+
+    def _ranks(self, Q: int) -> int:
+        """The most tokens that a head holds in a pass of Q columns."""
+        most = 1
+        for index, layer in enumerate(self.layers):
+            held = layer.used if layer.free_BH is not None and layer.evicting else layer.used + Q
+            if self.now and self.block and self.now.budget_n_B and self.acting[index] and not self.policy.over_heads:
+                held = min(held, max(self.tokens(index, n) for n in self.now.budget_n_B) + self.block)
+            most = max(most, held)
+        return most
 
     def _check_rows(self, n_B: list[int], last_B: Tensor) -> None:
         if min(n_B) == 0:
@@ -209,7 +239,9 @@ class EvictingCache(Cache):
         return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
 
     def end(self, layer: int) -> None:
-        """The last layer has run: the pass is whole."""
+        """A layer has run; after the last one the pass is whole."""
+        if self.scratch:
+            self.layers[layer].reset()
         if layer == len(self.layers) - 1:
             self.unfinished = False
 
@@ -223,6 +255,16 @@ class EvictingCache(Cache):
             raise KVPatchError(
                 f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: it scores tokens by the "
                 "attention of the prompt's rows, which that cache does not hold. Run the prompt inside the block."
+            )
+        if any(self.acting) and self.policy.selection is not None:
+            raise KVPatchError(
+                f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: its selection weighs values "
+                "as they are read. Run the prompt inside the block."
+            )
+        if self.renumbered:
+            raise KVPatchError(
+                f"A {type(past).__name__} holds keys at their original positions; with positions='renumbered' run the prompt "
+                "inside the block."
             )
         if self.policy.scope.protect is not None:
             raise KVPatchError("protect= marks prompt tokens as they are read: run the prompt inside the block.")
@@ -268,6 +310,7 @@ class EvictingCache(Cache):
         super().reset()
         self.seen_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
         self.steps, self.unfinished = 0, False
+        self.turns, self.turn_open = 0, False
         self.deck, self.deck_due = None, False
 
     def crop(self, tokens_to_remove: int) -> None:

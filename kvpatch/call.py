@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from .backends.torch_backend import Geometry, Keys, Rows
-from .cache import EvictingCache, Forward
+from .arch.site import Site
+from .backends.norms import projected_norms
+from .backends.torch_backend import Keys, Rows
+from .cache import EvictingCache
+from .forward import Forward
 from .policies.scores import STATISTICS, Block, Moment
 from .slots import SlotLayer
 
@@ -16,41 +21,86 @@ AHEAD = 64  # decode steps
 class Call:
     """A forward pass (`now`) reaching one layer of a cache. score is None where the layer never evicts."""
 
-    def __init__(self, cache: EvictingCache, layer: int, geometry: Geometry, group: int, device: torch.device) -> None:
-        assert cache.now is not None, "EvictingCache.begin() runs in the decoder's pre-hook"
-        self.cache, self.layer, self.geometry, self.group = cache, layer, geometry, group
-        self.now: Forward = cache.now
+    def __init__(
+        self, cache: EvictingCache, now: Forward, layer: int, site: Site, group: int, device: torch.device
+    ) -> None:
+        self.cache, self.now, self.layer, self.site, self.group = cache, now, layer, site, group
+        self.geometry = site.geometry(device)
         self.slots: SlotLayer = cache.layers[layer]
         self.policy = cache.policy
         self.score = cache.policy.score if cache.acting[layer] else None
         self.positions_BQ = self.now.on(device)
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None) -> dict[str, Tensor]:
-        """What the score (and `protect=`) notes about tokens when they enter."""
+    def entry(
+        self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What the score, the selection and `protect=` note about tokens when they enter."""
         if self.score is None:
             return {}
         entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.cache.seed)
+        entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
             entry["protect"] = own.expand(k_BHQD.shape[:3]).contiguous()
         return entry
 
-    def step_entry(self, k_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+    def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
+        """The projected value norm of tokens that decode steps will choose among; after a prompt that is evicted only once
+        it is worked out then, for those that need it."""
+        if self.score is None or self.policy.selection is None or self.policy.schedule == "prompt":
+            return {}
+        return {"norm": self._norms(v_BHQD, None)}
+
+    def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
+        assert self.policy.selection is not None
+        rows = self.slots.output_rows
+        if rows is None:
+            rows, worked_out = self.site.output_rows(v_BHQD, self.group)
+            self.slots.output_rows = rows if worked_out else None
+        return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
+
+    def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
         if self.score is None or not self.score.entry_by_position:
-            return self.entry(k_BH1D, positions_B1, None)
+            return self.entry(k_BH1D, v_BH1D, positions_B1, None)
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
-            slots.ahead = (slots.seen, self.entry(k_BH1D.expand(-1, -1, AHEAD, -1), coming, None))
+            like = k_BH1D.expand(-1, -1, AHEAD, -1)
+            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.cache.seed))
         at = slots.seen - slots.ahead[0]
-        return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
+        entry = {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
+        return {**entry, **self.selection_entry(v_BH1D)}
 
     def keys(self, past: int) -> Keys:
         """The used slots, as a backend takes them."""
         slots = self.slots
         keys, values, positions = slots.view()
-        return Keys(keys, values, positions, holes=slots.holes, past=past, ordered=slots.contiguous)
+        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.extents)
+
+    def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
+        """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
+        that its head holds: keys are cached without positions and get them here, as do the queries."""
+        if not self.cache.renumbered:
+            return q_BHGQD, keys
+        positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
+        ranks = _ranks(positions) if keys.holes or not keys.ordered else positions
+        # the new tokens are the last ones written, or a decode step's newest
+        own = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True)) if Q == 1 else ranks[..., -Q:]
+        if self.geometry.slopes_HG is not None:
+            # distances in ranks, counted back from the newest token's position
+            behind = ranks.amax(-1, keepdim=True) - ranks
+            places = rows_BQ.amax(-1)[:, None, None] - behind
+            return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
+        table = self.now.table
+        q = self.site.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
+        k = keys.k_BHTD
+        if keys.extents is None:
+            k = self.site.rotate(k, ranks, table)
+        else:
+            head, column = keys.extents.places()
+            k = self.site.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
+        return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k)
 
     def moment(self, newest_B11: Tensor, t: int) -> Moment:
         """What scores and scopes are read from. t: column of the pass, for what all layers share."""
@@ -75,7 +125,18 @@ class Call:
             group=self.group,
             sliding=self.geometry.sliding,
             empty=slots.holes,
+            seen=slots.seen,
+            aligned=self.policy.aligned,
+            keep_BH1=slots.keep_BH1,
+            norms=self._stored_norms,
         )
+
+    def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
+        """Projected value norms of the used slots; worked out for what is neither `known` to stay nor `out` of the choice."""
+        if "norm" in self.slots.state:
+            return self.slots.state_view()["norm"]
+        unwanted = known if out is None else known | out
+        return self._norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: Rows, rows_BQ: Tensor, tau: float) -> dict[str, Tensor]:
         """The policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
@@ -114,8 +175,16 @@ class Call:
             if total.shape[2] != increment.shape[2]:
                 total = total[:, :, : increment.shape[2]]
             if own and self.score.decay != 1.0:
-                total.mul_(self.score.decay)
+                total.mul_(self._decay(total))
             total.add_(increment)
+
+    def _decay(self, total: Tensor) -> float | Tensor:
+        """The factor of the old sums; one for rows whose text had ended before this block."""
+        assert self.score is not None
+        if min(self.now.rows_B, default=1) > 0:
+            return self.score.decay
+        on = torch.tensor(self.now.rows_B, device=total.device)[:, None, None] > 0
+        return torch.where(on, self.score.decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor) -> None:
         """One running sum for all layers, by original position: a token may be gone here and held elsewhere."""
@@ -129,5 +198,14 @@ class Call:
             more = increment.new_zeros(B, H, needed + needed // 4 + 64 - cache.shared.shape[-1])
             cache.shared = torch.cat([cache.shared, more], -1)
         index = positions + 1  # column 0 is the empty slots'
-        total = cache.shared.gather(-1, index) * self.score.decay + increment
+        old = cache.shared.gather(-1, index)
+        total = old * self._decay(old) + increment
         cache.shared.scatter_(-1, index, total)
+
+
+def _ranks(positions_BHT: Tensor) -> Tensor:
+    """Rank of each position among a head's real ones, oldest first; 0 for empty slots."""
+    order = positions_BHT.argsort(-1)
+    count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, count)
+    return (ranks - (positions_BHT < 0).sum(-1, keepdim=True)).clamp(min=0)

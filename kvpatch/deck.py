@@ -34,6 +34,7 @@ class Deck:
         self.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
         assert first.limits is not None
         self.limits: Limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
+        self.keep_B11 = torch.full((self.L * self.B, 1, 1), self.C - 1, device=self.device)
         self.layer_of = torch.arange(self.L, device=self.device).repeat_interleave(self.B)
         self.begins = torch.arange(0, self.positions.numel(), self.C, device=self.device)
         for index, layer in enumerate(layers):
@@ -107,11 +108,13 @@ class Deck:
                 self.open(call, call.positions_BQ)
             slots.write_kv(k_BH1D, v_BH1D)
             if not self.score.entry_by_position:
-                slots.write_entry(call.entry(k_BH1D, call.positions_BQ, None))
+                slots.write_entry(call.entry(k_BH1D, v_BH1D, call.positions_BQ, None))
+            else:
+                slots.write_entry(call.selection_entry(v_BH1D))
         slots.seen += 1
         wanted = policy.rows != "none"
-        keys = call.keys(slots.used)
-        newest_B11 = call.positions_BQ[:, None]
+        q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), call.positions_BQ)
+        q_BHGD, newest_B11 = q_BHG1D[:, :, :, 0], call.positions_BQ[:, None]
         out, p_BHGT = backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, self._buffer(call, q_BHGD))
         if layer == self.L - 1:
             with torch.no_grad():
@@ -143,6 +146,10 @@ class Deck:
             group=call.group,
             sliding=self.sliding,
             empty=False,
+            seen=call.slots.seen,
+            aligned=self.policy.aligned,
+            keep_BH1=self.keep_B11,
+            norms=lambda known, out: self.state["norm"],
         )
         self._free(call.cache, victim(self.policy.order(moment, None), None))
         self.positions.view(-1).index_fill_(0, self.at, -1)

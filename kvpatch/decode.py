@@ -19,9 +19,10 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     with torch.no_grad():
         if now.recording:
             slots.note(call.cache.shared)
-        slots.write(k_BH1D, v_BH1D, positions_B1, call.step_entry(k_BH1D, positions_B1))
+        slots.write(k_BH1D, v_BH1D, positions_B1, call.step_entry(k_BH1D, v_BH1D, positions_B1))
     slots.seen += 1
-    keys = call.keys(slots.used)
+    q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), positions_B1)
+    q_BHGD = q_BHG1D[:, :, :, 0]
     scoring = score is not None and slots.evicting
     wanted = scoring and call.policy.rows != "none"
     out, p_BHGT = backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted)
@@ -30,6 +31,8 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
             if p_BHGT is not None:
                 _observe(call, p_BHGT, keys, newest_B11, t)
             _evict(call, newest_B11, t)
+    elif slots.extents is not None:
+        slots.advance()
     return out
 
 
@@ -71,8 +74,8 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
         slots.free(lowest)
         return
     # rows with room left evict nothing; any empty slot is as good as another
-    assert slots.budget_B11 is not None
-    over = (positions >= 0).sum(-1) > slots.budget_B11[:, :, 0]
+    assert slots.keep_BH1 is not None
+    over = (positions >= 0).sum(-1) > slots.keep_BH1[..., 0]
     at = lowest[..., None]
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
     slots.free_BH = slots.positions.argmin(-1)

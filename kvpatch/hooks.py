@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
 
 from .arch import Adapter
+from .arch.site import Site
 from .attention import attend
-from .backends.torch_backend import Geometry
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .report import Report
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
 
-    def __init__(self, owner: Patch, max_positions: int | None) -> None:
+    def __init__(self, owner: Patch, adapter: Adapter, max_positions: int | None) -> None:
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
-        self.max_positions = max_positions
+        self.block, self.renumbered = owner.block, owner.renumbered
+        self.adapter, self.max_positions = adapter, max_positions
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copied model evicts by the same settings
 
     def new_cache(self) -> EvictingCache:
-        return EvictingCache(self.policy, self.budget, seed=self.seed)
+        return EvictingCache(self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered)
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
         owner = self._owner()
@@ -53,19 +54,30 @@ def attention_forward(
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
-        cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
+        cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None) or _scratch(call)
         if cache is None:
             return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
         hidden_BQE = call.pop("hidden_states")
-        q, k, v = adapter.project(self, hidden_BQE, **call)
-        slopes = adapter.slopes(self)
-        if slopes is not None:
-            slopes = slopes.to(q.device).unflatten(0, (k.shape[1], -1))
-        geometry = Geometry(adapter.scale(self), slopes, adapter.sliding(self))
-        y_BQE = attend(cache, self.layer_idx, q, k, v, geometry)
+        q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
+        y_BQE = attend(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
         return adapter.output(self, y_BQE.to(v.dtype)), None
 
     return forward
+
+
+def _scratch(call: dict[str, Any]) -> EvictingCache | None:
+    """The cache of a pass that keeps none. It travels on the mask: gradient checkpointing takes caches away from its layers,
+    and runs them again when no decoder is running."""
+    for value in call.values():
+        if isinstance(value, Tensor) and value.dtype == torch.bool and tuple(value.shape) == (1, 1, 1, 1):
+            cache = getattr(value, "_kvpatch_cache", None)
+            if cache is None:
+                raise KVPatchError(
+                    "The mask that block-wise eviction hangs on was copied on its way to the attention layers, as happens "
+                    "where a model without a cache is spread over several devices. Use one device, or use_cache=True."
+                )
+            return cache
+    return None
 
 
 @functools.cache
@@ -85,9 +97,11 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     use_cache = call.get("use_cache")
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
-    if not isinstance(past, EvictingCache) and (not use_cache or decoder.training):
-        return None  # training and cache-less forwards run the model's own code
+    scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
+    if scratch and (settings.block is None or past is not None):
+        return None  # without block=, training and cache-less forwards run the model's own code
     cache = settings.new_cache() if past is None else _own_cache(past)
+    cache.scratch = scratch
     if len(cache.layers) != len(settings.budget.per_layer):
         raise KVPatchError(
             f"The cache was made for a model of {len(cache.layers)} layers, but this one has "
@@ -104,13 +118,21 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if tokens is None:
         return None  # the model's own error is the right one
     mask = _padding_mask(call.get("attention_mask"))
-    _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
+    table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
+    if table is None:
+        _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
-        cache.begin(tokens.shape[0], tokens.shape[1], mask, call.get("input_ids"), tokens.device)
-    settings.note(cache)
-    call.update(past_key_values=cache, use_cache=True)
+        repeatable = scratch and decoder.training
+        B, Q = tokens.shape[:2]
+        cache.begin(B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     call["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    if scratch:
+        call["attention_mask"]._kvpatch_cache = cache
+        call.update(past_key_values=None, use_cache=False)
+    else:
+        settings.note(cache)
+        call.update(past_key_values=cache, use_cache=True)
     return (), call
 
 

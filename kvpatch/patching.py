@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
@@ -49,9 +49,10 @@ def patched(
         policy: a name of `policies()` or a Policy.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), a size of
             all keys and values of one row ("2GiB"), or a list with one of these per layer.
-        block: reserved for block-wise eviction.
+        block: read prompts so many tokens at a time and evict after each block, so that no head ever holds more than its
+            budget and one block. It also makes forwards in training mode and without a cache evict, gradients included.
         schedule: "prompt", "decode" or "both" instead of the policy's own.
-        positions: "original".
+        positions: "original", or "renumbered": a cached token stands at its rank among those that its head holds.
         backend: "auto" or "torch".
         seed: of the policy's random numbers.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`.
@@ -92,21 +93,42 @@ def patch(
     **policy_options: Any,
 ) -> Patch:
     """As `patched`, without a with-block: undo it with `Patch.remove()`."""
-    _check_options(block, positions, backend, seed)
+    _check_options(positions, backend, seed)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
     chosen = chosen.with_options(schedule, **policy_options)
+    _check_block(block, chosen)
     target = _Target.find(model)
-    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token())
-    return Patch(target, chosen, budget, seed)
-
-
-def _check_options(block: object, positions: object, backend: object, seed: object) -> None:
-    if block is not None:
-        raise KVPatchError(f"block={block!r}: block-wise eviction is not in this version of kvpatch; leave block=None.")
     if positions == "renumbered":
-        raise KVPatchError("positions='renumbered' is not in this version of kvpatch; use positions='original'.")
-    if positions != "original":
-        raise KVPatchError(f"positions={positions!r} is unknown; use positions='original'.")
+        target.check_renumbering()
+    if chosen.over_layers is not None and isinstance(k, Sequence) and not isinstance(k, str):
+        raise KVPatchError(
+            f"k is a list, but policy {chosen.name!r} divides one budget over the layers itself: give one k, or use a policy "
+            "without the pyramid."
+        )
+    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token())
+    return Patch(target, chosen, budget, seed, block, positions == "renumbered")
+
+
+def _check_block(block: object, policy: Policy) -> None:
+    if block is None:
+        return
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise KVPatchError(f"block={block!r} must be a number of tokens, at least 1.")
+    if policy.schedule == "decode":
+        raise KVPatchError(
+            f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
+            "schedule='prompt' or 'both', or leave block out."
+        )
+    if policy.score is not None and policy.score.across_layers:
+        raise KVPatchError(
+            f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
+            "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
+        )
+
+
+def _check_options(positions: object, backend: object, seed: object) -> None:
+    if positions not in ("original", "renumbered"):
+        raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.")
     if backend in ("flash", "triton"):
         raise KVPatchError(f"backend={backend!r} is not in this version of kvpatch; use backend='auto' or 'torch'.")
     if backend not in BACKENDS:
@@ -149,6 +171,13 @@ class _Target:
         generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         return cls(sorted(found, key=lambda pair: pair[0].layer_idx), decoder, generators)  # type: ignore[arg-type, return-value]
 
+    def check_renumbering(self) -> None:
+        for _, adapter in self.attentions:
+            if not adapter.renumbers:
+                raise KVPatchError(
+                    f"positions='renumbered' does not work for {adapter.name}: {adapter.why_not}. Use positions='original'."
+                )
+
     def bytes_per_token(self) -> int:
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
@@ -171,8 +200,11 @@ def _refuse_prefix_tuning(model: nn.Module) -> None:
 class Patch:
     """A patch in force. Made by `patched` and `patch`."""
 
-    def __init__(self, target: _Target, policy: Policy, budget: Budget, seed: int) -> None:
+    def __init__(
+        self, target: _Target, policy: Policy, budget: Budget, seed: int, block: int | None, renumbered: bool
+    ) -> None:
         self.policy, self.budget, self.seed = policy, budget, seed
+        self.block, self.renumbered = block, renumbered
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
         self._undo = ExitStack()
@@ -189,11 +221,13 @@ class Patch:
             self._set(
                 module, name, MethodType(attention_forward(type(module), adapter, vars(module).get(name)), module)
             )
-        limit = target.attentions[0][1].max_positions(getattr(target.decoder, "config", None))
-        hook = functools.partial(before_decoder, settings=Settings(self, limit))
+        adapter = target.attentions[0][1]
+        settings = Settings(self, adapter, adapter.max_positions(getattr(target.decoder, "config", None)))
+        self._settings = settings
+        hook = functools.partial(before_decoder, settings=settings)
         self._undo.callback(target.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for generator in target.generators:
-            generate = wrap_generate(vars(generator).get("generate"), Settings(self, limit))
+            generate = wrap_generate(vars(generator).get("generate"), settings)
             self._set(generator, "generate", MethodType(generate, generator))
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
@@ -217,7 +251,7 @@ class Patch:
         Raises:
             KVPatchError: the policy needs attention rows that `past` does not hold.
         """
-        cache = EvictingCache(self.policy, self.budget, seed=self.seed)
+        cache = self._settings.new_cache()
         if past is not None:
             cache.absorb(past)
         return cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -11,26 +13,32 @@ from .backends.torch_backend import Keys, Rows
 from .call import Call
 from .policies.scores import Limits, accumulator
 from .policies.selection import top
+from .slots import SLACK
+
+SPARE = 50  # a layer becomes ragged where dense slots would waste more than a fiftieth
 
 
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Output [B,H,G,Q,D] of the pass's prompt columns."""
     slots, now = call.slots, call.now
     rows_BQ = call.positions_BQ[:, : now.prompt]
+    slots.make_dense()
     past = slots.used
     if slots.free_BH is not None:  # a new prompt is appended; its end makes slots again
         slots.free_BH, slots.holes = None, True
     with torch.no_grad():
-        entry = call.entry(k_BHQD, rows_BQ, now.protect_BQ)
-        whole = past == 0 and now.ends_prompt
+        entry = call.entry(k_BHQD, v_BHQD, rows_BQ, now.protect_BQ)
+        whole = past == 0 and now.ends_prompt and now.final
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, rows_BQ, entry)
     slots.holes |= now.padded
     slots.seen += now.prompt
     slots.sliding = call.geometry.sliding
     keys = call.keys(past)
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
-        keys.k_BHTD = torch.cat([keys.k_BHTD[:, :, :past], k_BHQD], 2)
-        keys.v_BHTD = torch.cat([keys.v_BHTD[:, :, :past], v_BHQD], 2)
+        old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
+        slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
+        keys.k_BHTD, keys.v_BHTD = slots.graph
+    q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if now.ends_prompt and call.score is not None:
         _limit(call)
     if call.score is None or call.policy.rows != "all":
@@ -57,7 +65,8 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
         for name, increment in call.sums(rows, rows_BQ, tau).items():
             sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
-    out = backend.prompt(q_BHGQD, keys, rows_BQ, call.geometry, observe, count="count" in sums)
+    fused = not call.now.repeatable
+    out = backend.prompt(q_BHGQD, keys, rows_BQ, call.geometry, observe, count="count" in sums, fused=fused)
     with torch.no_grad():
         call.add({name: total.view(B, H, T) for name, total in sums.items()})
     return out
@@ -88,34 +97,101 @@ def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> N
     slots.statistic("tail")[:, :, : slots.used] = (p_BHGWT * counts).sum(3).mean(2) / tail.clamp(min=1)
 
 
+# ---- the end of a prompt, or of a block ----
+
+
 def _end_prompt(call: Call, past: int) -> None:
-    """Keep each row's budget, in buffers of their final size."""
-    slots, cache = call.slots, call.cache
+    """Keep each head's budget, in buffers of their final size."""
+    slots, cache, now = call.slots, call.cache, call.now
     if call.score is None:
-        slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 4 + 16))
+        if now.final:
+            slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 4 + 16))
         return
-    budgets, held_B = _budgets(call), call.now.n_B
-    if past:
-        held_B = (slots.positions[:, 0, : slots.used] >= 0).sum(-1).tolist()
-    room = [b - n for b, n in zip(budgets, held_B, strict=True)]
-    slots.evicting = call.policy.schedule != "prompt"
-    index = kept = None
-    if slots.holes or min(room) < 0:
+    B, H, _ = slots.positions.shape
+    budget_B = _budgets(call)
+    if past or slots.holes:
+        held_BH = (slots.positions[:, :, : slots.used] >= 0).sum(-1)
+    else:
+        held_BH = torch.tensor(now.n_B, device=slots.positions.device)[:, None].expand(B, H)
+    fixed_BH = _fixed(call, held_BH)
+    keep_BH = fixed_BH + torch.tensor(budget_B, device=held_BH.device)[:, None]
+    over_B = (held_BH.sum(-1) > keep_BH.sum(-1)) if call.policy.over_heads else (held_BH > keep_BH).any(-1)
+    over_B &= not now.keeps_all
+    count_BH, order = held_BH if call.policy.over_heads else torch.minimum(held_BH, keep_BH), None
+    if now.keeps_all:
+        count_BH, order = held_BH, slots.positions[:, :, : slots.used]
+    elif bool(over_B.any()):
         empty = slots.positions[:, :, : slots.used] < 0
-        order = call.policy.order(call.moment(_newest(call), -1), empty)
-        index, kept = top(order, [min(b, n) for b, n in zip(budgets, held_B, strict=True)])
-    slots.holes = kept is not None
-    slots.filling = max(0, *room) if slots.evicting else 0
-    held = min(max(budgets), max(held_B))
+        moment = call.moment(_newest(call), -1)
+        if call.policy.over_heads is not None:
+            assert slots.limits is not None
+            shared_BH = call.policy.over_heads.counts(
+                call.policy.order(moment, empty), empty, fixed_BH, budget_B, slots.limits.nominal
+            )
+            count_BH = torch.where(over_B[:, None], shared_BH, held_BH)
+        moment.keep_BH1 = count_BH[..., None]
+        order = call.policy.order(moment, empty)
+        _note_mass(call, order, count_BH)
+    elif slots.holes:
+        order = slots.positions[:, :, : slots.used]
+    if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; what is missing is shared out
+        extra_B1 = (keep_BH - count_BH).sum(-1, keepdim=True).clamp(min=0)
+        keep_BH = count_BH + extra_B1 // H + (torch.arange(H, device=held_BH.device) < extra_B1 % H)
+    _settle(call, order, count_BH, keep_BH)
+
+
+def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor) -> None:
+    """Move what is kept (`count` of each head by `order`; None: all) into buffers for what follows."""
+    slots, now = call.slots, call.now
+    counts = count_BH.flatten().tolist()
+    index, kept = (None, None) if order is None else top(order, count_BH, counts)
+    slots.holes, held = kept is not None, max(counts)
+    if not now.final:  # the next block is appended
+        slots.settle(index, kept, held + now.reserve)
+        return
+    slots.evicting = call.policy.schedule != "prompt"
+    slots.keep_BH1 = keep_BH[..., None]
+    keeps = keep_BH.flatten().tolist()
+    room = max(k - n for k, n in zip(keeps, counts, strict=True))
+    slots.filling = max(room, 0) if slots.evicting else 0
+    slots.slack = slots.grown = 0
+    needs = [k + 1 for k in keeps] if slots.evicting else counts
     if not slots.evicting:
-        slots.settle(index, kept, held + (cache.new_tokens or held // 4 + 16))
         slots.state.pop("tail", None)
+    if index is not None and kept is not None and max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1):
+        slots.slack = 0 if slots.evicting else call.cache.new_tokens or SLACK
+        slots.settle_ragged(index, kept, [need + slots.slack for need in needs])
+    elif not slots.evicting:
+        slots.settle(index, kept, held + (call.cache.new_tokens or held // 4 + 16))
     elif slots.holes or not slots.filling:
-        slots.settle(index, kept, max(budgets) + 1)
-        slots.used = max(budgets) + 1
+        slots.settle(index, kept, max(keeps) + 1)
+        slots.used = max(keeps) + 1
         slots.free_BH = slots.positions.argmin(-1)
     else:
-        slots.settle(index, kept, min(max(budgets) + 1, held + held // 4 + 16))
+        slots.settle(index, kept, min(max(keeps) + 1, held + held // 4 + 16))
+
+
+def _fixed(call: Call, held_BH: Tensor) -> Tensor:
+    """Tokens of each head that are kept outside the budget."""
+    if call.policy.schedule == "decode":
+        return torch.tensor(call.now.n_B, device=held_BH.device)[:, None].expand_as(held_BH)
+    if call.now.fixed_B is None:
+        return torch.zeros_like(held_BH)
+    positions = call.slots.positions[:, :, : call.slots.used]
+    before_B = torch.tensor(call.now.fixed_B, device=held_BH.device)
+    return ((positions >= 0) & (positions < before_B[:, None, None])).sum(-1)
+
+
+def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
+    """The share of the attention that the policy has seen which the kept tokens got."""
+    slots = call.slots
+    name = "sum" if "sum" in slots.state else "tail"
+    if name not in slots.state:
+        return
+    seen = slots.state[name][:, :, : slots.used].masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0)
+    index = order.argsort(-1, descending=True)
+    kept = torch.arange(order.shape[-1], device=order.device) < count_BH[..., None]
+    slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / seen.sum(-1).clamp_min(torch.finfo(seen.dtype).tiny)
 
 
 def _limit(call: Call) -> None:
@@ -123,26 +199,25 @@ def _limit(call: Call) -> None:
     assert call.score is not None
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
-    budgets = tuple(cache.budget.tokens(call.layer, n) for n in now.n_B)
     own: list[list[int]] = [[] for _ in range(B)]
     if "protect" in slots.state:
         marked = slots.positions[:, 0, : slots.used].masked_fill(~slots.state["protect"][:, 0, : slots.used], -1)
         own = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
-    keep_prompt = call.policy.schedule == "decode"
+    fixed_B: Sequence[int | None] = now.fixed_B or [None] * B
+    if call.policy.schedule == "decode":
+        fixed_B = now.n_B
     sizes = tuple(
-        call.policy.scope.limits(b, n, mine, call.score, keep_prompt)
-        for b, n, mine in zip(budgets, now.n_B, own, strict=True)
+        call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
+        for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
     )
     if (sizes, device) not in cache.limits_of:  # layers of one budget and device share them
         cache.limits_of[sizes, device] = Limits.of(sizes, device)
     slots.limits = cache.limits_of[sizes, device]
-    slots.budget_B11 = torch.tensor(_budgets(call), device=device)[:, None, None]
 
 
 def _budgets(call: Call) -> list[int]:
-    """Tokens that each row may hold: its budget, and its prompt where only generated tokens count."""
-    keep = call.policy.schedule == "decode"
-    return [call.cache.budget.tokens(call.layer, n) + (n if keep else 0) for n in call.now.n_B]
+    """Tokens that each row may hold beside what is kept outside the budget."""
+    return [call.cache.tokens(call.layer, n) for n in call.now.budget_n_B]
 
 
 def _newest(call: Call) -> Tensor:

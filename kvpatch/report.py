@@ -44,7 +44,7 @@ class Report:
         filled = [index for index, layer in enumerate(every) if layer.is_initialized]
         layers = [every[index] for index in filled]
         full = sum(
-            tensor.shape[0] * tensor.shape[1] * tensor.shape[3] * tensor.element_size() * layer.seen
+            layer.positions.shape[:2].numel() * tensor.shape[-1] * tensor.element_size() * layer.seen
             for layer in layers
             for tensor in (layer.keys, layer.values)
         )

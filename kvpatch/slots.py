@@ -19,8 +19,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .errors import KVPatchError
 from .policies.scores import Limits, accumulator
+from .ragged import Extents
 
 JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
+SLACK = 64  # free slots of a head that does not evict, when its stretch of a ragged layer is made or outgrown
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Undo:
 
     used: int
     filling: int
+    grown: int
     free_BH: Tensor | None
     slot: tuple[Tensor, Tensor] | None
     positions: Tensor
@@ -38,6 +41,9 @@ class Undo:
 
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, [B,H,C,D], of which the first `used` columns count.
+
+    Where heads hold different numbers of tokens the layer is ragged: keys and values are rows [R,D] in which `extents` gives
+    each head a stretch of its own (ragged.py), and everything below stays [B,H,C], C the longest stretch.
 
     positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or [B,H,C,G] beside the keys. free_BH: the
     slot of each head that the next token goes to, or None while tokens are appended at column `used`. holes: some of the
@@ -64,7 +70,7 @@ class SlotLayer(CacheLayerMixin):
         self.used = self.seen = self.filling = 0
         self.holes = False
         self.evicting = False
-        self.budget_B11: Tensor | None = None
+        self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.limits: Limits | None = None
         # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
         self.tail_rows: tuple[Tensor, Tensor] | None = None
@@ -73,6 +79,12 @@ class SlotLayer(CacheLayerMixin):
         # computed from the shape and from free_BH, and kept with what they were computed from
         self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
         self.free_at: tuple[Tensor, Tensor] | None = None
+        self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
+        self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
+        self.extents: Extents | None = None
+        self.slack = self.grown = 0  # of a ragged layer that does not evict: free slots when it was made, and taken since
+        # keys and values of the used columns with their graph, while a pass computes gradients
+        self.graph: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
         self.floor = 0
         self.sliding: int | None = None
@@ -115,12 +127,18 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         assert self.keys is not None and self.values is not None
-        self.keys, self.values, self.positions = change(self.keys), change(self.values), change(self.positions)
+        if self.extents is None:
+            self.keys, self.values = change(self.keys), change(self.values)
+        else:
+            heads_BH = torch.arange(self.positions.shape[:2].numel(), device=self.device).view(self.positions.shape[:2])
+            self.extents, rows = self.extents.select(change(heads_BH).reshape(-1))
+            self.keys, self.values = self.keys[rows], self.values[rows]
+        self.positions = change(self.positions)
         self.state = {name: change(tensor) for name, tensor in self.state.items()}
         self.free_BH = None if self.free_BH is None else change(self.free_BH)
         if self.tail_rows is not None:
             self.tail_rows = (change(self.tail_rows[0]), change(self.tail_rows[1]))
-        self.budget_B11 = None if self.budget_B11 is None else change(self.budget_B11)
+        self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
         self.journal.clear()
         self.ahead = None
@@ -205,6 +223,8 @@ class SlotLayer(CacheLayerMixin):
         if self.free_BH is None:
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
+        if self.extents is not None and not self.evicting and self.grown == self.slack:
+            self._grow()
         self.write_kv(k_BH1D, v_BH1D)
         self.write_entry(entry)
         B, H, _ = self.positions.shape
@@ -216,7 +236,7 @@ class SlotLayer(CacheLayerMixin):
     def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """The new token's key and value into the free slot of each head: one token per head is written."""
         assert self.keys is not None and self.values is not None
-        slot, N = self.free_slots(), k_BH1D.shape[0] * k_BH1D.shape[1]
+        slot, N = self.free_rows(), k_BH1D.shape[0] * k_BH1D.shape[1]
         for buffer, new in ((self.keys, k_BH1D), (self.values, v_BH1D)):
             buffer.view(-1, buffer.shape[-1]).index_copy_(0, slot, new.detach().reshape(N, -1))
 
@@ -233,6 +253,13 @@ class SlotLayer(CacheLayerMixin):
             self.free_at = (self.free_BH, self.free_BH.reshape(-1) + self._heads())
         return self.free_at[1]
 
+    def free_rows(self) -> Tensor:
+        """free_BH as indices [B*H] into the rows of keys and values."""
+        if self.extents is None:
+            return self.free_slots()
+        assert self.free_BH is not None
+        return self.extents.begin_N + self.free_BH.reshape(-1)
+
     def _heads(self) -> Tensor:
         """Where each head's slots begin, flattened [B*H]."""
         shape = tuple(self.positions.shape)
@@ -242,10 +269,10 @@ class SlotLayer(CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions of the used slots."""
+        """Keys, values and positions of the used slots; keys and values of a ragged layer are rows [R,D]."""
         assert self.keys is not None and self.values is not None
         T = self.used
-        if T == self.positions.shape[2]:
+        if self.extents is not None or T == self.positions.shape[2]:
             return self.keys, self.values, self.positions
         return self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
 
@@ -257,16 +284,65 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- evicting ----
 
-    def settle(self, index_BHK: Tensor | None, kept_B1K: Tensor | None, columns: int) -> None:
+    def settle(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, columns: int) -> None:
         """End of a prompt: own buffers of at least `columns` slots, with the entries at `index` (None: all that are used)."""
         if index_BHK is None:
             self._resize(max(columns, self.used))
             return
+        self._cut_graph(index_BHK)
         self._resize(max(columns, index_BHK.shape[-1]), index_BHK)
         self.used = self.floor = index_BHK.shape[-1]
         self.contiguous = False
-        if kept_B1K is not None:
-            self.positions[:, :, : self.used].masked_fill_(~kept_B1K, -1)
+        if kept_BHK is not None:
+            self.positions[:, :, : self.used].masked_fill_(~kept_BHK, -1)
+
+    def settle_ragged(self, index_BHK: Tensor, kept_BHK: Tensor, capacities: list[int]) -> None:
+        """End of a prompt whose heads keep different numbers of tokens: a stretch of `capacities` slots for each."""
+        assert self.keys is not None and self.values is not None
+        with torch.no_grad():
+            extents = Extents(capacities, self.keys.device)
+            self.keys, self.values = (extents.pack(t, index_BHK, kept_BHK) for t in (self.keys, self.values))
+            K, C = index_BHK.shape[-1], extents.width
+            self.positions = _padded(self.positions.gather(2, index_BHK).masked_fill(~kept_BHK, -1), C, -1)
+            b, h = (torch.arange(n, device=self.keys.device) for n in index_BHK.shape[:2])
+            self.state = {
+                name: _padded(tensor[b[:, None, None], h[None, :, None], index_BHK], C, 0)
+                for name, tensor in self.state.items()
+            }
+        self.extents, self.used, self.floor = extents, C, K
+        self.contiguous, self.holes = False, True
+        self.free_BH = kept_BHK.sum(-1)
+
+    def make_dense(self) -> None:
+        """Padded slots again, for a prompt that goes on behind them."""
+        if self.extents is None:
+            return
+        B, H, C = self.positions.shape
+        self.keys, self.values = (self.extents.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
+        self.extents, self.slack, self.grown = None, 0, 0
+        self.free_BH, self.used, self.holes = None, C, True
+
+    def _grow(self) -> None:
+        """Room for SLACK more tokens of each head of a ragged layer."""
+        assert self.extents is not None and self.keys is not None and self.values is not None
+        extents = self.extents
+        self.extents, self.keys = extents.grow(self.keys, SLACK)
+        _, self.values = extents.grow(self.values, SLACK)
+        self.slack += SLACK
+        C = self.used = self.extents.width
+        self.positions = _padded(self.positions, C, -1)
+        self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
+
+    def advance(self) -> None:
+        """A token was written and none goes: each head's next slot is the one behind it."""
+        assert self.free_BH is not None
+        self.free_BH, self.grown = self.free_BH + 1, self.grown + 1
+
+    def _cut_graph(self, index_BHK: Tensor) -> None:
+        if self.graph is not None:
+            b, h = (torch.arange(n, device=index_BHK.device) for n in index_BHK.shape[:2])
+            k, v = (t[b[:, None, None], h[None, :, None], index_BHK] for t in self.graph)
+            self.graph = (k, v)
 
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""
@@ -279,22 +355,29 @@ class SlotLayer(CacheLayerMixin):
         """Write down what the coming step will overwrite."""
         slot = None
         if self.free_BH is not None:
-            B, H, C = self.positions.shape
-            at = self.free_slots()
-            slot = (self.keys.view(B * H * C, -1)[at], self.values.view(B * H * C, -1)[at])  # type: ignore[union-attr]
+            at = self.free_rows()
+            slot = (self.keys.flatten(0, -2)[at], self.values.flatten(0, -2)[at])  # type: ignore[union-attr]
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         shared = None if shared is None else shared.clone()
-        self.journal.append(Undo(self.used, self.filling, self.free_BH, slot, self.positions.clone(), state, shared))
+        positions = self.positions.clone()
+        self.journal.append(Undo(self.used, self.filling, self.grown, self.free_BH, slot, positions, state, shared))
 
     def can_crop(self, tokens: int) -> bool:
-        return len(self.journal) >= tokens or (not self.evicting and tokens <= self.used - self.floor)
+        appended = self.used - self.floor if self.extents is None else self.grown
+        return len(self.journal) >= tokens or (not self.evicting and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
         """Undo the last `tokens` (a count) and return the shared score that stood before them, if any."""
         shared = None
         if len(self.journal) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens
-            self.used -= tokens
+            if self.extents is None:
+                self.used -= tokens
+            else:
+                assert self.free_BH is not None
+                self.free_BH, self.grown = self.free_BH - tokens, self.grown - tokens
+                taken = torch.arange(self.used, device=self.positions.device) < self.free_BH[..., None]
+                self.positions.masked_fill_(~taken, -1)
             self.journal.clear()
         else:
             for _ in range(tokens):
@@ -304,12 +387,21 @@ class SlotLayer(CacheLayerMixin):
 
     def _undo(self, undo: Undo) -> Tensor | None:
         C = undo.positions.shape[-1]
-        self.used, self.filling, self.free_BH = undo.used, undo.filling, undo.free_BH
+        self.filling, self.grown, self.free_BH = undo.filling, undo.grown, undo.free_BH
+        self.used = undo.used if self.extents is None else self.used
         self.positions[:, :, :C], self.positions[:, :, C:] = undo.positions, -1
         for name, tensor in undo.state.items():
             self.state[name][:, :, :C] = tensor
         if undo.slot is not None and undo.free_BH is not None:
-            at = self.free_slots()
+            at = self.free_rows()
             for buffer, old in zip((self.keys, self.values), undo.slot, strict=True):
                 buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
         return undo.shared
+
+
+def _padded(tensor: Tensor, columns: int, empty: int) -> Tensor:
+    """[B,H,K,...] -> [B,H,columns,...], filled up with `empty`."""
+    B, H, K, *rest = tensor.shape
+    new = tensor.new_full((B, H, columns, *rest), empty)
+    new[:, :, :K] = tensor
+    return new

@@ -8,7 +8,9 @@ remembered, and a score is summed over the remembered rows at each decision. Sym
     r      the size of a protected set                                 b   the budget of one layer
     l, g, h   layer, KV head, query head; query head h belongs to KV head h // G
 
-A moment is a time at which a layer evicts: moment 0 after the prompt, moment j after decode step j.
+A turn is a prompt and the decode steps after it; a text may have several. A moment is a time at which a layer evicts: at
+the end of a turn's prompt (with block=, of each block) and after each decode step. reference_selection.py has the
+arithmetic on budgets and the choice among scored tokens.
 """
 
 import math
@@ -19,13 +21,15 @@ from typing import Any
 
 import torch
 from reference_models import Decoder, decoder_of
+from reference_selection import adaptive, budget, pyramid, tokens, two_stage, worst
 from torch import Tensor, nn
 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
-EPSILON = 1e-6  # a share of 0.29 of 100 tokens is 29, though 0.29 * 100 is 28.999...
 EULER = 0.5772  # the mean of a standard Gumbel variable, as policies.md writes it
 FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
+
+SNAPKV: dict[str, Any] = {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"}
 
 # One line per policy: its score, then its options and their defaults. `recent` is the window that is never evicted.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -48,16 +52,37 @@ POLICIES: dict[str, dict[str, Any]] = {
         "shared": False,
         "damping": 1.0,
     },
-    "snapkv": {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"},
+    "snapkv": SNAPKV,
+    "pyramidkv": {**SNAPKV, "wrap": ("pyramid",)},
+    "adakv": {**SNAPKV, "wrap": ("adaptive",)},
+    "critical_snapkv": {**SNAPKV, "wrap": ("critical",)},
+    "critical_pyramidkv": {**SNAPKV, "wrap": ("pyramid", "critical")},
+    "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
     "key_norm": {"score": "key_norm"},
 }
-EVERY_POLICY: dict[str, Any] = {"sinks": 0, "recent": 0, "protect": None, "schedule": "both"}
+EVERY_POLICY: dict[str, Any] = {
+    "sinks": 0,
+    "recent": 0,
+    "protect": None,
+    "schedule": "both",
+    "block": None,
+    "positions": "original",
+    "wrap": (),
+}
+# What can be put around any policy, and the options that come with it.
+WRAPS: dict[str, dict[str, Any]] = {
+    "pyramid": {"beta": 20},
+    "adaptive": {"floor": 0.2},
+    "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
+}
+NO_WEIGHTS = ("recency", "lattice", "key_norm")  # scores that may be negative, or that a factor would make no sense of
 
 
 @dataclass
 class Run:
-    """What one row gives: logits [n + len(continuation), V], kept[moment][l][g] as sorted original positions, and the
-    smallest gap at any decision: a run whose margin is below a rounding error may rightly differ from another."""
+    """What one row gives: logits [tokens fed, V]; kept[moment][l][g] as sorted original positions, one moment at the end
+    of each turn's prompt and one after each decode step; and the smallest gap at any decision: a run whose margin is
+    below a rounding error may rightly differ from another."""
 
     logits: Tensor
     kept: list[list[list[list[int]]]]
@@ -122,19 +147,20 @@ def quantized(rows: Sequence[Row], i: int) -> tuple[float, float]:
     return count / group, closest
 
 
-def observation(rows: Sequence[Row], n: int, w: int, kernel: int, pooling: str | None) -> dict[int, float]:
-    """SnapKV: the mean of a[t, i] over the last w prompt rows, for i < n - w, then pooled among those i."""
+def observation(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None) -> dict[int, float]:
+    """SnapKV: the mean of a[t, i] over the last w rows, for every held i but the newest w, then pooled among those: an
+    i's neighbours are the next ones that are held. `held` is sorted. With w = 0 every score is 0."""
     if w == 0:
-        return dict.fromkeys(range(n), 0.0)
-    window_rows = [row for row in rows if n - w <= row.t < n]
-    s = [sum(row.group.get(i, 0.0) for row in window_rows) / w for i in range(n - w)]
+        return dict.fromkeys(held, 0.0)
+    older = held[: len(held) - w]
+    s = [sum(row.group.get(i, 0.0) for row in rows[-w:]) / w for i in older]
     half = kernel // 2
-    near = [s[max(0, i - half) : i + half + 1] for i in range(n - w)]
+    near = [s[max(0, j - half) : j + half + 1] for j in range(len(s))]
     if pooling == "max":
         s = [max(values) for values in near]
     elif pooling == "avg":  # the zeros beyond either end count
         s = [sum(values) / kernel for values in near]
-    return dict(enumerate(s))
+    return dict(zip(older, s, strict=True))
 
 
 def gumbel_softmax(row: Row, zeta: Callable[[int, int], float], tau: float) -> dict[int, float]:
@@ -159,44 +185,6 @@ def lattice(i: int, dilation: int) -> float:
     return float(i) if i % (dilation + 1) == 0 else float(i) - FAR
 
 
-# Choosing
-
-
-def tokens(size: float, b: int) -> int:
-    """A protected size in tokens: an int is tokens, a float a share of the budget."""
-    return math.floor(size * b + EPSILON) if isinstance(size, float) else size
-
-
-def budget(k: float, n: int) -> int | None:
-    """What k means for a prompt of n tokens; None: never evict."""
-    if isinstance(k, float):
-        if not 0.0 < k <= 1.0:
-            raise ValueError(f"k={k}: a float lies in (0, 1]")
-        return None if k == 1.0 else max(1, math.floor(k * n + EPSILON))
-    if k < 1:
-        raise ValueError(f"k={k}: an int is at least 1")
-    return k
-
-
-def worst(s: dict[int, float], count: int, dead: Callable[[int], bool] = lambda i: False) -> tuple[set[int], float]:
-    """The `count` tokens to evict of the candidates in s, and the margin of that choice.
-
-    Dead tokens go first; then the lowest score; of equal scores, the lower position. The margin is the gap between the
-    last one to go and the first to stay. Where these two are exactly equal the rule on ties decides, and what a small
-    error could change is their order with the nearest different score. Between dead and live there is no gap to close.
-    """
-    order = sorted(s, key=lambda i: (not dead(i), s[i], i))
-    if not 0 < count < len(order):
-        return set(order[: max(count, 0)]), math.inf
-    gone, stays = order[count - 1], order[count]
-    if dead(gone) != dead(stays):
-        return set(order[:count]), math.inf
-    if s[gone] != s[stays]:
-        return set(order[:count]), s[stays] - s[gone]
-    gaps = [abs(s[i] - s[gone]) for i in order if dead(i) == dead(gone) and s[i] != s[gone]]
-    return set(order[:count]), min(gaps, default=math.inf)
-
-
 class Oracle:
     """The state of one row: what each KV head holds, every query row it has seen, and the running Keyformer scores."""
 
@@ -208,23 +196,17 @@ class Oracle:
         options: dict[str, Any],
         generation_length: int,
         draw: Draw | None,
+        turns: str = "all",
     ) -> None:
+        """n is the length of the first turn's prompt."""
         L, K = decoder.layers, decoder.kv_heads
-        self.decoder, self.n, self.options, self.T, self.draw = decoder, n, options, generation_length, draw
+        self.decoder, self.k, self.options, self.T, self.draw = decoder, k, options, generation_length, draw
+        self.turns = turns
         self.H, self.G = decoder.query_heads, decoder.query_heads // K
-        per_layer = list(k) if isinstance(k, Sequence) else [k] * L
-        if len(per_layer) != L:
-            raise ValueError(f"k has {len(per_layer)} entries for {L} layers")
-        self.budgets = [budget(value, n) for value in per_layer]
-        protect = options["protect"] or []
-        if len(protect) not in (0, n):
-            raise ValueError(f"protect has {len(protect)} entries for a prompt of {n}")
-        self.protect = {i for i, chosen in enumerate(protect) if chosen}
-        if options["schedule"] in ("prompt", "both"):
-            for b in self.budgets:
-                if b is not None and len(self.protect) > b:
-                    raise ValueError(f"protect keeps {len(self.protect)} tokens, the budget is {b}")
-        self.step = 0  # 0: the prompt; j: decode step j
+        if options["positions"] == "renumbered" and not decoder.renumbers:
+            raise ValueError("positions='renumbered': this model's positions are learned, inside the hidden state")
+        self.marked = {i for i, chosen in enumerate(options["protect"] or []) if chosen}
+        self.protect: set[int] = set()  # those of the prompts so far
         self.margin = math.inf
         self.keys: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.values: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
@@ -233,16 +215,61 @@ class Oracle:
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
         self.zeta: dict[tuple[int, int, int], float] = {}
+        self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
+        self.seen = 0  # tokens of the text so far
+        self.turn = -1
+        self.begin(n)
 
     @property
     def newest(self) -> int:
-        return self.n - 1 + self.step
+        return self.seen - 1
+
+    def begin(self, length: int) -> None:
+        """A turn begins: its prompt has `length` tokens, and is about to be read."""
+        if length == 0:
+            raise ValueError("every turn begins with a prompt of at least one token")
+        self.turn += 1
+        self.step = 0  # 0: the prompt; j: decode step j of this turn
+        self.start, self.n = self.seen, self.seen + length  # the prompt's tokens are start ... n - 1
+        self.new = length  # query rows of the prompt, or block, that is being read
+        self.before = [[set(head) for head in layer] for layer in self.keys]
+        self.budgets = self.layer_budgets()
+        self.protect |= {i for i in self.marked if self.start <= i < self.n}
+        mine = self.protect - self.earlier()
+        for b in self.budgets if self.options["schedule"] in ("prompt", "both") and not self.over() else []:
+            if b is not None and len(mine) > b:
+                raise ValueError(f"protect keeps {len(mine)} tokens, the budget is {b}")
+
+    def over(self) -> bool:
+        """Eviction is over: only the first turn's prompt was to be evicted from."""
+        return self.turns == "first" and self.turn > 0
+
+    def earlier(self) -> set[int]:
+        """The positions of earlier turns, where the budget is for this turn's prompt alone."""
+        return set(range(self.start)) if self.turns == "each" else set()
+
+    def layer_budgets(self) -> list[int | None]:
+        """The budget of each layer in this turn, in tokens."""
+        L, o = self.decoder.layers, self.options
+        of = self.n - self.start if self.turns == "each" else self.n
+        if isinstance(self.k, Sequence):
+            if "pyramid" in o["wrap"]:
+                raise ValueError("pyramid divides one budget over the layers: k cannot be a list")
+            if len(self.k) != L:
+                raise ValueError(f"k has {len(self.k)} entries for {L} layers")
+            return [budget(value, of) for value in self.k]
+        b = budget(self.k, of)
+        if b is None or "pyramid" not in o["wrap"]:
+            return [b] * L
+        return list(pyramid(b, L, o["beta"], o.get("window", 0), None if o["schedule"] == "decode" else self.n))
 
     # Forward
 
     def forward(self, ids: Sequence[int]) -> Tensor:
-        """The prompt, or the one token of a decode step -> logits [T, V]. A layer evicts before the next one runs."""
-        positions = torch.arange(self.newest + 1 - len(ids), self.newest + 1)
+        """The prompt, a block of it, or the one token of a decode step -> logits [T, V]. A layer evicts before the next
+        one runs."""
+        positions = torch.arange(self.seen, self.seen + len(ids))
+        self.seen, self.new = self.seen + len(ids), len(ids)
         x_TE = self.decoder.embed(torch.tensor(ids), positions)
         for l in range(self.decoder.layers):
             x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
@@ -251,19 +278,33 @@ class Oracle:
         return self.decoder.logits(x_TE)
 
     def attend(self, l: int, positions: Tensor, h_TE: Tensor) -> Tensor:
-        """Each new token is written, then attends to itself and to what its KV head holds and its window reaches."""
-        q, k, v = self.decoder.project(l, h_TE, positions)
+        """Each new token is written, then attends to itself and to what its KV head holds and its window reaches.
+
+        Renumbered, a token's place is its rank among those held at this moment; keys are held unrotated, and query and
+        keys are rotated at their places. The window goes by original positions.
+        """
+        renumbered = self.options["positions"] == "renumbered"
+        q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
         y = torch.zeros_like(q)
         scale, window = self.decoder.scale(l), self.decoder.window
         for g in range(self.decoder.kv_heads):
             heads = range(g * self.G, (g + 1) * self.G)
+            if renumbered:  # one table for all places of this forward, as for the positions of an ordinary one
+                cos, sin = self.decoder.tables(l, torch.arange(len(self.keys[l][g]) + len(positions)))
             for index, t in enumerate(positions.tolist()):
                 self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]  # what is newer is not there yet
-                seen = [i for i in sorted(self.keys[l][g]) if window is None or t - i < window]
+                held = sorted(self.keys[l][g])
+                place = {i: rank if renumbered else i for rank, i in enumerate(held)}
+                seen = [i for i in held if window is None or t - i < window]
                 keys = torch.stack([self.keys[l][g][i] for i in seen])
                 values = torch.stack([self.values[l][g][i] for i in seen])
-                distance = torch.tensor([i - t for i in seen], dtype=torch.float64)
-                x = torch.stack([keys @ q[h, index] * scale + self.decoder.slope(h) * distance for h in heads])
+                query = {h: q[h, index] for h in heads}
+                if renumbered:
+                    at, last_at = [place[i] for i in seen], [place[t]]
+                    keys = self.decoder.rotate(keys, cos[at], sin[at])
+                    query = {h: self.decoder.rotate(query[h][None], cos[last_at], sin[last_at])[0] for h in heads}
+                distance = torch.tensor([place[i] - place[t] for i in seen], dtype=torch.float64)
+                x = torch.stack([keys @ query[h] * scale + self.decoder.slope(h) * distance for h in heads])
                 a = torch.softmax(x, -1)
                 for j, h in enumerate(heads):
                     y[h, index] = a[j] @ values
@@ -274,7 +315,7 @@ class Oracle:
     # Keyformer's running score
 
     def tau(self) -> float:
-        """tau_init for prompt rows; at decode step t it has gone t/T of the way to tau_end."""
+        """tau_init for prompt rows; at decode step t of a turn it has gone t/T of the way to tau_end."""
         init, end = self.options["tau"]
         return init + min(self.step, self.T) * (end - init) / self.T
 
@@ -292,8 +333,8 @@ class Oracle:
         return self.zeta[l, h, i]
 
     def add_running(self, l: int, new: int) -> None:
-        """s[i] <- damping * s[i] + the sum of f[t, i] over the `new` last rows: the whole prompt is one addition, so is
-        each step. With shared scores a layer adds to, and damps, the tokens that it holds itself."""
+        """s[i] <- damping * s[i] + the sum of f[t, i] over the `new` last rows: a whole prompt is one addition, so is
+        each block and each step. With shared scores a layer adds to, and damps, the tokens that it holds itself."""
         if self.options["score"] != "gumbel":
             return
         for g in range(self.decoder.kv_heads):
@@ -306,6 +347,13 @@ class Oracle:
 
     # Eviction
 
+    def outside(self, l: int, g: int) -> set[int]:
+        """Tokens that are kept whatever happens and do not count in b: with schedule "decode" the prompt, with turns
+        "each" what was held when a later turn began."""
+        if self.options["schedule"] == "decode":
+            return set(range(self.n))
+        return self.before[l][g] if self.turns == "each" else set()
+
     def sizes(self, b: int) -> tuple[set[int], int, int, int]:
         """The fixed tokens (sinks and protect), then recent', RoCo's r' and the observation window w', clamped so that
         together they fit the budget. With schedule "decode" the prompt is fixed and is not counted in b."""
@@ -313,14 +361,13 @@ class Oracle:
         if o["schedule"] == "decode":
             fixed, room = set(range(self.n)), b
         else:
-            sinks = min(tokens(o["sinks"], b), b)
-            while len(set(range(sinks)) | self.protect) > b:
+            read, sinks = {i for i in self.protect if i < self.seen}, min(tokens(o["sinks"], b), b)
+            while len(fixed := (set(range(sinks)) | read) - self.earlier()) > b:
                 sinks -= 1
-            fixed = set(range(sinks)) | self.protect
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
         r = min(tokens(o.get("protected", 0), b), room - recent)
-        w = min(tokens(o.get("window", 0), b), room)
+        w = min(tokens(o.get("window", 0), b), room, self.new)
         return fixed, recent, r, w
 
     def evictable(self, l: int, g: int, b: int) -> list[int]:
@@ -330,12 +377,12 @@ class Oracle:
         newest = set(held[len(held) - max(recent, w) :])
         top: set[int] = set()
         if r > 0:
-            ranked = [i for i in held if i >= self.n] if self.options["schedule"] == "decode" else held
+            ranked = [i for i in held if i not in self.outside(l, g)]
             std = {i: deviation(self.rows[l][g], i) for i in ranked}
             rest, margin = worst(std, len(std) - r)
             self.margin = min(self.margin, margin)
             top = set(ranked) - rest
-        return [i for i in held if i not in fixed | newest | top]
+        return [i for i in held if i not in fixed | self.outside(l, g) | newest | top]
 
     def scores(self, l: int, g: int, b: int, candidates: list[int]) -> dict[int, float]:
         """s[i] of every candidate."""
@@ -357,7 +404,7 @@ class Oracle:
                 return {i: count for i, (count, _) in counts.items()}
             case "mean":
                 return {i: mean(rows, i) for i in candidates}
-            case "last" if o["heads"] == "layer":  # all heads of the layer have one score, hence hold one set of tokens
+            case "last" if o["heads"] == "layer":  # all heads of the layer have one score for a token that all hold
                 newest_rows = [head[-1] for head in self.rows[l]]
                 return {i: sum(sum(row.a.get(i, [0.0])) for row in newest_rows) / self.H for i in candidates}
             case "last":
@@ -365,11 +412,25 @@ class Oracle:
             case "gumbel":
                 return {i: self.running[l][g][i] for i in candidates}
             case "observation":
-                pooled = observation(rows, self.n, self.sizes(b)[3], o["kernel"], o["pooling"])
+                held = sorted(self.keys[l][g])
+                pooled = observation(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: pooled[i] for i in candidates}
             case "key_norm":
                 return {i: -math.sqrt((self.keys[l][g][i] ** 2).sum().item()) for i in candidates}
         raise ValueError(o["score"])
+
+    def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
+        """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
+        heads = range(g * self.G, (g + 1) * self.G)
+        result = {}
+        for i in candidates:
+            changes = [(self.values[l][g][i] @ self.decoder.output_rows(l, h)).tolist() for h in heads]
+            if self.options["norm"] == 1:
+                sizes = [sum(abs(value) for value in change) for change in changes]
+            else:
+                sizes = [math.sqrt(sum(value * value for value in change)) for change in changes]
+            result[i] = sum(sizes) / len(sizes)
+        return result
 
     def dead(self, i: int) -> bool:
         """No query from the next one on can see i: it has left the sliding window for good."""
@@ -378,39 +439,81 @@ class Oracle:
 
     def evict(self, l: int) -> None:
         """Evict layer l's heads back to the budget, if this is a moment at which the schedule evicts."""
-        o, b = self.options, self.budgets[l]
+        o, b, K = self.options, self.budgets[l], self.decoder.kv_heads
         due = o["schedule"] == "both" or (o["schedule"] == ("decode" if self.step else "prompt"))
-        if b is None or not due:
+        if b is None or not due or self.over():
             return
-        limit = b + self.n if o["schedule"] == "decode" else b
-        for g in range(self.decoder.kv_heads):
-            excess = len(self.keys[l][g]) - limit
-            if excess <= 0:
-                continue
-            victims, margin = worst(self.scores(l, g, b, self.evictable(l, g, b)), excess, self.dead)
-            self.margin = min(self.margin, margin)
-            for i in victims:
-                del self.keys[l][g][i], self.values[l][g][i]
+        for g, share in enumerate(self.head_budgets(l, b)):
+            self.evict_head(l, g, b, share)
+        if "adaptive" in o["wrap"] and self.step == 0:
+            held = [len(head) for head in self.keys[l]]
+            extra = max(0, K * b - sum(held))  # more than 0 only while the cache is not full yet
+            self.shares[l] = [held[g] + extra // K + (1 if g < extra % K else 0) for g in range(K)]
+
+    def head_budgets(self, l: int, b: int) -> list[int]:
+        """How many tokens each KV head of the layer may keep now, not counting those outside the budget."""
+        K = self.decoder.kv_heads
+        if "adaptive" not in self.options["wrap"]:
+            return [b] * K
+        if self.step > 0:  # the budgets of the prompt's end
+            return self.shares[l]
+        counted = [len(self.keys[l][g]) - len(self.outside(l, g)) for g in range(K)]
+        if sum(counted) <= K * b:
+            return counted
+        fixed, recent, r, w = self.sizes(b)
+        protected = min(len(fixed) + max(recent, w) + r, b)
+        guaranteed = max(tokens(float(self.options["floor"]), b), protected)
+        free = [self.evictable(l, g, b) for g in range(K)]
+        s = [self.scores(l, g, b, free[g]) for g in range(K)]
+        must_stay = [counted[g] - len(free[g]) for g in range(K)]
+        counts, margin = adaptive(must_stay, s, guaranteed, K * b, self.dead)
+        self.margin = min(self.margin, margin)
+        return counts
+
+    def evict_head(self, l: int, g: int, b: int, share: int) -> None:
+        """Evict until KV head g holds `share` tokens and those outside the budget. Protected sizes are of b."""
+        o, limit = self.options, share + len(self.outside(l, g))
+        excess = len(self.keys[l][g]) - limit
+        if excess <= 0:
+            return
+        free = self.evictable(l, g, b)
+        s = self.scores(l, g, b, free)
+        if "critical" in o["wrap"]:
+            c = max(0, limit - (len(self.keys[l][g]) - len(free)))  # what the protected tokens leave
+            victims, margin = two_stage(s, self.norms(l, g, free), c, o["alpha"], o["eps"], self.dead)
+        else:
+            victims, margin = worst(s, excess, self.dead)
+        self.margin = min(self.margin, margin)
+        for i in victims:
+            del self.keys[l][g][i], self.values[l][g][i]
 
     def held(self) -> list[list[list[int]]]:
         return [[sorted(head) for head in layer] for layer in self.keys]
 
 
-def settings(policy: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The policy's options with the caller's over them; an option that the policy does not know is an error."""
+def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> dict[str, Any]:
+    """The policy's options with the caller's over them; an option that the policy does not know is an error. `wrap` is
+    put around the policy; what it has around it already stays one."""
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: the oracle knows {sorted(POLICIES)}")
+    if set(wrap) - set(WRAPS):
+        raise ValueError(f"wrap={wrap!r}: any of {sorted(WRAPS)}")
     options = {**EVERY_POLICY, **POLICIES[policy]}
-    unknown = set(given) - (set(options) - {"score"})
+    options["wrap"] = tuple(name for name in WRAPS if name in {*options["wrap"], *wrap})
+    for name in options["wrap"]:
+        options |= WRAPS[name]
+    unknown = set(given) - (set(options) - {"score", "wrap"})
     if unknown:
         raise ValueError(f"{policy} has no option {sorted(unknown)}")
-    allowed = ("prompt",) if policy == "snapkv" else ("prompt", "decode", "both")
+    allowed = ("prompt",) if options["score"] == "observation" else ("prompt", "decode", "both")
     if given.get("schedule", allowed[0]) not in allowed:
         raise ValueError(f"schedule={given['schedule']!r}: {policy} takes {allowed}")
     for name, values in (
         ("noise", ("gumbel", "gaussian", "constant", "none")),
         ("heads", ("layer", "each")),
         ("pooling", ("max", "avg", None)),
+        ("norm", (1, 2)),
+        ("positions", ("original", "renumbered")),
     ):
         if name in given and given[name] not in values:
             raise ValueError(f"{name}={given[name]!r}: one of {values}")
@@ -418,36 +521,92 @@ def settings(policy: str, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"kernel={given['kernel']}: an even kernel cannot keep the length")
     if policy == "full":
         given = {name: value for name, value in given.items() if name != "schedule"}
-    return {**options, **given}
+    options |= given
+    check(options)
+    return options
 
 
-@torch.no_grad()
+def check(o: dict[str, Any]) -> None:
+    """Numbers out of range, and parts that do not go together."""
+    for name, low, high in (("floor", 0, 1), ("alpha", 0, 1), ("beta", 1, math.inf), ("eps", 0, math.inf)):
+        if name in o and not (low <= o[name] <= high and math.isfinite(o[name])):
+            raise ValueError(f"{name}={o[name]}: a number from {low} to {high}")
+    if o["block"] is not None and not (isinstance(o["block"], int) and o["block"] >= 1):
+        raise ValueError(f"block={o['block']}: an int of at least 1")
+    if o["schedule"] == "decode" and o["block"] is not None:
+        raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
+    if o["schedule"] == "decode" and "adaptive" in o["wrap"]:
+        raise ValueError("schedule='decode': adaptive budgets are found when a prompt ends")
+    if "critical" in o["wrap"] and o["score"] in NO_WEIGHTS:
+        raise ValueError(f"the score {o['score']} is no weight: times a norm it would mean nothing")
+
+
+def check_turns(turns: str, schedule: str, count: int) -> None:
+    """ "each" and "first" are about the prompts alone; with schedule "decode" no later prompt has a meaning."""
+    if turns not in ("all", "each", "first"):
+        raise ValueError(f"turns={turns!r}: one of all, each, first")
+    if turns != "all" and schedule not in ("prompt", "never"):
+        raise ValueError(f"turns={turns!r} goes with schedule 'prompt', not {schedule!r}")
+    if count == 0:
+        raise ValueError("a text has at least one turn")
+    if count > 1 and schedule == "decode":
+        raise ValueError("schedule='decode' takes one turn")
+
+
 def run(
+    model: nn.Module | Decoder, prompt: list[int], continuation: list[int], *, policy: str, k: Any, **options: Any
+) -> Run:
+    """One turn; everything else as in run_turns."""
+    return run_turns(model, [(prompt, continuation)], policy=policy, k=k, **options)
+
+
+def run_turns(
     model: nn.Module | Decoder,
-    prompt: list[int],
-    continuation: list[int],
+    text: Sequence[tuple[list[int], list[int]]],
     *,
     policy: str,
     k: float | Sequence[float],
+    wrap: Sequence[str] = (),
+    turns: str = "all",
     generation_length: int | None = None,
     draw: Draw | None = None,
+    grad: bool = False,
     **options: Any,
 ) -> Run:
-    """One row under a policy, the continuation being fed token by token whatever the logits say.
+    """One row under a policy: turns of (prompt, continuation) that are one text, each continuation being fed token by
+    token whatever the logits say.
 
+    wrap: any of "pyramid", "adaptive", "critical", put around the policy.
+    turns: what later prompts do. "all": the budget is of all tokens so far; "each": of the turn's own prompt, what was
+    held before is kept beside it; "first": they evict nothing.
+    protect: a mask over the first prompt, or over the whole text, of which only the tokens of prompts count.
     generation_length is T, the number of new tokens that tau is spread over: generate()'s own or the policy's option.
     draw(kind, layer, head, t, i) gives the numbers: "uniform" in (0, 1) for KV head `head` and held token i, the newest
     being t; "gumbel" or "gaussian", as zeta itself, for query head `head`, with t = -1 where one draw serves all t.
+    grad: run the model itself, not a copy, and keep the graph. What is evicted is decided on plain numbers; gradients go
+    through every row of attention, to keys and values that are evicted later too.
     """
-    chosen = settings(policy, options)
+    chosen = settings(policy, options, wrap)
+    check_turns(turns, chosen["schedule"], len(text))
     needs_draw = chosen["score"] == "random" or chosen.get("noise") in ("gumbel", "gaussian")
     if needs_draw and draw is None:
         raise ValueError(f"{policy} needs draw=")
+    first, whole = len(text[0][0]), sum(len(prompt) + len(continuation) for prompt, continuation in text)
+    if len(chosen["protect"] or []) not in (0, first, whole):
+        raise ValueError(f"protect has {len(chosen['protect'])} entries for a prompt of {first}")
     T = 256 if generation_length is None else generation_length
-    oracle = Oracle(decoder_of(model), len(prompt), k, chosen, T, draw)
-    logits, kept = [oracle.forward(prompt)], [oracle.held()]
-    for step, token in enumerate(continuation, 1):
-        oracle.step = step
-        logits.append(oracle.forward([token]))
-        kept.append(oracle.held())
+    logits, kept = [], []
+    with torch.set_grad_enabled(grad):
+        oracle = Oracle(decoder_of(model, grad), first, k, chosen, T, draw, turns)
+        for turn, (prompt, continuation) in enumerate(text):
+            if turn > 0:
+                oracle.begin(len(prompt))
+            block = chosen["block"] or len(prompt)
+            for start in range(0, len(prompt), block):
+                logits.append(oracle.forward(prompt[start : start + block]))
+            kept.append(oracle.held())
+            for step, token in enumerate(continuation, 1):
+                oracle.step = step
+                logits.append(oracle.forward([token]))
+                kept.append(oracle.held())
     return Run(torch.cat(logits), kept, oracle.margin)

@@ -30,6 +30,7 @@ class Decoder:
     query_heads: int
     kv_heads: int
     window: int | None = None  # row t sees key i only where t - i < window
+    renumbers = True  # False where the position is inside the hidden state, so that a key cannot be given another one
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -44,12 +45,30 @@ class Decoder:
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> q [H, T, D], k [K, T, D], v [K, T, D], without positions."""
+        raise NotImplementedError
+
+    def tables(self, l: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE's cosines and sines at these positions, each [T, ...]; without RoPE they are empty."""
+        return torch.zeros(len(positions_T), 0), torch.zeros(len(positions_T), 0)
+
+    def rotate(self, x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """Queries or keys, turned by the tables of their positions."""
+        return x_HTD
+
     def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> q [H, T, D], k [K, T, D], v [K, T, D], with the positions applied to q and k."""
-        raise NotImplementedError
+        q, k, v = self.unplaced(l, h_TE)
+        cos_TD, sin_TD = self.tables(l, positions_T)
+        return self.rotate(q, cos_TD, sin_TD), self.rotate(k, cos_TD, sin_TD), v
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         """The output projection of layer l's attention."""
+        raise NotImplementedError
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        """W_O of query head h, [D, E]: what `output` multiplies that head's D numbers of y by. No bias."""
         raise NotImplementedError
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
@@ -77,19 +96,25 @@ class Llama(Decoder):
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return self.model.model.embed_tokens(ids_T)
 
-    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         m = self.model.model.layers[l].self_attn
-        cos_TD, sin_TD = (table[0] for table in self.model.model.rotary_emb(h_TE, positions_T[None]))
-
-        def rotate(x_HTD: Tensor) -> Tensor:
-            first, second = x_HTD.chunk(2, -1)
-            return x_HTD * cos_TD + torch.cat([-second, first], -1) * sin_TD
-
         q, k, v = (split(p(h_TE), self.D) for p in (m.q_proj, m.k_proj, m.v_proj))
-        return rotate(q), rotate(k), v
+        return q, k, v
+
+    def tables(self, l: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        # of its first argument the module reads only dtype and device
+        cos, sin = self.model.model.rotary_emb(self.model.model.embed_tokens.weight, positions_T[None])
+        return cos[0], sin[0]
+
+    def rotate(self, x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        first, second = x_HTD.chunk(2, -1)
+        return x_HTD * cos_TD + torch.cat([-second, first], -1) * sin_TD
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         return self.model.model.layers[l].self_attn.o_proj(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return self.model.model.layers[l].self_attn.o_proj.weight[:, h * self.D : (h + 1) * self.D].T
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.model.layers[l]
@@ -129,7 +154,7 @@ class Mpt(Decoder):
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return self.model.transformer.wte(ids_T)
 
-    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv, clip = self.model.transformer.blocks[l].attn.Wqkv(h_TE), self.model.config.attn_config.clip_qkv
         if clip:
             qkv = qkv.clamp(-clip, clip)
@@ -138,6 +163,9 @@ class Mpt(Decoder):
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         return self.model.transformer.blocks[l].attn.out_proj(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return self.model.transformer.blocks[l].attn.out_proj.weight[:, h * self.D : (h + 1) * self.D].T
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.transformer.blocks[l]
@@ -164,22 +192,27 @@ class Gptj(Decoder):
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return self.model.transformer.wte(ids_T)
 
-    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         m = self.model.transformer.h[l].attn
-        sin, cos = m.embed_positions[positions_T].chunk(2, -1)
-        size = m.rotary_dim or self.D
-
-        def rotate(x_HTD: Tensor) -> Tensor:
-            turned, rest = x_HTD[..., :size], x_HTD[..., size:]
-            even, odd = turned[..., 0::2], turned[..., 1::2]
-            pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
-            return torch.cat([pairs.flatten(-2), rest], -1)
-
         q, k, v = (split(p(h_TE), self.D) for p in (m.q_proj, m.k_proj, m.v_proj))
-        return rotate(q), rotate(k), v
+        return q, k, v
+
+    def tables(self, l: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        sin, cos = self.model.transformer.h[l].attn.embed_positions[positions_T].chunk(2, -1)
+        return cos, sin
+
+    def rotate(self, x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        size = 2 * cos_TD.shape[-1]  # a cosine for each pair
+        turned, rest = x_HTD[..., :size], x_HTD[..., size:]
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        pairs = torch.stack([even * cos_TD - odd * sin_TD, odd * cos_TD + even * sin_TD], -1)
+        return torch.cat([pairs.flatten(-2), rest], -1)
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         return self.model.transformer.h[l].attn.out_proj(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return self.model.transformer.h[l].attn.out_proj.weight[:, h * self.D : (h + 1) * self.D].T
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.transformer.h[l]
@@ -192,6 +225,8 @@ class Gptj(Decoder):
 
 class Gpt2(Decoder):
     """GPT-2: learned positions; the scale may depend on the layer, or be left out."""
+
+    renumbers = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -208,12 +243,15 @@ class Gpt2(Decoder):
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return self.model.transformer.wte(ids_T) + self.model.transformer.wpe(positions_T)
 
-    def project(self, l: int, h_TE: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (split(part, self.D) for part in self.model.transformer.h[l].attn.c_attn(h_TE).chunk(3, -1))
         return q, k, v
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         return self.model.transformer.h[l].attn.c_proj(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:  # a Conv1D, whose weight is [in, out]
+        return self.model.transformer.h[l].attn.c_proj.weight[h * self.D : (h + 1) * self.D]
 
     def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         layer = self.model.transformer.h[l]
@@ -233,10 +271,18 @@ FAMILIES: dict[str, type[Decoder]] = {
 }
 
 
-def decoder_of(model: nn.Module | Decoder) -> Decoder:
-    """A float64 copy of the model, in eval mode; the model itself is not touched. A Decoder is passed through."""
+def decoder_of(model: nn.Module | Decoder, grad: bool = False) -> Decoder:
+    """A float64 copy of the model, in eval mode; the model itself is not touched. A Decoder is passed through.
+
+    With grad the model itself, so that gradients reach its parameters; it must be in float64 and eval mode already.
+    """
     if isinstance(model, Decoder):
         return model
     if type(model).__name__ not in FAMILIES:
         raise ValueError(f"the oracle knows {sorted(FAMILIES)}, not {type(model).__name__}")
-    return FAMILIES[type(model).__name__](copy.deepcopy(model).to("cpu", torch.float64).eval())
+    family = FAMILIES[type(model).__name__]
+    if not grad:
+        return family(copy.deepcopy(model).to("cpu", torch.float64).eval())
+    if model.training or any(p.dtype != torch.float64 or p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("grad=True needs a model in float64, on the CPU and in eval mode")
+    return family(model)

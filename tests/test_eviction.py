@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from comparing import EVICTING, WINDOWED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FIVE, force, left_pad, make, prompt
@@ -11,7 +12,6 @@ from tiny import FIVE, force, left_pad, make, prompt
 import kvpatch
 from kvpatch.policies import Score
 
-EVICTING = tuple(name for name in kvpatch.policies() if name != "full")
 SEVERAL = ("random", "streaming_llm", "scissorhands", "tova", "roco", "keyformer")
 
 
@@ -34,8 +34,8 @@ def test_budget_positions_and_protection_after_every_step(policy):
     model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 10, seed=2)
     lengths = [40, 26]
     mask = left_pad(ids, lengths)
-    options = {"window": 6} if policy == "snapkv" else {}
-    generated_stay = policy == "snapkv"
+    options = {"window": 6} if policy in WINDOWED else {}
+    generated_stay = policy in WINDOWED
     with kvpatch.patched(model, policy, 0.3, sinks=2, **options), torch.no_grad():
         past = None
         for t in range(10):
@@ -45,12 +45,17 @@ def test_budget_positions_and_protection_after_every_step(policy):
             mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
             for layer in range(2):
                 for row, n in enumerate(lengths):
+                    uniform = kvpatch.get_policy(policy).over_heads is None and "pyramid" not in policy
                     for head in kept(past)[layer][row]:
-                        assert len(head) == int(0.3 * n) + (t if generated_stay else 0)
+                        assert not uniform or len(head) == int(0.3 * n) + (t if generated_stay else 0)
                         assert len(set(head)) == len(head)
                         assert 0 <= min(head)
                         assert max(head) < n + t
                         assert {0, 1} <= set(head)
+            for row, n in enumerate(lengths):
+                assert sum(past.held(layer)[row].sum() for layer in range(2)) == 4 * (
+                    int(0.3 * n) + (t if generated_stay else 0)
+                )
             assert past.get_seq_length() == 40 + t
 
 
@@ -59,7 +64,7 @@ def test_budget_positions_and_protection_after_every_step(policy):
 def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):
     model, ids, fed = make(name), prompt(3, 36), prompt(3, 8, seed=2)
     lengths = [36, 23, 30]
-    options = {"window": 5} if policy == "snapkv" else {}
+    options = {"window": 5} if policy in WINDOWED else {}
     logits, cache = run(model, ids, fed, policy, 0.4, left_pad(ids, lengths), **options)
     together = kept(cache)
     for row, n in enumerate(lengths):
@@ -365,10 +370,13 @@ def test_any_shape_and_budget_holds_what_it_should(n, steps, k, policy, name, si
     assert torch.isfinite(logits).all()
     for row, length in enumerate(lengths):
         budget = max(1, int(k * length + 1e-6)) if isinstance(k, float) else k
-        want = min(budget, length) + (steps if policy == "snapkv" else min(steps, max(budget - length, 0)))
+        want = min(budget, length) + (steps if policy in WINDOWED else min(steps, max(budget - length, 0)))
         if policy == "full":
             want = length + steps
-        assert cache.held(1)[row].unique().tolist() == [want]
+        held = torch.stack([cache.held(layer)[row] for layer in range(2)])
+        assert held.sum() == held.numel() * want
+        if policy in kvpatch.policies() and kvpatch.get_policy(policy).over_heads is None and "pyramid" not in policy:
+            assert held.unique().tolist() == [want]
 
 
 def test_scores_below_zero_are_in_order():
@@ -391,7 +399,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
     model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 9, seed=2)
     for policy in EVICTING:
         stacked, one = run(model, ids, fed, policy, 0.4)
-        assert (one.deck is None) == (policy == "snapkv")
+        assert (one.deck is None) == (policy in WINDOWED)
         with kvpatch.patched(model, policy, 0.4) as patch:
             cache = patch.new_cache()
             force(model, ids, fed[:, :4], cache=cache)

@@ -9,61 +9,12 @@ import functools
 import pytest
 import reference
 import torch
+from comparing import EVICTING, SMALL, WINDOWED, agrees, certain, draw, sorted_positions
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tiny import FIVE, MODELS, VOCAB, force, left_pad, make, prompt
+from tiny import FIVE, MODELS, force, left_pad, make, prompt
 
 import kvpatch
-from kvpatch.policies import noise
-
-MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
-
-
-@functools.cache
-def table(seed, kind, layer, head):
-    """The library's numbers by (t + 1, i); test_noise.py looks at their distribution."""
-    u = noise.uniform(seed, layer, torch.tensor(head), torch.arange(-1, 80)[:, None], torch.arange(80))
-    return {"uniform": lambda u: u, "gumbel": noise.gumbel, "gaussian": noise.gaussian}[kind](u).tolist()
-
-
-def draw(seed, kind, layer, head, t, i):
-    return table(seed, kind, layer, head)[t + 1][i]
-
-
-def agrees(name, policy, k, *, n=30, steps=8, pads=(0, 9), dtype=torch.float64, seed=0, weights=0, **options):
-    """Run library and oracle and compare; returns False where a decision was too close to call."""
-    model = make(name, dtype=dtype, seed=weights)
-    ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
-    if policy == "key_norm":  # rotation keeps a norm, so one token at two positions is a tie but for rounding
-        order = torch.rand(len(pads), VOCAB - 1, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
-        ids, fed = order[:, :n], order[:, n : n + steps]
-    mask = left_pad(ids, [n - pad for pad in pads])
-    length = options.get("generation_length")
-    with kvpatch.patched(model, policy, k, seed=seed, **options):
-        logits, cache = force(model, ids, fed, mask)
-        held = [cache.positions(layer).tolist() for layer in range(2)]
-    for row, pad in enumerate(pads):
-        given_options = {key: value for key, value in options.items() if key != "generation_length"}
-        want = reference.run(
-            model, ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=k, generation_length=length,
-            draw=functools.partial(draw, seed), **given_options,
-        )  # fmt: skip
-        if want.margin < MARGIN[dtype]:
-            return False
-        mine = [[sorted(p for p in head if p >= 0) for head in layer[row]] for layer in held]
-        assert mine == want.kept[-1], f"row {row}: kept positions differ"
-        torch.testing.assert_close(logits[row].double(), want.logits[-steps - 1 :], atol=TOLERANCE[dtype], rtol=0)
-    return True
-
-
-def certain(*args, **kwargs):
-    """Some weights for which the comparison is decided."""
-    assert any(agrees(*args, weights=weights, **kwargs) for weights in range(6)), "every draw was too close to call"
-
-
-EVICTING = tuple(name for name in kvpatch.policies() if name != "full")
-SMALL = {"snapkv": {"window": 5, "kernel": 3}}
 
 
 @pytest.mark.parametrize("policy", kvpatch.policies())
@@ -85,7 +36,7 @@ def test_float32(policy):
 
 
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-@pytest.mark.parametrize("policy", [p for p in EVICTING if p != "snapkv"])
+@pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
 def test_schedules(policy, schedule):
     certain("llama_gqa", policy, 0.25, schedule=schedule, steps=14, sinks=1)
 
@@ -133,8 +84,7 @@ def test_protect():
             model, ids[0].tolist(), fed[0].tolist(), policy=policy, k=9, protect=mask.tolist(), sinks=2,
             draw=functools.partial(draw, 0),
         )  # fmt: skip
-        held = [[sorted(p for p in head if p >= 0) for head in cache.positions(la)[0].tolist()] for la in range(2)]
-        assert held == want.kept[-1]
+        assert sorted_positions([cache.positions(layer)[0].tolist() for layer in range(2)]) == want.kept[-1]
         torch.testing.assert_close(logits[0], want.logits[-9:], atol=1e-5, rtol=0)
 
 
@@ -151,7 +101,9 @@ def test_protect():
     weights=st.integers(0, 1000),
 )
 def test_any_shape(name, policy, n, steps, pad, k, sinks, recent, weights):
-    options = {"sinks": sinks} | ({} if recent is None or policy == "snapkv" else {"recent": recent})
+    if isinstance(k, list) and "pyramid" in policy:
+        k = k[0]
+    options = {"sinks": sinks} | ({} if recent is None or policy in WINDOWED else {"recent": recent})
     assume(agrees(name, policy, k, n=n + pad, steps=steps, pads=(0, pad), weights=weights, **options))
 
 
@@ -170,7 +122,7 @@ def test_generate_passes_its_length_to_tau():
         want, other = oracle(generation_length=20), oracle(generation_length=10**9)
         if want.margin < 1e-6:
             continue
-        mine = [[sorted(p for p in head if p >= 0) for head in layer[0]] for layer in held]
+        mine = sorted_positions([layer[0] for layer in held])
         assert mine == want.kept[-1]
         differs += mine != other.kept[-1]
     assert differs
@@ -198,10 +150,10 @@ def test_half_precision(name, dtype):
         with kvpatch.patched(half, policy, 0.4):
             logits, cache = force(half, ids, fed, mask)
         assert torch.isfinite(logits).all()
-        assert policy == "snapkv" or cache.held(1).tolist() == [[12] * cache.held(1).shape[1], [8] * cache.held(1).shape[1]]
+        assert policy in WINDOWED or cache.held(1).tolist() == [[12] * cache.held(1).shape[1], [8] * cache.held(1).shape[1]]
 
 
-@pytest.mark.parametrize("policy", [p for p in EVICTING if p != "snapkv"])
+@pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
 def test_a_budget_above_the_prompt(policy):
     """The cache fills up first, then evicts."""
     for pads in ((0, 0), (0, 9)):

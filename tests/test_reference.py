@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from reference import Row, run
+from reference import Row, run, run_turns
 from reference_models import Decoder, decoder_of
 from torch import Tensor, nn
 from transformers import (
@@ -170,11 +170,18 @@ class Table(Decoder):
     """Logits x[l][h][t][i] written down; key i is the i-th unit vector and so is its value, so that the "logits" that
     come out of a one-layer table are the probabilities themselves: entry h * size + i of row t is a[t, i] of head h."""
 
-    def __init__(self, x: Sequence[Sequence[Sequence[Sequence[float]]]], kv_heads: int = 1, window: int | None = None):
+    def __init__(
+        self,
+        x: Sequence[Sequence[Sequence[Sequence[float]]]],
+        kv_heads: int = 1,
+        window: int | None = None,
+        rows: Sequence[Sequence[Sequence[float]]] | None = None,
+    ):
         self.size = len(x[0][0])
         padded = [[[[*row, *[0.0] * (self.size - len(row))] for row in head] for head in layer] for layer in x]
         self.x_LHTT = torch.tensor(padded, dtype=torch.float64)
         self.layers, self.query_heads, self.kv_heads, self.window = len(x), len(x[0]), kv_heads, window
+        self.rows = rows  # rows[h][i]: value i behind the output projection of head h
 
     def scale(self, l: int) -> float:
         return 1.0
@@ -188,6 +195,9 @@ class Table(Decoder):
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         return y_TE
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return torch.tensor(self.rows[h], dtype=torch.float64)
 
     def block(self, l: int, x_TE: Tensor, attention: Any) -> Tensor:
         return attention(x_TE)
@@ -276,10 +286,10 @@ def test_gumbel_softmax_by_hand() -> None:
 def test_observation_window_by_hand() -> None:
     p = [[1.0], [0.5, 0.5], [0.2, 0.3, 0.5], [0.1, 0.5, 0.1, 0.3], [0.3, 0.1, 0.1, 0.4, 0.1]]
     rows = rows_of(p)
-    assert reference.observation(rows, 5, 2, 3, None) == pytest.approx({0: 0.2, 1: 0.3, 2: 0.1})
-    assert reference.observation(rows, 5, 2, 3, "max") == pytest.approx({0: 0.3, 1: 0.3, 2: 0.3})
-    assert reference.observation(rows, 5, 2, 3, "avg") == pytest.approx({0: 0.5 / 3, 1: 0.2, 2: 0.4 / 3})
-    assert reference.observation(rows, 5, 0, 3, "max") == dict.fromkeys(range(5), 0.0)
+    assert reference.observation(rows, range(5), 2, 3, None) == pytest.approx({0: 0.2, 1: 0.3, 2: 0.1})
+    assert reference.observation(rows, range(5), 2, 3, "max") == pytest.approx({0: 0.3, 1: 0.3, 2: 0.3})
+    assert reference.observation(rows, range(5), 2, 3, "avg") == pytest.approx({0: 0.5 / 3, 1: 0.2, 2: 0.4 / 3})
+    assert reference.observation(rows, range(5), 0, 3, "max") == dict.fromkeys(range(5), 0.0)
     assert kept(p, 5, "snapkv", 3, window=2, kernel=1, pooling=None) == [[1, 3, 4]]
     assert kept(p, 5, "snapkv", 3, window=2, kernel=3) == [[2, 3, 4]]  # pooled to equal scores: the higher position
     assert kept(p, 5, "snapkv", 3, window=9) == [[2, 3, 4]]  # the window is clamped to the budget
@@ -450,9 +460,11 @@ def test_a_dead_token_goes_first() -> None:
 # Its promises, on a real model
 
 ALL = [name for name in reference.POLICIES if name != "full"]
+ONCE = [name for name in ALL if reference.POLICIES[name]["score"] == "observation"]  # evict at the prompt's end only
+EVEN = [name for name in ALL if not {"pyramid", "adaptive"} & {*reference.POLICIES[name].get("wrap", ())}]
 
 
-@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("policy", EVEN)
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_sizes_and_protection(policy: str, name: str) -> None:
     n, m = 21, 4
@@ -462,7 +474,7 @@ def test_sizes_and_protection(policy: str, name: str) -> None:
     )
     assert len(result.kept) == m + 1
     for j, moment in enumerate(result.kept):
-        grows = policy == "snapkv"
+        grows = policy in ONCE
         for layer, b in zip(moment, (8, 6, n), strict=True):
             for head in layer:
                 assert len(head) == (b + j if grows or b == n else b)
@@ -478,7 +490,7 @@ def test_one_never_evicts(policy: str) -> None:
     all_kept = run(model, text(12), text(4, 2), policy=policy, k=1.0, draw=draw)
     assert torch.equal(all_kept.logits, full.logits)
     assert all_kept.kept == full.kept
-    if policy != "snapkv":
+    if policy not in ONCE:
         some = run(model, text(12), text(4, 2), policy=policy, k=0.5, draw=draw)
         assert not torch.allclose(some.logits[13:], full.logits[13:])
 
@@ -515,6 +527,34 @@ def test_a_constant_is_no_noise_and_noise_is_some() -> None:
     assert constant.kept == none.kept
     torch.testing.assert_close(constant.logits, none.logits, rtol=0, atol=1e-12)
     assert gumbel.kept != none.kept
+
+
+def test_divided_budgets_are_exact() -> None:
+    """Pyramid and adaptive, alone and together, over any policy: the layer's and the model's totals to the token."""
+    n, m, b = 21, 5, 8
+    first, last = 2 * b - 1, 1  # n = 21 holds 15; b / 20 is below 1
+    for policy, wrap in (
+        ("adakv", ()),
+        ("critical_adakv", ()),
+        ("roco", ("adaptive",)),
+        ("random", ("adaptive", "critical")),
+        ("tova", ("adaptive", "critical")),
+        ("h2o", ("pyramid",)),
+        ("keyformer", ("pyramid", "adaptive")),
+        ("scissorhands", ("pyramid", "adaptive", "critical")),
+    ):
+        options = {"window": 3, "kernel": 3} if policy in ONCE else {"recent": 2} if policy == "roco" else {}
+        result = run(make("llama"), text(n), text(m, 2), policy=policy, k=b, wrap=wrap, draw=draw, **options)
+        divided = []
+        for j, moment in enumerate(result.kept):
+            for layer, budget in zip(moment, (first, b, last) if "pyramid" in wrap else (b, b, b), strict=True):
+                sizes = [len(head) for head in layer]
+                assert sum(sizes) == 2 * (budget + j if policy in ONCE else budget), (policy, wrap, j)
+                divided.append(sizes[0] != sizes[1])
+                if policy in ONCE:
+                    assert all(set(range(n - 3, n + j)) <= set(head) for head in layer)
+        # tova has one score for all heads, and a total that is even: both heads keep the same number
+        assert any(divided) == (policy not in ("tova", "h2o")), (policy, wrap)
 
 
 def test_budgets_and_shares() -> None:
@@ -567,8 +607,613 @@ def test_ties_and_margins() -> None:
         ("keyformer", 2, {"noise": "some"}),
         ("keyformer", 2, {}),  # no draw
         ("nothing", 2, {}),
+        ("adakv", 2, {"schedule": "both"}),
+        ("h2o", 2, {"wrap": ("adaptive",), "schedule": "decode"}),
+        ("h2o", 2, {"wrap": ("something",)}),
+        ("h2o", 2, {"beta": 20}),
+        ("h2o", [2], {"wrap": ("pyramid",)}),
+        ("h2o", 2, {"wrap": ("pyramid",), "beta": 0.5}),
+        ("h2o", 2, {"wrap": ("adaptive",), "floor": 1.5}),
+        ("h2o", 2, {"wrap": ("critical",), "alpha": -0.1}),
+        ("h2o", 2, {"wrap": ("critical",), "eps": -1e-4}),
+        ("h2o", 2, {"wrap": ("critical",), "norm": 3}),
+        ("window", 2, {"wrap": ("critical",)}),
+        ("streaming_llm", 2, {"wrap": ("critical",)}),
+        ("dilated_window", 2, {"wrap": ("critical",)}),
+        ("key_norm", 2, {"wrap": ("critical",)}),
+        ("h2o", 2, {"block": 0}),
+        ("h2o", 2, {"block": 2, "schedule": "decode"}),
+        ("h2o", 2, {"positions": "new"}),
+        ("h2o", 2, {"turns": "some"}),
+        ("h2o", 2, {"turns": "each"}),  # its schedule is "both"
+        ("h2o", 2, {"turns": "first", "schedule": "decode"}),
     ],
 )
 def test_errors(policy: str, k: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         run(Table([[logs(P)]]), [0] * 4, [0], policy=policy, k=k, **options)
+
+
+# Divided budgets
+
+
+@pytest.mark.parametrize(
+    ("b", "layers", "beta", "w", "n", "expected"),
+    [
+        (10, 3, 20, 0, 100, [19, 10, 1]),  # last = max(10 / 20, 1)
+        (10, 4, 20, 0, 100, [19, 13, 7, 1]),
+        (10, 3, 20, 5, 100, [14, 10, 6]),  # last = w + 1
+        (10, 3, 20, 32, 100, [10, 10, 10]),  # at most b
+        (10, 3, 4, 0, 100, [18, 10, 2]),  # 17.5 10 2.5: of equal fractions the lower layer has the missing token
+        (3, 5, 2.5, 0, 100, [5, 4, 3, 2, 1]),  # 4.8 3.9 3 2.1 1.2: 13 and two missing, for .9 and .8
+        (10, 3, 20, 0, 12, [12, 10, 8]),  # the first layer cannot keep more than 12
+        (10, 3, 20, 0, 9, [10, 10, 10]),
+        (10, 3, 20, 0, None, [19, 10, 1]),
+        (10, 3, 1, 0, 100, [10, 10, 10]),
+        (7, 1, 20, 0, 100, [7]),
+        (1, 4, 20, 0, 100, [1, 1, 1, 1]),
+    ],
+)
+def test_pyramid_by_hand(b: int, layers: int, beta: float, w: int, n: int | None, expected: list[int]) -> None:
+    assert reference.pyramid(b, layers, beta, w, n) == expected
+
+
+def test_pyramid_totals() -> None:
+    for b in range(1, 40):
+        for layers in range(1, 8):
+            for beta in (1, 1.7, 3, 20, 100):
+                sizes = reference.pyramid(b, layers, beta, b % 6, None)
+                assert sum(sizes) == b * layers
+                assert sizes == sorted(sizes, reverse=True)
+                assert min(sizes) >= min(b, b % 6 + 1)
+
+
+def test_pyramid_in_a_run() -> None:
+    """Budgets 14 10 6 (w + 1 = 6) of 25 tokens; 12 8 4 for a window of 3, k = 8; shares are of the layer's own budget."""
+    snap = run(make("llama"), text(25), [], policy="pyramidkv", k=0.4, window=5, kernel=3).kept[0]
+    assert [len(layer[0]) for layer in snap] == [14, 10, 6]
+    given = {"k": 10, "policy": "h2o", "wrap": ("pyramid",), "beta": 2}
+    for layer, b in zip(run(make("llama"), text(30), text(3, 2), **given).kept[3], (15, 10, 5), strict=True):
+        for head in layer:
+            assert len(head) == b
+            assert head[-(b // 2) :] == list(range(33 - b // 2, 33))
+    kept = run(make("llama"), text(3), text(22, 2), schedule="decode", **given).kept[-1]  # 2 * 10 - 3 is no limit here
+    assert [len(layer[0]) for layer in kept] == [18, 13, 8]
+
+
+def two_heads(first: Sequence[float], second: Sequence[float]) -> Table:
+    """A layer of two KV heads whose last rows are these; the rows before them are uniform."""
+    even = [[1.0 / (t + 1)] * (t + 1) for t in range(len(first) - 1)]
+    return Table([[logs([*even, first]), logs([*even, second])]], kv_heads=2)
+
+
+A, B = [0.4, 0.3, 0.2, 0.1], [0.7, 0.05, 0.05, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("b", "options", "expected"),
+    [
+        (
+            2,
+            {"floor": 0},
+            [[0, 1], [0, 3]],
+        ),  # 0.7 0.4 0.3, and of two 0.2 the higher position, though its head is later
+        (2, {"floor": 0.0, "sinks": 1}, [[0, 1], [0, 3]]),
+        (3, {"floor": 0}, [[0, 1, 2, 3], [0, 3]]),
+        (3, {"floor": 0.99}, [[0, 1, 2, 3], [0, 3]]),  # two tokens each
+        (3, {"floor": 1.0}, [[0, 1, 2], [0, 2, 3]]),
+        (3, {"floor": 1}, [[0, 1, 2], [0, 2, 3]]),  # a share all the same
+        (1, {"floor": 0}, [[0], [0]]),
+        (3, {"floor": 0, "recent": 3}, [[1, 2, 3], [1, 2, 3]]),  # all of the budget is protected
+        (3, {"floor": 0, "recent": 1}, [[0, 1, 2, 3], [0, 3]]),  # protected 3, 3; then 0.7 0.4 0.3 0.2
+        (3, {"floor": 0, "sinks": 1, "recent": 1}, [[0, 1, 2, 3], [0, 3]]),
+        (2, {"floor": 0, "protect": [False, False, True, False]}, [[0, 2], [0, 2]]),
+    ],
+)
+def test_adaptive_by_hand(b: int, options: dict[str, Any], expected: list[list[int]]) -> None:
+    given = {"policy": "tova", "heads": "each", "wrap": ("adaptive",), "k": b}
+    assert run(two_heads(A, B), [0] * 4, [], **given, **options).kept == [[expected]]
+
+
+def test_adaptive_leaves_a_head_its_floor() -> None:
+    flat, sharp = [0.25] * 4, [0.91, 0.04, 0.03, 0.02]
+    given = {"policy": "tova", "heads": "each", "wrap": ("adaptive",), "k": 2}
+
+    def adaptive(floor: float, **options: Any) -> tuple[list[list[int]], float]:
+        result = run(two_heads(sharp, flat), [0] * 4, [], floor=floor, **given, **options)
+        return result.kept[0][0], result.margin
+
+    # 0.91, then three of four 0.25; what an error could change is the order of 0.25 with the nearest other score.
+    assert adaptive(0) == ([[0], [1, 2, 3]], pytest.approx(0.25 - 0.04))
+    # One each, 0.91 and token 3; then as before.
+    assert adaptive(0.5) == ([[0], [1, 2, 3]], pytest.approx(0.25 - 0.04))
+    assert adaptive(1) == ([[0, 1], [2, 3]], pytest.approx(0.04 - 0.03))
+    assert adaptive(0, recent=1) == ([[0, 3], [2, 3]], pytest.approx(0.25 - 0.04))
+    # Decoding goes on with the budgets of the prompt's end, 1 and 3, each head by itself: 0.8 of 0.91 goes, 0.04 stays.
+    x = [logs([[1.0], [0.5, 0.5], [1 / 3] * 3, row, [row[0], *[0.3] * 4]]) for row in (sharp, flat)]
+    steps = run(Table([x], kv_heads=2), [0] * 4, [0], floor=0, **given).kept
+    assert steps == [[[[0], [1, 2, 3]]], [[[0], [2, 3, 4]]]]
+    # A prompt that does not fill the budget leaves each head an equal part of the rest: two tokens each. Step 2 evicts
+    # 0, all being equal; step 3 the 3 of 0.04 0.03 0.02, or the 1 of equal ones; step 4 the lowest position again.
+    short = run(Table([x], kv_heads=2), [0], [0] * 4, floor=0, **given).kept
+    assert short == [[[[0], [0]]], [[[0, 1]] * 2], [[[1, 2]] * 2], [[[1, 2], [2, 3]]], [[[2, 4], [3, 4]]]]
+
+
+def test_adaptive_ties_go_to_the_higher_position_then_to_the_lower_head() -> None:
+    even = [[1.0], [0.5, 0.5], [1 / 3] * 3]
+    flat, last = logs([*even, [0.25] * 4]), logs([*even, [0.4, 0.4, 0.1, 0.1]])
+    given = {"policy": "tova", "heads": "each", "wrap": ("adaptive",), "k": 1, "floor": 0}
+    result = run(Table([[flat, flat, last]], kv_heads=3), [0] * 4, [], **given)
+    assert (result.kept, result.margin) == ([[[[3], [], [0, 1]]]], pytest.approx(0.15))
+    # One set of scores for all heads: 4 tokens of 2 heads, by position and then by head.
+    recency = run(two_heads(A, B), [0] * 4, [], policy="window", wrap=("adaptive",), k=2, floor=0)
+    assert recency.kept == [[[[2, 3], [2, 3]]]]
+    assert reference.adaptive([0, 0], [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}], 0, 3) == ([2, 1], 1.0)
+    assert reference.adaptive([0, 0], [{0: 2.0, 1: 2.0}, {0: 2.0, 1: 2.0}], 0, 3) == ([2, 1], math.inf)
+    # Live before dead, whatever the score; protected tokens count in the floor.
+    assert reference.adaptive([0, 0], [{0: 9.0, 1: 2.0}, {0: 9.0, 1: 1.0}], 0, 2, lambda i: i == 0)[0] == [1, 1]
+    assert reference.adaptive([2, 0], [{0: 9.0, 1: 5.0}, {0: 3.0, 1: 1.0, 2: 0.5}], 2, 5)[0] == [3, 2]
+
+
+# Two-stage selection
+
+S, N = {0: 5.0, 1: 3.0, 2: 1.5, 3: 0.5}, {0: 1.0, 1: 1.0, 2: 4.0, 3: 20.0}
+
+
+@pytest.mark.parametrize(
+    ("norms", "c", "alpha", "eps", "gone", "margin"),
+    [
+        (N, 2, 0.5, 0.0, {1, 2}, 0.4),  # 0 by its score; 0.3 0.6 1.0; the gap 1.0 - 0.6 of 1.0
+        (N, 2, 0, 0.0, {0, 1}, 0.1),  # 0.5 0.3 0.6 1.0
+        (N, 2, 1, 0.0, {2, 3}, 1.5),  # by score alone
+        (N, 3, 0.5, 0.0, {1}, 0.3),  # one by its score, floor(1.5)
+        (N, 0, 0.5, 0.0, {0, 1, 2, 3}, math.inf),
+        ({**N, 2: 1.9, 3: 0.1}, 2, 0.5, 0.0, {2, 3}, 0.05),  # 0.3 0.285
+        ({**N, 2: 1.9, 3: 0.1}, 2, 0.5, 0.1, {1, 3}, 0.075 / 0.475),  # 0.4 0.475: eps is added to shares, not to scores
+        ({i: 1e6 * value for i, value in N.items()}, 2, 0.5, 0.0, {1, 2}, 0.4),  # the gap has no unit
+    ],
+)
+def test_two_stages_by_hand(norms: Any, c: int, alpha: float, eps: float, gone: set[int], margin: float) -> None:
+    assert reference.two_stage(S, norms, c, alpha, eps) == (gone, pytest.approx(margin))
+
+
+def test_two_stages_at_their_edges() -> None:
+    # Scores that are all zero: by position, then by norm.
+    assert reference.two_stage(dict.fromkeys(range(4), 0.0), N, 2, 0.5, 1e-4)[0] == {0, 1}
+    assert reference.two_stage(dict.fromkeys(range(4), 0.0), {**N, 0: 9.0, 3: 5.0}, 2, 0.5, 1e-4)[0] == {1, 2}
+    # Dead tokens go first at either stage: 0 is not taken by its score, 3 not by its product.
+    assert reference.two_stage(S, N, 2, 0.5, 0.0, lambda i: i in (0, 3)) == ({0, 3}, 1.5)  # 1 before 2
+    assert reference.two_stage(S, N, 3, 0.4, 0.0, lambda i: i == 3) == ({3}, 2.0)
+    # Of equal products the higher position stays; what could change is the next one.
+    assert reference.two_stage({0: 2.0, 1: 1.0, 2: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}, 2, 0.5, 0.0) == ({1}, 1.0)
+    assert reference.two_stage({0: 2.0, 1: 1.0, 2: 2.0}, {0: 1.0, 1: 2.0, 2: 1.0}, 1, 0.0, 0.0) == ({0, 1}, math.inf)
+    # A near-tie at the first stage counts, though the second settles it far away.
+    assert reference.two_stage({0: 1.0, 1: 1.1, 2: 0.1}, N, 2, 0.5, 0.0)[1] == pytest.approx(0.1)
+
+
+def test_norms_by_hand() -> None:
+    """Two query heads to a KV head: each has its own rows, and their norms are averaged."""
+    rows = [[[3.0, -4.0], [1.0, 0.0]], [[0.0, 0.0], [5.0, 12.0]], [[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0], [2.0, 2.0]]]
+    table = Table([[logs(P[:2])] * 4], kv_heads=2, rows=rows)
+    for norm, expected in ((1, [{0: 3.5, 1: 9.0}, {0: 2.0, 1: 4.0}]), (2, [{0: 2.5, 1: 7.0}, {0: 2**0.5, 1: 8**0.5}])):
+        oracle = reference.Oracle(table, 2, 2, reference.settings("h2o", {"norm": norm}, ["critical"]), 256, None)
+        oracle.forward([0, 0])
+        assert [oracle.norms(0, g, [0, 1]) for g in range(2)] == [pytest.approx(values) for values in expected]
+
+
+def critical(norms: Sequence[float], k: int, **options: Any) -> list[list[int]]:
+    """kept[moment] of P under accumulated scores 2.2 0.9 0.5 0.4 and two stages, values having these norms."""
+    table = Table([[logs(P)]], rows=[[[norm] for norm in norms]])
+    given = {"policy": "key_attention", "wrap": ("critical",), "k": k}
+    return [moment[0][0] for moment in run(table, [0] * 4, [0], **given, **options).kept]
+
+
+def test_critical_in_a_run() -> None:
+    # One by score. Of 1 2 3 the shares are 0.225 0.125 0.1. At the step, 0 3 4 have 2.4 0.8 0.4.
+    assert critical([1.0] * 5, 2) == [[0, 1], [0, 1]]
+    assert critical([1.0, 1.0, 1.0, -4.0, 1.0], 2) == [[0, 3], [0, 3]]
+    assert critical([1.0, 1.0, 1.0, 4.0, 10.0], 2) == [[0, 3], [0, 4]]
+    assert critical([1.0, 1.0, 1.0, 4.0, 4.0], 2, alpha=1) == [[0, 1], [0, 1]]
+    assert critical([0.1, 1.0, 1.0, 4.0, 4.0], 2, alpha=0)[0] == [1, 3]
+    # alpha divides what the protected leave: 0.7 of 2 is one token, of 3 it would be two.
+    assert critical([1.0, 1.0, 9.0, 1.0, 1.0], 3, alpha=0.7, recent=1)[0] == [0, 2, 3]
+    assert critical([1.0, 1.0, 9.0, 1.0, 1.0], 3, alpha=1, recent=1)[0] == [0, 1, 3]
+    # Shares are of the candidates' sum alone: 0.9 and 0.5 of 1.4, not of 3.6, or 0.3 could not be made up for.
+    assert critical([1.0, 1.0, 1.3, 1.0, 1.0], 3, alpha=0, eps=1.0, sinks=1, recent=1)[0] == [0, 2, 3]
+    assert critical([1.0, 1.0, 1.2, 1.0, 1.0], 3, alpha=0, eps=1.0, sinks=1, recent=1)[0] == [0, 1, 3]
+    assert critical([1.0] * 4 + [9.0], 1, schedule="decode", alpha=0) == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_critical_inside_adaptive_budgets() -> None:
+    """Scores divide the budget, 3 and 1; norms then choose inside each head."""
+    sharp, flat = [0.91, 0.04, 0.03, 0.02], [0.25] * 4
+    table = two_heads(flat, sharp)
+    table.rows = [[[9.0], [1.0], [1.0], [1.0]], [[1.0], [1.0], [1.0], [99.0]]]
+    given = {"policy": "tova", "heads": "each", "k": 2, "floor": 0}
+    assert run(table, [0] * 4, [], wrap=("adaptive",), **given).kept == [[[[1, 2, 3], [0]]]]
+    assert run(table, [0] * 4, [], wrap=("adaptive", "critical"), eps=0.0, **given).kept == [[[[0, 2, 3], [3]]]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])
+def test_adakv_and_critical_from_the_models_own_attention(name: str) -> None:
+    model, n, b, w, G = make(name).double(), 24, 8, 3, 2 if name == "llama" else 1
+    prompt = text(n)
+    with torch.no_grad():
+        out = model(torch.tensor([prompt]), output_attentions=True, use_cache=True)
+    c = b - w
+    for l, attention in enumerate(out.attentions):
+        a_KTT = attention[0].double().unflatten(0, (-1, G)).mean(1)
+        s_KI = nn.functional.max_pool1d(a_KTT[:, -w:, : n - w].mean(1), 3, 1, 1)
+        v_KTD = out.past_key_values.layers[l].values[0]
+        y_HTD = v_KTD.repeat_interleave(G, 0)
+        project = {
+            "llama": lambda y, l=l: model.model.layers[l].self_attn.o_proj(y),
+            "gpt2": lambda y, l=l: model.transformer.h[l].attn.c_proj(y),
+            "mpt": lambda y, l=l: model.transformer.blocks[l].attn.out_proj(y),
+        }[name]
+        with torch.no_grad():
+            alone_HHTD = torch.stack(
+                [y_HTD * (torch.arange(len(y_HTD)) == h)[:, None, None] for h in range(len(y_HTD))]
+            )
+            change = project(alone_HHTD.transpose(1, 2).flatten(2)) - project(
+                torch.zeros(1, y_HTD[:, 0].numel()).double()
+            )
+        norms_KI = change.abs().sum(-1).unflatten(0, (-1, G)).mean(1)[:, : n - w]
+        ranked = s_KI + 1e-9 * torch.arange(n - w)  # of equal scores the higher position
+        product_KI = (s_KI / s_KI.sum(1, keepdim=True) + 1e-4) * norms_KI
+
+        def two_stages(g: int, c: int, s_KI: Tensor = ranked, product_KI: Tensor = product_KI) -> Tensor:
+            return product_KI[g].index_fill(0, s_KI[g].topk(c // 2).indices, 1e6).topk(c).indices
+
+        best = ranked.flatten().topk(len(s_KI) * c).indices  # the floor, 0.2 * 8, is within the window
+        chosen = {
+            "snapkv": ranked.topk(c).indices,
+            "critical_snapkv": [two_stages(g, c) for g in range(len(s_KI))],
+            "adakv": [best[best // (n - w) == g] % (n - w) for g in range(len(s_KI))],
+        }
+        sizes = [len(head) for head in chosen["adakv"]]
+        chosen["critical_adakv"] = [two_stages(g, size) for g, size in enumerate(sizes)]
+        assert len(set(sizes)) > 1
+        for policy, heads in chosen.items():
+            ours = run(model, prompt, [], policy=policy, k=b, window=w, kernel=3)
+            assert ours.margin > 1e-6, policy
+            assert ours.kept[0][l] == [[*sorted(head.tolist()), *range(n - w, n)] for head in heads], (policy, l)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_output_rows_are_the_output_projection(name: str) -> None:
+    decoder = decoder_of(make(name))
+    D = 12 if "wide" in name else 8
+    y_THD = torch.randn(5, decoder.query_heads, D, dtype=torch.float64)
+    with torch.no_grad():
+        for l in range(decoder.layers):
+            ours = sum(y_THD[:, h] @ decoder.output_rows(l, h) for h in range(decoder.query_heads))
+            theirs = decoder.output(l, y_THD.flatten(1)) - decoder.output(l, torch.zeros_like(y_THD.flatten(1)))
+            torch.testing.assert_close(ours, theirs)
+
+
+# Blocks
+
+
+def random_table(size: int, seed: int = 0) -> Table:
+    return Table(torch.randn(1, 1, size, size, generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 11, 40])
+def test_blocks_by_a_loop(block: int) -> None:
+    """key_attention over 11 tokens with a budget of 4: the loop that the definition says."""
+    x, b, n = random_table(11), 4, 11
+    held, s, rows = [], {}, []
+    for start in range(0, n, block):
+        for t in range(start, min(start + block, n)):
+            held.append(t)
+            a = torch.softmax(x.x_LHTT[0, 0, t, held], -1).tolist()
+            rows.append([a[held.index(i)] if i in held else 0.0 for i in range(n)])
+            for i, value in zip(held, a, strict=True):
+                s[i] = s.get(i, 0.0) + value
+        held = sorted(sorted(held, key=lambda i: s[i])[-b:])
+    result = run(x, [0] * n, [], policy="key_attention", k=b, block=block)
+    assert result.kept == [[[held]]]
+    torch.testing.assert_close(result.logits, torch.tensor(rows, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", {}),
+        ("roco", {"recent": 2, "sinks": 1}),
+        ("keyformer", {"damping": 0.5}),
+        ("keyformer", {"shared": True}),
+        ("snapkv", {"window": 4, "kernel": 3}),
+        ("critical_adakv", {"window": 4, "kernel": 3}),
+        ("scissorhands", {"wrap": ("adaptive", "critical")}),
+        ("tova", {"positions": "renumbered"}),
+    ],
+)
+def test_blocks_are_turns_without_answers(policy: str, options: dict[str, Any]) -> None:
+    """With a budget in tokens, a prompt in blocks is the same as feeding one block after the other."""
+    model, prompt = make("llama"), text(23)
+    given = {"policy": policy, "k": 6, "draw": draw, **options}
+    ours = run(model, prompt, text(3, 2), block=5, **given)
+    fed = [prompt[start : start + 5] for start in range(0, 23, 5)]
+    theirs = run_turns(model, [*((part, []) for part in fed[:-1]), (fed[-1], text(3, 2))], **given)
+    assert ours.kept == theirs.kept[len(fed) - 1 :]
+    assert len(ours.kept) == 4
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=1e-12)
+    assert not torch.allclose(ours.logits, run(model, prompt, text(3, 2), **given).logits)
+
+
+def test_blocks_have_the_budget_of_the_whole_prompt() -> None:
+    table = random_table(10)
+    a = run(table, [0] * 10, [], policy="window", k=0.4, block=5).logits
+    assert [i for i in range(10) if a[5, i] > 0] == [1, 2, 3, 4, 5]  # 4 of 10, not 2 of 5
+    mask = [i in (0, 6) for i in range(10)]
+    a = run(table, [0] * 10, [], policy="window", k=0.4, block=5, protect=mask).logits
+    assert [i for i in range(10) if a[5, i] > 0] == [0, 2, 3, 4, 5]  # 6 is not read yet and takes no place
+    assert run(table, [0] * 10, [], policy="window", k=0.4, block=5, protect=mask).kept == [[[[0, 6, 8, 9]]]]
+
+
+def test_a_block_observes_with_its_own_rows() -> None:
+    """Blocks of 3 of 7 tokens, b = 4, window 3. The last block has one row, so that w' = 1 and three others stay."""
+    x = random_table(7, 10)
+    held = [0, 1, 2, 3, 4, 5]
+    s = [torch.softmax(x.x_LHTT[0, 0, t, held[: t + 1]], -1).tolist() for t in (3, 4, 5)]
+    older = sorted(range(3), key=lambda i: sum(row[i] for row in s))
+    held = [older[-1], 3, 4, 5]
+    assert run(x, [0] * 6, [], policy="snapkv", k=4, window=3, kernel=1, block=3).kept == [[[held]]]
+    last = torch.softmax(x.x_LHTT[0, 0, 6, [*held, 6]], -1).tolist()
+    gone = held[min(range(4), key=lambda j: last[j])]
+    seven = run(x, [0] * 7, [], policy="snapkv", k=4, window=3, kernel=1, block=3).kept
+    assert seven == [[[[i for i in [*held, 6] if i != gone]]]]
+    assert gone in (4, 5)  # a window of three would have kept these
+
+
+def test_pooling_is_over_what_is_held() -> None:
+    """Of 0 4 5 9, held, the newest is the window; 4's neighbours are 0 and 5, which are far from it in the text."""
+    rows = [Row(9, {}, {0: [0.1], 4: [0.2], 5: [0.3], 9: [0.4]})]
+    assert reference.observation(rows, [0, 4, 5, 9], 1, 3, "max") == {0: 0.2, 4: 0.3, 5: 0.3}
+    assert reference.observation(rows, [0, 4, 5, 9], 1, 3, "avg") == pytest.approx({0: 0.1, 4: 0.2, 5: 0.5 / 3})
+
+
+# Renumbered positions
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "mistral", "mistral-window", "mpt", "gptj"])
+def test_renumbered_is_the_same_until_something_goes(name: str) -> None:
+    given = {"policy": "h2o", "k": 12, "draw": draw}
+    original = run(make(name), text(10), text(6, 2), **given)
+    new = run(make(name), text(10), text(6, 2), positions="renumbered", **given)
+    torch.testing.assert_close(new.logits[:13], original.logits[:13], rtol=0, atol=1e-5)
+    if name != "mistral-window":  # where the oldest go, and leave the distances of the others as they were
+        assert (new.logits[13:] - original.logits[13:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mqa-wide-heads", "llama-yarn", "mistral-window", "mpt", "gptj"])
+def test_renumbered_is_the_model_on_the_shortened_text(name: str) -> None:
+    """In a model of one layer a key depends on its own token alone: what a head holds, read as a text of its own, gives
+    what renumbering must. The sliding window alone goes on counting in the whole text."""
+    whole = make(name).double()
+    body = whole.model if hasattr(whole, "model") else whole.transformer
+    layers = "layers" if hasattr(body, "layers") else "blocks" if hasattr(body, "blocks") else "h"
+    setattr(body, layers, getattr(body, layers)[:1])
+    for key in ("num_hidden_layers", "n_layers", "n_layer"):
+        if key in whole.config.to_dict():
+            setattr(whole.config, key, 1)
+    ids = text(16)
+    window = getattr(whole.config, "sliding_window", None) or 10**6
+    n = 12 if window > 16 else 6  # short, so that for one step a sink is in the window and a token between is gone
+    new = run(whole, ids[:n], ids[n:], policy="streaming_llm", sinks=2, k=6, positions="renumbered")
+    old = run(whole, ids[:n], ids[n:], policy="streaming_llm", sinks=2, k=6)
+    for t in range(n, 16):
+        held = [0, 1, t - 4, t - 3, t - 2, t - 1, t]
+        mask = torch.full((7, 7), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
+        mask[-1, [j for j, i in enumerate(held) if t - i >= window]] = torch.finfo(torch.float64).min
+        with torch.no_grad():
+            shortened = torch.tensor([[ids[i] for i in held]])
+            theirs = whole(shortened, attention_mask=mask[None, None], use_cache=False).logits[0, -1]
+        torch.testing.assert_close(new.logits[t], theirs, rtol=0, atol=1e-5)
+    assert (old.logits - new.logits)[n:].abs().max() > 1e-3
+
+
+def test_renumbered_by_hand_for_one_head() -> None:
+    """Heads of a layer hold different tokens: one head's attention, from its own ranks, with RoPE written out."""
+    model = make("llama").double()
+    decoder = decoder_of(model)
+    oracle = reference.Oracle(
+        decoder, 12, 5, reference.settings("key_attention", {"positions": "renumbered"}), 256, None
+    )
+    with torch.no_grad():
+        oracle.forward(text(12))
+        held = sorted(oracle.keys[0][1])
+        assert held != sorted(oracle.keys[0][0])
+        oracle.step = 1
+        oracle.forward([7])
+        m, D = model.model.layers[0].self_attn, 8
+        h_TE = model.model.layers[0].input_layernorm(model.model.embed_tokens(torch.tensor([*text(12), 7])))
+        angle = torch.arange(6)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)  # ranks 0 ... 5
+
+        def turned(x_ID: Tensor, ranks: Tensor) -> Tensor:
+            x, y = x_ID.chunk(2, -1)
+            cos, sin = angle[ranks].cos(), angle[ranks].sin()
+            return torch.cat([x * cos - y * sin, y * cos + x * sin], -1)
+
+        keys = turned(m.k_proj(h_TE)[[*held, 12], D : 2 * D], torch.arange(6))
+        for j, h in enumerate((2, 3)):
+            q = turned(m.q_proj(h_TE)[12:, h * D : (h + 1) * D], torch.tensor([5]))[0]
+            a = torch.softmax(keys @ q / math.sqrt(D), -1)
+            assert oracle.rows[0][1][-1].t == 12
+            ours = [oracle.rows[0][1][-1].a[i][j] for i in [*held, 12]]
+            assert ours == pytest.approx(a.tolist(), abs=1e-6)
+
+
+def test_learned_positions_cannot_be_renumbered() -> None:
+    with pytest.raises(ValueError, match="learned"):
+        run(make("gpt2"), text(4), [], policy="window", k=2, positions="renumbered")
+
+
+# Turns
+
+TALK = [([0] * 4, [0]), ([0] * 3, [0])]
+
+
+@pytest.mark.parametrize(
+    ("k", "turns", "options", "expected"),
+    [  # 0 1 2 3, decode 4, 5 6 7, decode 8
+        (0.5, "all", {}, [[2, 3], [3, 4], [4, 5, 6, 7], [5, 6, 7, 8]]),
+        (0.5, "all", {"schedule": "prompt"}, [[2, 3], [2, 3, 4], [4, 5, 6, 7], [4, 5, 6, 7, 8]]),
+        (2, "all", {"schedule": "prompt"}, [[2, 3], [2, 3, 4], [6, 7], [6, 7, 8]]),
+        (0.5, "all", {"sinks": 1}, [[0, 3], [0, 4], [0, 5, 6, 7], [0, 6, 7, 8]]),
+        (0.5, "each", {"schedule": "prompt"}, [[2, 3], [2, 3, 4], [2, 3, 4, 7], [2, 3, 4, 7, 8]]),
+        (2, "each", {"schedule": "prompt"}, [[2, 3], [2, 3, 4], [2, 3, 4, 6, 7], [2, 3, 4, 6, 7, 8]]),
+        (2, "each", {"schedule": "prompt", "sinks": 1}, [[0, 3], [0, 3, 4], [0, 3, 4, 6, 7], [0, 3, 4, 6, 7, 8]]),
+        (2, "each", {"schedule": "prompt", "sinks": 1, "block": 1}, [[0, 3], [0, 3, 4], [0, 3, 4, 6, 7], [0, 3, 4, 6, 7, 8]]),
+        (5, "each", {"schedule": "prompt"}, [[0, 1, 2, 3], [*range(5)], [*range(8)], [*range(9)]]),
+        (0.5, "first", {"schedule": "prompt"}, [[2, 3], [2, 3, 4], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 8]]),
+        (2, "each", {"schedule": "prompt", "protect": [i in (1, 4, 5) for i in range(9)]},
+         [[1, 3], [1, 3, 4], [1, 3, 4, 5, 7], [1, 3, 4, 5, 7, 8]]),
+        (0.5, "all", {"protect": [i == 1 for i in range(4)]}, [[1, 3], [1, 4], [1, 5, 6, 7], [1, 6, 7, 8]]),
+        (1.0, "all", {}, [[*range(4)], [*range(5)], [*range(8)], [*range(9)]]),
+    ],
+)  # fmt: skip
+def test_turns_by_hand(k: float, turns: str, options: dict[str, Any], expected: list[list[int]]) -> None:
+    result = run_turns(random_table(9), TALK, policy="window", k=k, turns=turns, **options)
+    assert [moment[0][0] for moment in result.kept] == expected
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_turns_are_one_text(name: str) -> None:
+    model, ids = make(name), text(20)
+    talk = [(ids[:7], ids[7:9]), (ids[9:14], []), (ids[14:18], ids[18:])]
+    for options in ({"policy": "full", "k": 2}, {"policy": "adakv", "k": 1.0}, {"policy": "roco", "k": 20}):
+        result = run_turns(model, talk, **options)
+        assert len(result.kept) == 7
+        whole = run(model, ids, [], policy="full", k=2)
+        torch.testing.assert_close(result.logits, whole.logits, rtol=0, atol=1e-9)
+    one, other = (run_turns(model, talk, policy="roco", k=k) for k in (6, 20))
+    assert not torch.allclose(one.logits, other.logits)
+
+
+def test_a_turn_observes_with_its_own_rows() -> None:
+    """Turn 2 has one token, hence one row: w' = 1 whatever the window. Tokens 0 ... 4 are scored by row 5 alone."""
+    x = random_table(6, 5)
+    given = {"policy": "snapkv", "window": 3, "kernel": 1}
+    result = run_turns(x, [([0] * 4, [0]), ([0], [])], k=4, **given)
+    a = torch.softmax(x.x_LHTT[0, 0, 5, [0, 1, 2, 3, 4, 5]], -1).tolist()
+    best = sorted(range(5), key=lambda i: a[i])[-3:]
+    assert result.kept[-1] == [[sorted([*best, 5])]]
+    assert best != [2, 3, 4]
+
+
+def test_temperature_starts_anew_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    softmax = reference.gumbel_softmax
+    monkeypatch.setattr(
+        reference, "gumbel_softmax", lambda row, z, tau: (seen.append((row.t, tau)), softmax(row, z, tau))[1]
+    )
+    given = {"policy": "keyformer", "noise": "none", "k": 3, "generation_length": 2, "block": 2}
+    run_turns(random_table(9), [([0] * 3, [0, 0]), ([0] * 3, [0])], **given)
+    assert seen == [*((t, 1.0) for t in range(3)), (3, 1.5), (4, 2.0), *((t, 1.0) for t in (5, 6, 7)), (8, 1.5)]
+
+
+def test_a_block_is_one_addition() -> None:
+    """With damping 0 the last addition alone counts. Rows look at 0, but row 4 at 1 and row 5 at 3."""
+    x = [[9.0, *[0.0] * 5] for _ in range(6)]
+    x[4], x[5] = [0.0, 9.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0, 0.0, 0.0]
+    given = {"policy": "keyformer", "noise": "none", "recent": 0, "k": 2}
+    assert run(Table([[x]]), [0] * 6, [], damping=0.0, **given).kept == [[[[0, 1]]]]
+    # In blocks: 0 1, then of 0 1 4 5 the 1 of row 4, and the 4, whose equal is 0; row 5 finds no 3 and is even.
+    assert run(Table([[x]]), [0] * 6, [], damping=0.0, block=4, **given).kept == [[[[1, 4]]]]
+    assert run(Table([[x]]), [0] * 6, [], damping=1.0, block=4, **given).kept == [[[[0, 1]]]]
+
+
+def test_adaptive_over_turns() -> None:
+    """Heads of 3 and 1 tokens; turn 2 divides anew what is held, or with a larger budget adds to each an equal part."""
+    sharp, flat = [0.91, 0.04, 0.03, 0.02], [0.25] * 4
+    late = [[0.2] * 5, [1 / 6] * 6, [1 / 7] * 7, [1 / 8] * 8, [1 / 9] * 9]
+    x = [logs([[1.0], [0.5, 0.5], [1 / 3] * 3, row, *late]) for row in (flat, sharp)]
+    given = {"policy": "tova", "heads": "each", "wrap": ("adaptive",), "floor": 0}
+    result = run_turns(Table([x], kv_heads=2), [([0] * 4, [0] * 3), ([0], [0])], k=0.5, **given)
+    assert [[len(head) for head in moment[0]] for moment in result.kept] == [[3, 1]] * 4 + [[4, 2], [5, 3]]
+    again = run_turns(Table([x], kv_heads=2), [([0] * 4, []), ([0] * 3, [0])], k=2, **given)
+    # Row 6 is even over 6 and over 4 keys: 1/6 each and 1/4 each, so that the second head takes all.
+    assert [[len(head) for head in moment[0]] for moment in again.kept] == [[3, 1], [0, 4], [0, 4]]
+
+
+def test_errors_of_turns() -> None:
+    for talk, options in (
+        ([([0] * 2, [0]), ([], [0])], {}),
+        ([], {}),
+        ([([0], []), ([0], [])], {"schedule": "decode"}),
+        ([([0] * 4, []), ([0] * 2, [])], {"protect": [True] * 2 + [False] * 2 + [True] * 2, "k": 3}),
+        ([([0] * 4, []), ([0] * 2, [])], {"protect": [True] * 5}),
+    ):
+        with pytest.raises(ValueError):
+            run_turns(random_table(6), talk, **{"policy": "window", "k": 2, **options})
+    # The same protection fits where later turns are left alone, or have a budget of their own.
+    for turns in ("each", "first"):
+        given = {"protect": [True] * 2 + [False] * 2 + [True] * 2, "k": 3, "turns": turns, "schedule": "prompt"}
+        run_turns(random_table(6), [([0] * 4, []), ([0] * 2, [])], policy="window", **given)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+def test_gradients_are_those_of_the_model_under_a_mask(name: str) -> None:
+    """Sinks and a window, as above: the unpatched model's own gradients, through what is evicted later as well."""
+    model, ids = make(name).double(), text(20)
+    window = getattr(model.config, "sliding_window", None) or 10**6
+    ours = run(model, ids[:14], ids[14:], policy="streaming_llm", k=6, grad=True)
+    weight = torch.randn(ours.logits.shape, dtype=torch.float64)
+    (ours.logits * weight).sum().backward()
+    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    mask = torch.full((20, 20), torch.finfo(torch.float64).min, dtype=torch.float64)
+    for t in range(20):
+        for i in (*(range(t) if t < 14 else (*range(4), t - 2, t - 1)), t):
+            if t - i < window:
+                mask[t, i] = 0.0
+    model.set_attn_implementation("sdpa")  # the eager one has its softmax in float32
+    logits = model(torch.tensor([ids]), attention_mask=mask[None, None], use_cache=False).logits[0]
+    torch.testing.assert_close(ours.logits, logits, rtol=0, atol=1e-6)
+    (logits * weight).sum().backward()
+    theirs = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert set(grads) == set(theirs)
+    for key, grad in theirs.items():
+        torch.testing.assert_close(grads[key], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=key)
+    assert min(float(grad.abs().max()) for key, grad in theirs.items() if "bias" not in key) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "mpt", "gptj"])
+def test_gradients_by_differences(name: str) -> None:
+    """Decisions are piecewise constant: a small step along any direction changes the loss by the gradient times it."""
+    model = make(name).double()
+    given = {
+        "policy": "roco",
+        "k": 7,
+        "recent": 2,
+        "wrap": ("adaptive", "critical"),
+        "positions": "renumbered",
+        "block": 6,
+    }
+    plain = run(model, text(20), text(2, 2), **given)
+    ours = run(model, text(20), text(2, 2), grad=True, **given)
+    assert plain.kept == ours.kept
+    assert not plain.logits.requires_grad
+    torch.testing.assert_close(plain.logits, ours.logits, rtol=0, atol=0)
+    ours.logits.square().mean().backward()
+    step = {p: torch.randn_like(p) for p in model.parameters() if p.grad is not None}
+    slope = sum(float((p.grad * direction).sum()) for p, direction in step.items())
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, direction in step.items():
+                p += sign * 1e-5 * direction
+            result = run(model, text(20), text(2, 2), **given)
+            assert result.kept == plain.kept
+            losses.append(float(result.logits.square().mean()))
+            for p, direction in step.items():
+                p -= sign * 1e-5 * direction
+    assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(slope, rel=1e-3)
+    with pytest.raises(ValueError):
+        run(make(name), text(4), [], policy="full", k=2, grad=True)  # a float32 model

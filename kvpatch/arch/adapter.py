@@ -16,19 +16,37 @@ class Adapter:
 
     name: what `architectures()` lists. classes: qualified names of the attention modules it serves, as
     "package.module.ClassName"; their forward must find the cache among its arguments and return (output, weights).
+    projection: the attribute that holds the output projection, if it is one module. renumbers: whether keys can be cached
+    without positions (`plain`, `rotary_table` and `rotate` are filled in); why_not says why they cannot.
     """
 
     name: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]
     summary: ClassVar[str] = ""
+    projection: ClassVar[str | None] = None
+    renumbers: ClassVar[bool] = False
+    why_not: ClassVar[str] = "its adapter does not project keys without positions"
 
     def project(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B,H*G,Q,D] and keys, values [B,H,Q,D] with positions applied. `call`: the forward's arguments."""
         raise NotImplementedError
 
+    def plain(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, without positions."""
+        raise NotImplementedError
+
+    def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
+        """What `rotate` needs for positions below `count`."""
+        return None
+
+    def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        """Keys or queries without positions, put at `places`; as they are where positions are no part of them (ALiBi)."""
+        return x_BHTD
+
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
         """The output projection."""
-        raise NotImplementedError
+        assert self.projection is not None
+        return getattr(attn, self.projection)(y_BQE)
 
     def scale(self, attn: nn.Module) -> float:
         """What logits are multiplied with."""

@@ -15,6 +15,9 @@ class GPT2Adapter(Adapter):
     summary = "GPT-2 and Cerebras-GPT: learned positions"
     classes = ("transformers.models.gpt2.modeling_gpt2.GPT2Attention",)
 
+    projection = "c_proj"
+    why_not = "its positions are added to the hidden states, so that they are inside the keys for good"
+
     def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (heads_first(t, attn.head_dim) for t in attn.c_attn(hidden_BQE).split(attn.split_size, dim=2))
         return q, k, v

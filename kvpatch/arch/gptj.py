@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import Adapter, source_module
+from ..errors import KVPatchError
+from .adapter import Adapter, heads_first, source_module
 
 
 class GPTJAdapter(Adapter):
@@ -18,15 +19,30 @@ class GPTJAdapter(Adapter):
         "transformers.models.gptj.modeling_gptj.GPTJFlashAttention2",
     )
 
+    projection = "out_proj"
+    renumbers = True
+
     def project(self, attn: Any, hidden_BQE: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            proj(hidden_BQE).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
-        )
-        table = attn.embed_positions.to(hidden_BQE.device)
-        sin, cos = table[position_ids.to(hidden_BQE.device)].to(k.dtype).chunk(2, -1)
-        turned, rotate = attn.rotary_dim or attn.head_dim, source_module(attn).apply_rotary_pos_emb
-        q, k = (torch.cat([rotate(t[..., :turned], sin, cos), t[..., turned:]], -1) for t in (q, k))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = self.plain(attn, hidden_BQE)
+        table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)[:, None]
+        return self.rotate(attn, q, places, table), self.rotate(attn, k, places, table), v
+
+    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
+        return q, k, v
+
+    def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
+        if count > decoder.config.max_position_embeddings:
+            raise KVPatchError(
+                f"A head would hold {count} tokens, but this model has {decoder.config.max_position_embeddings} positions: "
+                "lower k, or read the prompt with a smaller block=."
+            )
+        return decoder.h[0].attn.embed_positions.to(device)
+
+    def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        sin, cos = table.to(x_BHTD.device)[places_BHT].to(x_BHTD.dtype).repeat_interleave(2, -1).chunk(2, -1)
+        turned = x_BHTD[..., : sin.shape[-1]]
+        return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)
 
     def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
         return attn.resid_dropout(attn.out_proj(y_BQE))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .adapter import Adapter, heads_first, source_module
@@ -14,15 +16,30 @@ class LlamaAdapter(Adapter):
     summary = "Llama 1 to 3 and their kin: rotary positions, GQA and MQA"
     classes = ("transformers.models.llama.modeling_llama.LlamaAttention",)
 
+    projection = "o_proj"
+    renumbers = True
+
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k, v = self.plain(attn, hidden_BQE)
         q, k = source_module(attn).apply_rotary_pos_emb(q, k, *position_embeddings)
         return q, k, v
 
-    def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
-        return attn.o_proj(y_BQE)
+    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
+        return q, k, v
+
+    def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
+        rotary = copy.deepcopy(decoder.rotary_emb)
+        if hasattr(rotary, "original_inv_freq"):  # dynamic scalings remember the longest text: this one has none yet
+            rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len
+        like = torch.empty(0, dtype=next(decoder.parameters()).dtype, device=device)
+        return [table[0] for table in rotary(like, torch.arange(count, device=device)[None])]
+
+    def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        cos, sin = (one.to(x_BHTD.device)[places_BHT] for one in table)
+        return x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
         return attn.config.num_key_value_heads, attn.head_dim  # type: ignore[union-attr, return-value]

@@ -22,6 +22,9 @@ class MptAdapter(Adapter):
     summary = "MPT: ALiBi"
     classes = ("transformers.models.mpt.modeling_mpt.MptAttention",)
 
+    projection = "out_proj"
+    renumbers = True
+
     def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attn.Wqkv(hidden_BQE)
         if attn.clip_qkv:
@@ -29,8 +32,7 @@ class MptAdapter(Adapter):
         q, k, v = (heads_first(t, attn.head_dim) for t in qkv.chunk(3, dim=2))
         return q, k, v
 
-    def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
-        return attn.out_proj(y_BQE)
+    plain = project  # ALiBi is no part of a key
 
     def scale(self, attn: Any) -> float:
         return attn.softmax_scale

@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..policies.scores import accumulator
+from ..ragged import Extents
 
 FUSED = 4096  # keys: beyond it the log-sum-exp path is faster on the CPU (see docs of tools/bench.py)
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
@@ -29,7 +30,8 @@ MASK_BLOCK = 1 << 22  # entries of an explicit mask
 @dataclass
 class Keys:
     """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
-    prompt are its own tokens; `past` columns come before them, in text order if `ordered`."""
+    prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `extents` heads hold
+    different numbers of tokens, and keys and values are rows [R,D] (ragged.py)."""
 
     k_BHTD: Tensor
     v_BHTD: Tensor
@@ -37,6 +39,7 @@ class Keys:
     holes: bool
     past: int
     ordered: bool
+    extents: Extents | None = None
 
 
 @dataclass
@@ -72,17 +75,19 @@ def prompt(
     geometry: Geometry,
     observer: Observer | None = None,
     count: bool = False,
+    fused: bool = True,
 ) -> Tensor:
     """Exact attention of a prompt, [B,H,G,Q,D]; every row's probabilities go through `observer`, a block at a time.
 
-    rows_BQ: positions of the queries, -1 for padding. count: `Rows.keys_NR` is wanted.
+    rows_BQ: positions of the queries, -1 for padding. count: `Rows.keys_NR` is wanted. fused: False computes alike with and
+    without gradients, so that a pass can be repeated bit for bit.
     """
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     if observer is None:
         return _attend(q_BHGQD, keys, rows_BQ, geometry, differentiable)[0]
     on_cpu = q_BHGQD.device.type == "cpu"
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
-    if on_cpu and full_precision and not differentiable and keys.k_BHTD.shape[2] <= FUSED:
+    if fused and on_cpu and full_precision and not differentiable and keys.k_BHTD.shape[2] <= FUSED:
         out = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format)
         _observe(q_BHGQD, keys, rows_BQ, geometry, None, observer, count, out)
         return out
@@ -289,6 +294,8 @@ def step(
 ) -> tuple[Tensor, Tensor | None]:
     """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T] (in `buffer`)."""
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
+    if keys.extents is not None:
+        return _ragged_step(q_BHGD, keys, keys.extents, bias, geometry, probabilities)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
     out = None
     if exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
@@ -304,6 +311,27 @@ def step(
     else:
         p = torch.softmax(x, -1, out=buffer)
     return torch.matmul(p.to(q_BHGD.dtype), keys.v_BHTD) if out is None else out, p
+
+
+def _ragged_step(
+    q_BHGD: Tensor, keys: Keys, extents: Extents, bias: Tensor | None, geometry: Geometry, probabilities: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`step` over heads of different lengths: heads of one length are attended together, without padding."""
+    (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
+    assert bias is not None, "a ragged layer has holes"
+    q_NGD, bias = q_BHGD.flatten(0, 1), bias.flatten(0, 1)
+    out, p = torch.zeros_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
+    exact = geometry.slopes_HG is None or q_BHGD.dtype == dtype  # a half cannot hold ALiBi's bias
+    for run in extents.runs:
+        k, v, q, mask = run.of(keys.k_BHTD), run.of(keys.v_BHTD), q_NGD[run.heads], bias[run.heads, :, : run.capacity]
+        if exact and p is None:
+            out[run.heads] = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale)
+            continue
+        weights = (torch.matmul(q * geometry.scale, k.transpose(-1, -2)).to(dtype) + mask).softmax(-1)
+        out[run.heads] = torch.matmul(weights.to(v.dtype), v)
+        if p is not None:
+            p[run.heads, :, : run.capacity] = weights
+    return out.view(B, H, G, -1), None if p is None else p.view(B, H, G, T)
 
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:

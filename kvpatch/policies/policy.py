@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import KVPatchError, suggest
+from .allocation import Adaptive, Pyramid
 from .scopes import DeviationScope, Scope
 from .scores import (
     Accumulated,
@@ -24,18 +25,19 @@ from .scores import (
     Recency,
     Score,
 )
-from .selection import order, tiers
+from .selection import FIRST, TwoStage, order, tiers
 
 SCHEDULES = ("prompt", "decode", "both")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which tokens stay: a score, a scope of what may go, and when.
+    """Which tokens stay: a score, a scope of what may go, when, how the budget is divided, and how the kept set is chosen.
 
     score: None never evicts. schedule: "prompt" evicts once, after the prompt; "decode" one token per generated token,
-    the prompt being kept whole; "both" does both. Allocation is uniform and selection is top-k. source: the paper.
-    Change options with `with_options`, or build a new policy from the parts and hand it to `patched` or
+    the prompt being kept whole; "both" does both. source: the paper. over_layers: None (uniform) or a Pyramid. over_heads:
+    None (uniform) or Adaptive. selection: None (the top by score) or TwoStage. Change options with `with_options`,
+    combine with `critical`, `adaptive` and `pyramid`, or build a new policy from the parts and hand it to `patched` or
     `register_policy`.
     """
 
@@ -44,12 +46,15 @@ class Policy:
     scope: Scope = Scope()
     schedule: str = "both"
     source: str = ""
+    over_layers: Pyramid | None = None
+    over_heads: Adaptive | None = None
+    selection: TwoStage | None = None
 
     def __post_init__(self) -> None:
-        if self.score is not None and not isinstance(self.score, Score):
-            raise KVPatchError(f"score={self.score!r} is not a kvpatch Score (see kvpatch.policies.scores).")
-        if not isinstance(self.scope, Scope):
-            raise KVPatchError(f"scope={self.scope!r} is not a kvpatch Scope (see kvpatch.policies.scopes).")
+        for field, kind, optional in _PARTS:
+            part = getattr(self, field)
+            if not isinstance(part, kind) and not (optional and part is None):
+                raise KVPatchError(f"{field}={part!r} is not a kvpatch {kind.__name__} (see {kind.__module__}).")
         if self.schedule not in SCHEDULES:
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.")
         if self.score is not None and self.schedule not in self.score.schedules:
@@ -57,11 +62,26 @@ class Policy:
                 f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
                 f"generated token does not have; use schedule={' or '.join(map(repr, self.score.schedules))}."
             )
+        if self.over_heads is not None and self.schedule not in self.over_heads.schedules:
+            raise KVPatchError(
+                f"schedule={self.schedule!r}: policy {self.name!r} divides its budget over heads where the prompt ends, but "
+                "this schedule keeps the prompt whole; use schedule='prompt' or 'both'."
+            )
+        if self.scope.turns != "all" and self.schedule != "prompt":
+            raise KVPatchError(
+                f"turns={self.scope.turns!r} says what later prompts of a chat count, which schedule={self.schedule!r} does "
+                "not allow, for its budget holds all the time; use schedule='prompt'."
+            )
+        if self.selection is not None and (self.score is None or not self.score.is_weight):
+            raise KVPatchError(
+                f"Two-stage selection multiplies scores with norms, but the score of policy {self.name!r} is no weight: it "
+                "may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv."
+            )
         for part in self._parts():
             part.check()
 
-    def _parts(self) -> list[Score | Scope]:
-        return [part for part in (self.score, self.scope) if part is not None]
+    def _parts(self) -> list[Any]:
+        return [part for field, _, _ in _PARTS if (part := getattr(self, field)) is not None]
 
     def options(self) -> dict[str, Any]:
         """Every option by name with its present value."""
@@ -84,12 +104,8 @@ class Policy:
             own = {f.name for f in dataclasses.fields(part)}
             return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
 
-        return dataclasses.replace(
-            self,
-            score=replace(self.score) if self.score is not None else None,
-            scope=replace(self.scope),
-            schedule=schedule or self.schedule,
-        )
+        parts = {field: replace(part) for field, _, _ in _PARTS if (part := getattr(self, field)) is not None}
+        return dataclasses.replace(self, **parts, schedule=schedule or self.schedule)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -103,18 +119,67 @@ class Policy:
         assert self.score is not None
         return "all" if self.statistics else self.score.rows
 
+    @property
+    def aligned(self) -> bool:
+        """Heads whose scores are the same hold the same tokens."""
+        return self.over_heads is None and self.selection is None
+
     def order(self, moment: Moment, empty: Tensor | None) -> Tensor:
         """One int64 per cached token [B,H,S]: the lowest goes first (selection.py)."""
         assert self.score is not None
         position = moment.positions_BHS
-        protected = self.scope.mask(moment)
+        value, protected = self.score.value(moment), self.scope.mask(moment)
         dead = None
         if moment.sliding is not None:
             # out of the sliding window of every later query: it can never be attended to again
             dead = moment.newest_B11 + 1 - position >= moment.sliding
-        return tiers(
-            order(self.score.value(moment), position, self.score.signed), protected=protected, dead=dead, empty=empty
-        )
+        ranked = tiers(order(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
+        if self.selection is None or moment.keep_BH1 is None:
+            return ranked
+        ranked = self.selection.order(moment, value, ranked, protected, dead)
+        return ranked if empty is None else ranked.masked_fill(empty, FIRST)
+
+
+_PARTS: tuple[tuple[str, type, bool], ...] = (
+    ("score", Score, True),
+    ("scope", Scope, False),
+    ("over_layers", Pyramid, True),
+    ("over_heads", Adaptive, True),
+    ("selection", TwoStage, True),
+)
+
+
+# ---- combinations ----
+
+
+def critical(base: str | Policy, **options: Any) -> Policy:
+    """`base` with CriticalKV's two-stage selection instead of the top by score [CriticalKV Algorithm 1].
+
+    Args:
+        base: a name or a Policy.
+        **options: alpha, eps, norm (see TwoStage), or options of the base.
+
+    Raises:
+        KVPatchError: the base's score is no weight (it may be negative), or an unknown option.
+    """
+    return _with("critical", base, selection=TwoStage()).with_options(**options)
+
+
+def adaptive(base: str | Policy, **options: Any) -> Policy:
+    """`base` with a budget that the heads of a layer share by their scores [AdaKV]; options: floor."""
+    return _with("adaptive", base, over_heads=Adaptive()).with_options(**options)
+
+
+def pyramid(base: str | Policy, **options: Any) -> Policy:
+    """`base` with budgets that fall from the first layer to the last [PyramidKV]; options: beta."""
+    return _with("pyramid", base, over_layers=Pyramid()).with_options(**options)
+
+
+def _with(prefix: str, base: str | Policy, **part: Any) -> Policy:
+    policy = base if isinstance(base, Policy) else get_policy(base)
+    if policy.score is None:
+        raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
+    return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
 
 def _table(*rows: Policy) -> dict[str, Policy]:
@@ -135,23 +200,30 @@ POLICIES = _table(
     Policy("roco",            Mean(),                 DeviationScope(recent=10), source="RoCo 4.3"),
     Policy("keyformer",       GumbelSoftmax(),        Scope(recent=0.3), source="Keyformer Algorithm 1"),
     Policy("snapkv",          ObservationWindow(),    schedule="prompt", source="SnapKV"),
+    Policy("pyramidkv",       ObservationWindow(),    schedule="prompt", source="PyramidKV", over_layers=Pyramid()),
+    Policy("adakv",           ObservationWindow(),    schedule="prompt", source="AdaKV", over_heads=Adaptive()),
     Policy("key_norm",        KeyNorm(),              source="L2-norm baseline"),
 )
 # fmt: on
-
-# what later parts of the library will bring; asked for now, they get a plain answer
-PLANNED = ("pyramidkv", "adakv", "critical_snapkv", "critical_pyramidkv", "critical_adakv")
+for _base in ("snapkv", "pyramidkv", "adakv"):
+    _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")
+    POLICIES[_critical.name] = _critical
 
 
 def policies() -> tuple[str, ...]:
-    """Names of all registered policies, in the order of the table."""
+    """Names of all registered policies, in the order of the table.
+
+    `policies.critical(base)`, `policies.adaptive(base)` and `policies.pyramid(base)` combine any of them.
+    """
     return tuple(POLICIES)
+
+
+# the names of the subpackage that this function hides behind kvpatch.policies
+policies.critical, policies.adaptive, policies.pyramid = critical, adaptive, pyramid  # type: ignore[attr-defined]
 
 
 def get_policy(name: str) -> Policy:
     """The policy registered as `name`. Raises KVPatchError for an unknown one, with the nearest name."""
-    if name in PLANNED and name not in POLICIES:
-        raise KVPatchError(f"Policy {name!r} is not in this version of kvpatch. Available: {', '.join(POLICIES)}.")
     if not isinstance(name, str) or name not in POLICIES:
         raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
     return POLICIES[name]

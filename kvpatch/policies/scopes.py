@@ -14,6 +14,8 @@ from .budgets import share
 from .scores import Moment, Score
 from .selection import in_top, order
 
+TURNS = ("all", "each", "first")
+
 
 def check_size(name: str, value: object) -> None:
     """A protected size is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
@@ -30,18 +32,23 @@ class Scope:
     """Protects the first `sinks` tokens, the `recent` newest ones, and the user's own.
 
     sinks: tokens. recent: tokens (int) or a share of the budget (float). protect: a boolean mask over the prompt's
-    columns ([n] or [B,n]), or token ids (ints) that are protected wherever they occur in the prompt.
+    columns ([n] or [B,n]), or token ids (ints) that are protected wherever they occur in the prompt. turns: what the prompt
+    of a later turn of a chat counts under schedule "prompt": "all" budgets the whole text so far; "each" leaves what
+    earlier turns hold and budgets this turn's prompt; "first" evicts nothing after the first.
     """
 
     sinks: int = 0
     recent: int | float = 0
     protect: Any = None
+    turns: str = "all"
     statistics: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise KVPatchError(f"sinks={self.sinks!r} must be a number of tokens, 0 or more.")
         check_size("recent", self.recent)
+        if self.turns not in TURNS:
+            raise KVPatchError(f"turns={self.turns!r} must be one of {', '.join(map(repr, TURNS))}.")
         if self.protect is not None:
             protect_tensor(self.protect)
 
@@ -50,14 +57,16 @@ class Scope:
         """RoCo's r; 0 where the scope has none."""
         return 0
 
-    def limits(self, budget: int, n: int, own: Sequence[int], score: Score, keep_prompt: bool) -> tuple[int, ...]:
+    def limits(
+        self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int | None, rows: int
+    ) -> tuple[int, ...]:
         """The fields of Limits for one row, in order.
 
-        budget: tokens; n: the row's prompt; own: positions that `protect=` marks, ascending; keep_prompt: schedule
-        "decode", whose budget counts generated tokens only.
+        budget: tokens; n: the row's prompt; own: positions that `protect=` marks, ascending; fixed: all tokens below this
+        position are kept outside the budget; rows: query rows of the prompt or block.
         """
-        if keep_prompt:
-            first, free = n, budget
+        if fixed is not None:
+            first, free = fixed, budget
         else:
             if len(own) > budget:
                 raise KVPatchError(
@@ -68,11 +77,11 @@ class Scope:
             while first + sum(p >= first for p in own) > budget:
                 first -= 1
             free = budget - first - sum(p >= first for p in own)
-        tail = min(score.tail, free) if score.protects_tail else score.tail
+        tail = min(score.tail, free, rows) if score.protects_tail else score.tail
         recent = min(share(self.recent, budget), free)
         deviation = min(share(self.deviation, budget), free - recent)
         newest = max(recent, tail) if score.protects_tail else recent
-        return first, newest, n if keep_prompt else 0, deviation, tail
+        return first, newest, fixed or 0, deviation, tail, budget - free + newest + deviation
 
     def mask(self, moment: Moment) -> Tensor | None:
         """bool [B,H,S]: the tokens that must stay; None where there are none."""

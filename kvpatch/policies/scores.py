@@ -33,7 +33,10 @@ class Moment:
     positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
-    tokens, or None. empty: some slots may be empty.
+    tokens, or None. empty: some slots may be empty. seen: columns that went through the cache. aligned: all heads hold
+    the same tokens in the same slots where their scores are the same. keep_BH1: tokens that each head may hold, and norms(known, out) the
+    projected value norms [B,H,S], which need not be right where a mask says that they are not wanted; for a
+    selection that asks for them.
     """
 
     layer: int | Tensor
@@ -46,6 +49,10 @@ class Moment:
     group: int
     sliding: int | None
     empty: bool
+    seen: int = 0
+    aligned: bool = True
+    keep_BH1: Tensor | None = None
+    norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     @functools.cached_property
     def rows_seen(self) -> Tensor:
@@ -75,6 +82,7 @@ class Limits:
     prompt: Tensor
     deviation: Tensor
     tail: Tensor
+    nominal: list[int]
     any_first: bool
     any_newest: bool
     any_prompt: bool
@@ -82,11 +90,12 @@ class Limits:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """From one tuple (first, newest, prompt, deviation, tail) per row."""
-        first, newest, prompt, deviation, _ = zip(*rows, strict=True)
+        """From one tuple (first, newest, prompt, deviation, tail, nominal) per row."""
+        first, newest, prompt, deviation, _, nominal = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
-        columns = torch.tensor(rows, device=device).T.reshape(5, len(rows), 1, 1)
-        return cls(columns[0], columns[1], columns[2], columns[3], columns[4], any(first), any(newest), any(prompt), count)
+        sizes = torch.tensor(rows, device=device).T.reshape(6, len(rows), 1, 1)
+        flags = any(first), any(newest), any(prompt)
+        return cls(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], list(nominal), *flags, count)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
         """The same with every tensor changed along its batch axis."""
@@ -173,7 +182,7 @@ class Score:
     statistics: names in STATISTICS, summed over those rows beside each key.
     schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
     at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
-    a step.
+    a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
     """
 
     rows: ClassVar[Rows] = "none"
@@ -182,6 +191,7 @@ class Score:
     protects_tail: ClassVar[bool] = False
     entry_by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = True
+    is_weight: ClassVar[bool] = False
 
     @property
     def tail(self) -> int:
@@ -222,6 +232,7 @@ class Random(Score):
     """
 
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
 
     def value(self, moment: Moment) -> Tensor:
         head = torch.arange(moment.positions_BHS.shape[1], device=moment.positions_BHS.device)
@@ -265,6 +276,7 @@ class Accumulated(Score):
     """
 
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
@@ -280,6 +292,7 @@ class AccumulatedQuantized(Score):
     """
 
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("count",)
 
@@ -295,6 +308,7 @@ class Mean(Score):
     """
 
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
@@ -312,6 +326,7 @@ class Last(Score):
 
     heads: str = "layer"
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "tail"
 
     @property
@@ -324,7 +339,15 @@ class Last(Score):
 
     def value(self, moment: Moment) -> Tensor:
         last = moment.state["tail"]
-        return last if self.heads == "each" else last.mean(1, keepdim=True).expand_as(last)
+        if self.heads == "each":
+            return last
+        if moment.aligned:
+            return last.mean(1, keepdim=True).expand_as(last)
+        # heads hold different tokens: added up by position
+        B, H, _ = last.shape
+        at = moment.positions_BHS + 1  # column 0 is the empty slots'
+        total = last.new_zeros(B, moment.seen + 1).scatter_add_(1, at.flatten(1), last.flatten(1))
+        return (total / H)[:, None].expand(-1, H, -1).gather(-1, at)
 
 
 @dataclass(frozen=True)
@@ -339,6 +362,7 @@ class ObservationWindow(Score):
     kernel: int = 7
     pooling: str | None = "max"
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "tail"
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
     protects_tail: ClassVar[bool] = True
@@ -361,6 +385,13 @@ class ObservationWindow(Score):
         score, position = moment.state["tail"], moment.positions_BHS
         if self.pooling is None:
             return score
+        if not moment.empty:
+            return self._pooled(score, position, moment)
+        order = position.argsort(-1)  # neighbours in what is held, with no empty slots between them
+        pooled = self._pooled(score.gather(-1, order), position.gather(-1, order), moment)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
+
+    def _pooled(self, score: Tensor, position: Tensor, moment: Moment) -> Tensor:
         candidate = (position >= 0) & (position <= moment.newest_B11 - moment.limits.tail)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
@@ -387,6 +418,7 @@ class GumbelSoftmax(Score):
     shared: bool = False
     damping: float = 1.0
     signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("gumbel",)
     entry_by_position: ClassVar[bool] = True

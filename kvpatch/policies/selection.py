@@ -7,11 +7,19 @@ folded into the top bits, so no score is ever replaced by a magic number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from ..errors import KVPatchError
+
+if TYPE_CHECKING:
+    from .scores import Moment
+
 _TIER = 1 << 62
-_LAST, _FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
+LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 MAX_POSITION = (1 << 30) - 1
 
 
@@ -32,22 +40,21 @@ def tiers(order: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty
     if dead is not None:
         order = torch.where(dead, order - _TIER, order)
     if protected is not None:
-        order = order.masked_fill(protected, _LAST)
-    return order if empty is None else order.masked_fill(empty, _FIRST)
+        order = order.masked_fill(protected, LAST)
+    return order if empty is None else order.masked_fill(empty, FIRST)
 
 
-def top(order: Tensor, budget_B: list[int]) -> tuple[Tensor, Tensor | None]:
-    """The kept entries of each head.
+def top(order: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+    """The kept entries of each head, in text order.
 
-    order [B,H,T] -> (index [B,H,K] ascending, K the largest budget; None where all rows have the same budget, else a
-    bool [B,1,K] that is False behind a row's own budget). A row that holds fewer tokens than its budget keeps all.
+    order [B,H,T], text order, and tokens to keep of each head, [B,H] and as a flat list -> (index [B,H,K] ascending, K
+    the largest count; None where all heads keep as many, else a bool [B,H,K] that is False behind a head's own count).
     """
-    width = min(max(budget_B), order.shape[-1])
-    if min(budget_B) >= width:
+    width = max(counts)
+    if min(counts) == width:
         return order.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values, None
-    index = order.topk(width, dim=-1).indices  # best first, so that a row's own budget is a prefix
-    rank = torch.arange(width, device=order.device)
-    kept = rank < torch.tensor(budget_B, device=order.device)[:, None, None]
+    index = order.topk(width, dim=-1).indices  # best first, so that a head's own count is a prefix
+    kept = torch.arange(width, device=order.device) < count_BH[..., None]
     # text order among the kept ones, the others behind
     index = index.masked_fill(~kept, order.shape[-1]).sort(dim=-1).values
     return index.clamp(max=order.shape[-1] - 1), kept
@@ -56,12 +63,12 @@ def top(order: Tensor, budget_B: list[int]) -> tuple[Tensor, Tensor | None]:
 def victim(order: Tensor, empty: Tensor | None) -> Tensor:
     """Index [B,H] of the lowest token that is there at all. `order` [B,H,T] is `tiers`' without `empty`."""
     if empty is not None:
-        order = order.masked_fill(empty, _LAST)
+        order = order.masked_fill(empty, LAST)
     return order.argmin(dim=-1)
 
 
 def in_top(order: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """bool like `order` [B,H,T]: is a token among its head's first `count_B11` [B,1,1] (`count`, if one for all rows)?"""
+    """bool like `order` [B,H,T]: is a token among its head's first `count_B11` [B,1|H,1] (`count`, if one for all)?"""
     T = order.shape[-1]
     if count is not None:
         if count == 0:
@@ -70,3 +77,53 @@ def in_top(order: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
     ranked = order.sort(dim=-1, descending=True).values
     last = ranked.gather(-1, (count_B11 - 1).clamp(min=0, max=T - 1).expand(*order.shape[:-1], 1))
     return (order >= last) & (count_B11 > 0)
+
+
+@dataclass(frozen=True)
+class TwoStage:
+    """Perturbation-constrained selection [CriticalKV Algorithm 1].
+
+    Of the c tokens that a head may keep beside its protected ones, `alpha` * c go to the highest scores A, the rest to the
+    highest (A + eps) * ||v W_O||: a bound on what losing a token does to the attention output. A is normalised to sum to
+    one over the candidates, W_O are the head's rows of the output projection, `norm` is 1 or 2 (Appendix F); with grouped
+    queries the norm is averaged over the group, as A is. Differs from the paper: nothing (its listing's header has alpha
+    0.25, its text and experiments 0.5).
+    """
+
+    alpha: int | float = 0.5
+    eps: float = 1e-4
+    norm: int = 1
+
+    def check(self) -> None:
+        for name, value in (("alpha", self.alpha), ("eps", self.eps)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise KVPatchError(f"{name}={value!r} must be a number in [0, 1].")
+        if self.norm not in (1, 2) or isinstance(self.norm, bool):
+            raise KVPatchError(f"norm={self.norm!r} must be 1 or 2: which norm of the projected values bounds the loss.")
+
+    def order(self, moment: Moment, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None) -> Tensor:
+        """The order [B,H,T] whose top `moment.keep_BH1` are the kept set; `first` is the order by scores alone."""
+        assert moment.keep_BH1 is not None and moment.norms is not None
+        empty = moment.positions_BHS < 0 if moment.empty else None
+        keep_BH1 = moment.keep_BH1
+        if protected is not None:
+            held = protected if empty is None else protected & ~empty
+            keep_BH1 = keep_BH1 - held.sum(-1, keepdim=True)
+        out = protected if empty is None else empty if protected is None else protected | empty
+        if out is not None:
+            first, score = first.masked_fill(out, FIRST), score.masked_fill(out, 0.0)
+        count_BH1 = (keep_BH1.double() * self.alpha + 1e-6).long()
+        critical = in_top(first, count_BH1, _one_for_all(count_BH1))
+        if out is not None:
+            critical = critical & ~out
+        share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)
+        bound = order((share + self.eps) * moment.norms(critical, out), moment.positions_BHS, signed=False)
+        return tiers(bound, protected=critical if protected is None else critical | protected, dead=dead, empty=None)
+
+
+def _one_for_all(count: Tensor) -> int | None:
+    """The number that all entries are, where that is cheap to know."""
+    if count.device.type != "cpu":
+        return None
+    low, high = count.aminmax()
+    return int(low) if low == high else None

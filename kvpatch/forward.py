@@ -1,0 +1,89 @@
+"""What one forward pass brings; the same for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Forward:
+    """A pass, or one block of its prompt.
+
+    positions_BQ: -1 for padding. prompt: how many of its columns still belong to the prompt. ends_prompt: whether the
+    prompt (or the block) is whole with them. n_B: tokens of each row so far, known where a prompt ends. recording: decode
+    steps of this pass are journalled. first_step: decode steps since the prompt before this pass.
+
+    Known where a prompt or a block ends: budget_n_B, the tokens that a share `k` counts; fixed_B, tokens below this
+    position are kept outside the budget; keeps_all, nothing is evicted; rows_B, query rows that the prompt (or the block)
+    has; final, decode steps may follow; reserve, columns that the next block needs.
+
+    repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
+    rotary positions, where keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
+    each row's own tokens first, where some are padding. recent: the protected windows' lower ends, computed once for all
+    layers.
+    """
+
+    positions_BQ: Tensor
+    prompt: int
+    ends_prompt: bool
+    n_B: list[int]
+    padded: bool
+    protect_BQ: Tensor | None
+    recording: bool
+    first_step: int
+    budget_n_B: list[int] = field(default_factory=list)
+    fixed_B: list[int] | None = None
+    keeps_all: bool = False
+    rows_B: list[int] = field(default_factory=list)
+    final: bool = True
+    reserve: int = 0
+    repeatable: bool = False
+    table: Any = None
+    blocks: list[Forward] = field(default_factory=list)
+    packing_BQ: Tensor | None = None
+    recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Tensor:
+        """positions_BQ on a layer's device."""
+        return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
+
+
+def cut(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
+    """The prompt columns of a pass as one Forward per block.
+
+    before_B, after_B: tokens of each row before and after these columns. final: whether the prompt ends with them.
+    """
+    P, positions_BQ, protect_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ
+    if now.padded:
+        now.packing_BQ = (positions_BQ < 0).long().argsort(dim=1, stable=True)
+        positions_BQ = positions_BQ.gather(1, now.packing_BQ)
+        protect_BQ = None if protect_BQ is None else protect_BQ[:, :P].gather(1, now.packing_BQ)
+    counts_B = [after - before for before, after in zip(before_B, after_B, strict=True)]
+    blocks = []
+    for start in range(0, P, block):
+        stop = min(start + block, P)
+        blocks.append(
+            Forward(
+                positions_BQ[:, start:stop],
+                prompt=stop - start,
+                ends_prompt=True,
+                n_B=[before + min(count, stop) for before, count in zip(before_B, counts_B, strict=True)],
+                padded=min(counts_B) < stop,
+                protect_BQ=None if protect_BQ is None else protect_BQ[:, start:stop],
+                recording=False,
+                first_step=now.first_step,
+                budget_n_B=now.budget_n_B,
+                fixed_B=now.fixed_B,
+                keeps_all=now.keeps_all,
+                rows_B=[min(max(count - start, 0), stop - start) for count in counts_B],
+                final=final and stop == P,
+                reserve=min(block, P - stop) or block,
+                repeatable=now.repeatable,
+                table=now.table,
+            )
+        )
+    return blocks

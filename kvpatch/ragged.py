@@ -1,0 +1,86 @@
+"""Heads that hold different numbers of tokens: flat keys and values in which every head has a stretch of its own.
+
+Keys and values are rows [R,D]; R is the sum of what the heads hold and of the free slots that each head needs. Dense slots
+[B,H,C,D] are the case of equal stretches, and they stay a layout of their own, since everything but attention and the write is
+the same for both: positions and scores are kept as [B,H,C], C the longest head, with -1 behind a head's own end. (They
+are 8 to 24 bytes a token beside the 256 to 1024 of a key and a value; padding these alone keeps one set of score, scope and
+selection functions for all layers.) Pages were the alternative: they spare the copy when a layer that does not evict outgrows
+its slack, at the price of an index per page in every attention call and of half a page per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WASTE = 50  # capacities are rounded up by at most a fiftieth of their mean, so that many heads make few runs
+
+
+@dataclass
+class Run:
+    """Heads (of the flattened B*H) of one capacity whose stretches follow each other from row `begin` on."""
+
+    heads: Tensor
+    begin: int
+    capacity: int
+
+    def of(self, rows_RD: Tensor) -> Tensor:
+        """The run's part of flat keys or values, as a view [heads, capacity, D]."""
+        n = len(self.heads)
+        return rows_RD[self.begin : self.begin + n * self.capacity].view(n, self.capacity, -1)
+
+
+class Extents:
+    """Where the slots of each head lie. capacities: one per head of the flattened B*H, rounded up unless `exactly`."""
+
+    def __init__(self, capacities: list[int], device: torch.device, exactly: bool = False) -> None:
+        step = 1 if exactly else max(sum(capacities) // (WASTE * len(capacities)), 1)
+        self.capacities = [-(-capacity // step) * step for capacity in capacities]
+        self.width = max(self.capacities)
+        self.runs: list[Run] = []
+        begins, row = [0] * len(capacities), 0
+        for capacity in sorted(set(self.capacities)):
+            heads = [n for n, own in enumerate(self.capacities) if own == capacity]
+            self.runs.append(Run(torch.tensor(heads, device=device), row, capacity))
+            for n in heads:
+                begins[n], row = row, row + capacity
+        self.rows = row
+        self.begin_N = torch.tensor(begins, device=device)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Head and column of every row, [R] each."""
+        device = self.begin_N.device
+        head = torch.cat([run.heads.repeat_interleave(run.capacity) for run in self.runs])
+        return head, torch.arange(self.rows, device=device) - self.begin_N[head]
+
+    def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
+        """Rows [R,D] with the entries at `index` (where `kept`) of each head at its front; what is free is zero."""
+        H, (head, column) = tensor_BHTD.shape[1], self.places()
+        at = column.clamp(max=index_BHK.shape[-1] - 1)
+        rows = tensor_BHTD[head // H, head % H, index_BHK.flatten(0, 1)[head, at]]
+        real = kept_BHK.flatten(0, 1)[head, at] & (column == at)
+        return rows.masked_fill_(~real[:, None], 0)
+
+    def unpack(self, rows_RD: Tensor, B: int, H: int, width: int) -> Tensor:
+        """[B,H,width,D], zero behind each head's end."""
+        head, column = self.places()
+        padded = rows_RD.new_zeros(B * H * width, rows_RD.shape[-1])
+        padded[head * width + column] = rows_RD
+        return padded.view(B, H, width, -1)
+
+    def select(self, heads_N: Tensor) -> tuple[Extents, Tensor]:
+        """The extents of these heads, in this order and repeatedly where asked, and the rows [R'] to take for them."""
+        mine = [self.capacities[n] for n in heads_N.tolist()]
+        new = Extents(mine, heads_N.device, exactly=True)
+        head, column = new.places()
+        return new, self.begin_N[heads_N[head]] + column
+
+    def grow(self, rows_RD: Tensor, more: int) -> tuple[Extents, Tensor]:
+        """The extents with `more` free slots for every head, and the rows moved into them."""
+        new = Extents([capacity + more for capacity in self.capacities], rows_RD.device, exactly=True)
+        head, column = self.places()
+        moved = rows_RD.new_zeros(new.rows, rows_RD.shape[-1])
+        moved[new.begin_N[head] + column] = rows_RD
+        return new, moved

@@ -1,0 +1,110 @@
+"""The oracle's arithmetic on budgets and its choices among scored tokens: plain functions of plain numbers.
+
+Every choice returns with it a margin: the gap that a rounding error would have to bridge to make another choice.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+EPSILON = 1e-6  # a share of 0.29 of 100 tokens is 29, though 0.29 * 100 is 28.999...
+
+Dead = Callable[[int], bool]
+
+
+def tokens(size: float, b: int) -> int:
+    """A size in tokens: an int is tokens, a float a share of b."""
+    return math.floor(size * b + EPSILON) if isinstance(size, float) else size
+
+
+def budget(k: float, n: int) -> int | None:
+    """What k means for a prompt of n tokens; None: never evict."""
+    if isinstance(k, float):
+        if not 0.0 < k <= 1.0:
+            raise ValueError(f"k={k}: a float lies in (0, 1]")
+        return None if k == 1.0 else max(1, math.floor(k * n + EPSILON))
+    if k < 1:
+        raise ValueError(f"k={k}: an int is at least 1")
+    return k
+
+
+def pyramid(b: int, layers: int, beta: float, w: int, n: int | None) -> list[int]:
+    """PyramidKV: budgets that fall linearly from the first to the last layer, layers * b tokens in all.
+
+    last = max(b / beta, min(w + 1, b), 2 b - n), at most b; first = 2 b - last; layer l: first + (last - first) l / (L - 1)
+    in exact fractions, rounded down; the missing tokens go one each to the largest fractional parts, of equal ones to the
+    lower layer. n is None with schedule "decode", where the prompt does not limit what a layer can keep.
+    """
+    if layers == 1:
+        return [b]
+    last = max(Fraction(b) / Fraction(beta), Fraction(min(w + 1, b)))
+    if n is not None:
+        last = max(last, Fraction(2 * b - n))
+    last = min(last, Fraction(b))
+    first = 2 * b - last
+    real = [first + (last - first) * l / (layers - 1) for l in range(layers)]
+    whole = [math.floor(value) for value in real]
+    by_fraction = sorted(range(layers), key=lambda l: (-(real[l] - whole[l]), l))
+    for l in by_fraction[: layers * b - sum(whole)]:
+        whole[l] += 1
+    return whole
+
+
+def worst(s: dict[Any, float], count: int, dead: Callable[[Any], bool] = lambda i: False) -> tuple[set[Any], float]:
+    """The `count` tokens to evict of the candidates in s, and the margin of that choice.
+
+    Dead tokens go first; then the lowest score; of equal scores, the lower position. The margin is the gap between the
+    last one to go and the first to stay. Where these two are exactly equal the rule on ties decides, and what a small
+    error could change is their order with the nearest different score. Between dead and live there is no gap to close.
+    """
+    order = sorted(s, key=lambda i: (not dead(i), s[i], i))
+    if not 0 < count < len(order):
+        return set(order[: max(count, 0)]), math.inf
+    gone, stays = order[count - 1], order[count]
+    if dead(gone) != dead(stays):
+        return set(order[:count]), math.inf
+    if s[gone] != s[stays]:
+        return set(order[:count]), s[stays] - s[gone]
+    gaps = [abs(s[i] - s[gone]) for i in order if dead(i) == dead(gone) and s[i] != s[gone]]
+    return set(order[:count]), min(gaps, default=math.inf)
+
+
+def adaptive(
+    protected: Sequence[int], s: Sequence[dict[int, float]], guaranteed: int, total: int, dead: Dead = lambda i: False
+) -> tuple[list[int], float]:
+    """AdaKV: how many tokens each head keeps, `total` in all, and the margin.
+
+    Head g holds protected[g] tokens that must stay and the candidates in s[g]. It first keeps `guaranteed` tokens, the
+    protected ones and its own best; what is left of the total goes to the best of all heads' other tokens together.
+    """
+    counts, margin = [], math.inf
+    others: dict[tuple[int, int], float] = {}
+    for g, own in enumerate(s):
+        rest, gap = worst(own, len(own) - (guaranteed - protected[g]), dead)
+        margin = min(margin, gap)
+        counts.append(protected[g] + len(own) - len(rest))
+        others |= {(i, -g): own[i] for i in rest}  # of equal scores the higher position stays, then the lower head
+    gone, gap = worst(others, len(others) - (total - sum(counts)), lambda token: dead(token[0]))
+    for _, minus_g in set(others) - gone:
+        counts[-minus_g] += 1
+    return counts, min(margin, gap)
+
+
+def two_stage(
+    s: dict[int, float], norms: dict[int, float], c: int, alpha: float, eps: float, dead: Dead = lambda i: False
+) -> tuple[set[int], float]:
+    """CriticalKV, Algorithm 1: the tokens to evict of the candidates in s so that c of them stay, and the margin.
+
+    A[i] = s[i] / sum of s. The top alpha * c by s stay; of the rest the top by (A[i] + eps) * norms[i], up to c in all.
+    The second gap is divided by the largest of these products: they may be of any size, and their rounding errors are
+    relative to it. So both gaps are in units in which the largest number compared is about one or below.
+    """
+    whole = sum(s.values())
+    A = {i: s[i] / whole if whole else 0.0 for i in s}
+    first = tokens(float(alpha), c)
+    rest, margin = worst(s, len(s) - first, dead)
+    product = {i: (A[i] + eps) * norms[i] for i in rest}
+    gone, gap = worst(product, len(rest) - (c - first), dead)
+    largest = max(product.values(), default=0.0)
+    return gone, min(margin, gap / largest if largest > 0.0 else math.inf)

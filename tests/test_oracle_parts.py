@@ -1,0 +1,142 @@
+"""The oracle's word on what is put around a score: pyramid, adaptive and two-stage, blocks, renumbered positions, turns."""
+
+import pytest
+import torch
+from comparing import EVICTING, SMALL, WINDOWED, agrees, certain
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tiny import FIVE, MODELS
+
+WRAPS = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
+WEIGHTS = tuple(p for p in EVICTING if p not in ("window", "dilated_window", "streaming_llm", "key_norm"))
+
+
+def fits(policy, wrap):
+    return "critical" not in wrap or policy in WEIGHTS
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("policy", ["h2o", "roco", "tova", "keyformer", "random", "scissorhands", "window", "snapkv"])
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_sliding"])
+def test_combinations(name, policy, wrap):
+    if fits(policy, wrap):
+        certain(name, policy, 0.4, wrap=wrap, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_combinations_on_every_architecture(name, wrap):
+    certain(name, "roco", 0.45, wrap=wrap, pads=(0, 6), recent=3)
+    certain(name, "roco", 0.45, wrap=wrap, pads=(0, 0), recent=3)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
+def test_schedules(schedule, wrap):
+    if schedule == "decode" and "adaptive" in wrap:
+        return
+    for policy in ("h2o", "keyformer", "tova"):
+        certain("llama_gqa", policy, 0.3, wrap=wrap, schedule=schedule, steps=14, sinks=1)
+
+
+OPTIONS = [
+    (("pyramid",), {"beta": 1}),
+    (("pyramid",), {"beta": 2.5}),
+    (("adaptive",), {"floor": 0.0}),
+    (("adaptive",), {"floor": 1.0}),
+    (("adaptive",), {"floor": 0.5, "sinks": 3}),
+    (("critical",), {"alpha": 0.0}),
+    (("critical",), {"alpha": 1.0}),
+    (("critical",), {"alpha": 0.25, "eps": 0.01}),
+    (("critical",), {"norm": 2}),
+    (("adaptive", "critical"), {"norm": 2, "floor": 0.1, "alpha": 0.75}),
+    (("pyramid", "adaptive", "critical"), {"beta": 3, "floor": 0.3, "alpha": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("wrap", "options"), OPTIONS, ids=[f"{'+'.join(w)}-{o}" for w, o in OPTIONS])
+def test_options(wrap, options):
+    for name, policy in (("llama_gqa", "h2o"), ("gpt2", "snapkv"), ("mpt", "mean_or_roco")):
+        certain(name, policy.replace("mean_or_", ""), 0.4, wrap=wrap, **SMALL.get(policy, {}), **options)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_float32(wrap):
+    certain("llama_gqa", "h2o", 0.4, wrap=wrap, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_a_budget_above_the_prompt(wrap):
+    """The cache fills up first, then evicts; heads that share a budget then have equal parts of it."""
+    for pads in ((0, 0), (0, 9)):
+        certain("llama_gqa", "h2o", 33, wrap=wrap, pads=pads, steps=12)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    name=st.sampled_from(tuple(MODELS)),
+    policy=st.sampled_from(EVICTING),
+    wrap=st.sampled_from(WRAPS),
+    n=st.integers(1, 34),
+    steps=st.integers(0, 9),
+    pad=st.integers(0, 10),
+    k=st.one_of(st.floats(0.02, 0.98), st.integers(1, 40)),
+    sinks=st.integers(0, 5),
+    weights=st.integers(0, 1000),
+)
+def test_any_shape(name, policy, wrap, n, steps, pad, k, sinks, weights):
+    assume(fits(policy, wrap))
+    assume(agrees(name, policy, k, n=n + pad, steps=steps, pads=(0, pad), weights=weights, wrap=wrap, sinks=sinks))
+
+
+# ---- blocks ----
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 50])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_blocks(policy, block):
+    for name in ("llama_gqa", "mistral_sliding"):
+        certain(name, policy, 0.4, block=block, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("policy", ["roco", "keyformer", "snapkv", "tova"])
+@pytest.mark.parametrize("name", FIVE)
+def test_blocks_on_every_architecture(name, policy):
+    certain(name, policy, 9, block=8, pads=(0, 0), **SMALL.get(policy, {}))
+    certain(name, policy, 9, block=8, pads=(0, 11), **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_blocks_of_combinations(wrap):
+    for policy in ("h2o", "snapkv"):
+        certain("llama_gqa", policy, 0.4, wrap=wrap, block=6, pads=(0, 5), **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("options", [{"damping": 0.5}, {"resample": True}, {"tau": (0.6, 3.0)}], ids=str)
+def test_blocks_of_keyformer(options):
+    certain("llama_gqa", "keyformer", 0.4, block=5, pads=(0, 12), recent=2, **options)
+
+
+def test_blocks_with_protected_tokens():
+    mask = [i in (2, 17, 23) for i in range(30)]
+    certain("llama_gqa", "h2o", 8, block=4, pads=(0,), protect=mask, sinks=1)
+
+
+# ---- renumbered positions ----
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "streaming_llm", "key_norm", "snapkv"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_renumbered(name, policy):
+    certain(name, policy, 0.4, positions="renumbered", **SMALL.get(policy, {}))
+    certain(name, policy, 0.4, positions="renumbered", pads=(0, 0), **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj"])
+def test_renumbered_with_blocks_and_shared_budgets(name):
+    for wrap in ((), ("adaptive",), ("adaptive", "critical")):
+        certain(name, "h2o", 0.4, positions="renumbered", block=6, pads=(0, 7), wrap=wrap)
+
+
+def test_every_windowed_policy_is_small_here():
+    assert set(SMALL) == set(WINDOWED)
