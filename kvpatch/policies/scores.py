@@ -34,9 +34,10 @@ class Moment:
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
     tokens, or None. empty: some slots may be empty. seen: columns that went through the cache. aligned: all heads hold
-    the same tokens in the same slots where their scores are the same. keep_BH1: tokens that each head may hold, and norms(known, out) the
-    projected value norms [B,H,S], which need not be right where a mask says that they are not wanted; for a
-    selection that asks for them.
+    the same tokens in the same slots where their scores are the same.
+
+    For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
+    [B,H,S], which need not be right where a mask says that they are not wanted.
     """
 
     layer: int | Tensor
