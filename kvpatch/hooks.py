@@ -54,9 +54,16 @@ def attention_forward(
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
-        cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None) or _scratch(call)
+        cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
+        cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
         if cache is None:
+            _refuse_lost_mask(call)
             return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+        if self.training and (rate := adapter.dropout(self)):
+            raise KVPatchError(
+                f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
+                "in the config (attention_dropout or attn_pdrop), or train without block=."
+            )
         hidden_BQE = call.pop("hidden_states")
         q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
         y_BQE = attend(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
@@ -65,19 +72,37 @@ def attention_forward(
     return forward
 
 
-def _scratch(call: dict[str, Any]) -> EvictingCache | None:
-    """The cache of a pass that keeps none. It travels on the mask: gradient checkpointing takes caches away from its layers,
-    and runs them again when no decoder is running."""
+class Courier(Tensor):
+    """The mask of a pass that keeps no cache; what is made of it carries the pass's own cache on.
+
+    Gradient checkpointing takes caches away from its layers, and runs them again when no decoder is running; the mask is
+    what always reaches them.
+    """
+
+    cache: EvictingCache
+
+    @classmethod
+    def carrying(cls, cache: EvictingCache, mask: Tensor) -> Courier:
+        courier = mask.as_subclass(cls)
+        courier.cache = cache
+        return courier
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, Courier) and isinstance(args[0], Courier):
+            out.cache = args[0].cache
+        return out
+
+
+def _refuse_lost_mask(call: dict[str, Any]) -> None:
+    """The one-entry mask without its cache would let every token see all others."""
     for value in call.values():
-        if isinstance(value, Tensor) and value.dtype == torch.bool and tuple(value.shape) == (1, 1, 1, 1):
-            cache = getattr(value, "_kvpatch_cache", None)
-            if cache is None:
-                raise KVPatchError(
-                    "The mask that block-wise eviction hangs on was copied on its way to the attention layers, as happens "
-                    "where a model without a cache is spread over several devices. Use one device, or use_cache=True."
-                )
-            return cache
-    return None
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1):
+            raise KVPatchError(
+                "The cache of this pass did not reach an attention layer: the model replaces its attention mask on the way. "
+                "Pass use_cache=True in eval mode, or leave block= out."
+            )
 
 
 @functools.cache
@@ -126,13 +151,12 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         B, Q = tokens.shape[:2]
         cache.begin(B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
-    call["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:
-        call["attention_mask"]._kvpatch_cache = cache
-        call.update(past_key_values=None, use_cache=False)
+        call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(cache, mask))
     else:
         settings.note(cache)
-        call.update(past_key_values=cache, use_cache=True)
+        call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return (), call
 
 

@@ -341,7 +341,8 @@ class SlotLayer(CacheLayerMixin):
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
             b, h = (torch.arange(n, device=index_BHK.device) for n in index_BHK.shape[:2])
-            k, v = (t[b[:, None, None], h[None, :, None], index_BHK] for t in self.graph)
+            with torch.enable_grad():
+                k, v = (t[b[:, None, None], h[None, :, None], index_BHK] for t in self.graph)
             self.graph = (k, v)
 
     def free(self, slot_BH: Tensor) -> None:

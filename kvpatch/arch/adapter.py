@@ -60,6 +60,10 @@ class Adapter:
         """Tokens that a query sees, itself included; None for all."""
         return None
 
+    def dropout(self, attn: nn.Module) -> float:
+        """Dropout of attention probabilities while training."""
+        return getattr(attn, "attention_dropout", 0.0)
+
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
         """KV heads H and head size D of the module."""
         raise NotImplementedError

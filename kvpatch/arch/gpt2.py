@@ -29,6 +29,9 @@ class GPT2Adapter(Adapter):
         scale = attn.head_dim**-0.5 if attn.scale_attn_weights else 1.0
         return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
 
+    def dropout(self, attn: Any) -> float:
+        return attn.attn_dropout.p
+
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         return attn.num_heads, attn.head_dim
 

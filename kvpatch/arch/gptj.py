@@ -50,6 +50,9 @@ class GPTJAdapter(Adapter):
     def scale(self, attn: Any) -> float:
         return attn.head_dim**-0.5
 
+    def dropout(self, attn: Any) -> float:
+        return attn.attn_dropout.p
+
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         return attn.num_attention_heads, attn.head_dim
 

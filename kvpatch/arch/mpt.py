@@ -40,5 +40,8 @@ class MptAdapter(Adapter):
     def slopes(self, attn: Any) -> Tensor | None:
         return _slopes(source_module(attn).build_mpt_alibi_tensor, attn.n_heads)
 
+    def dropout(self, attn: Any) -> float:
+        return attn.attn_dropout_p
+
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         return attn.n_heads, attn.head_dim

@@ -1,0 +1,343 @@
+"""What eviction does to attention's output, head by head: does CriticalKV's selection lower it [CriticalKV 4.6]?
+
+    python -m tools.perturbation --json benchmarks/perturbation.jsonl         every model, about ten minutes on one core
+    python -m tools.perturbation --models llama-0 --rows 8                    a quick look
+    python -m tools.perturbation --markdown benchmarks/perturbation.jsonl     the tables of docs/perturbation.md
+
+A prompt is read and evicted from once; the true continuation follows. Its queries come from one run of the unpatched
+model, so that both kept sets are asked the same. For one query of one query head, with a the softmax over all keys, K the
+kept ones (tokens behind the prompt are always kept), u_i = v_i W_O the projected values and m = sum of a_i over K:
+
+    o = sum a_i u_i      o^ = sum over K of (a_i / m) u_i      lost = sum over the evicted of a_i u_i
+    l1 = ||o - o^||_1 = ||sum over the evicted of a_i (u_i - o)||_1 / m          what is measured, exactly
+    theta = sum over the evicted of a_i ||u_i||_1 + (1/m - 1) sum over K of a_i ||u_i||_1 >= l1     [Theorem 3.3]
+    weighted = sum over the evicted of a_i ||u_i||_1 >= ||lost||_1               what the second stage minimises
+
+`lost` is l1 without renormalising: what l1 tends to where a sink with no value, kept by all, takes nearly all attention.
+Dimension key: L layers, B rows, N query heads, Q queries behind the prompt, T tokens, D head size, E hidden size.
+"""
+
+import json
+import random
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from einops import rearrange, repeat
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvpatch
+from kvpatch.arch import adapter_of
+from kvpatch.arch.site import Site
+from kvpatch.feeding import feed
+
+from . import tasks, train
+
+BUDGETS, WINDOW, EPS = (0.1, 0.2, 0.4), 8, 1e-4
+MODELS = ("llama-0", "llama-1", "llama-2", "mistral-0", "mpt-0", "gptj-0", "gpt2-0", "llama-python")
+STUDIED = ("llama-0", "mistral-0", "llama-python")
+"""The models that get every variant."""
+PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "snapkv": ("snapkv", "critical_snapkv", {}, {}),
+    "adakv": ("adakv", "critical_adakv", {}, {}),
+    "norm=2": ("snapkv", "critical_snapkv", {}, {"norm": 2}),
+    "alpha=0.25": ("snapkv", "critical_snapkv", {}, {"alpha": 0.25}),
+    "alpha=0": ("snapkv", "critical_snapkv", {}, {"alpha": 0.0}),
+    "pooling=None": ("snapkv", "critical_snapkv", {"pooling": None}, {}),
+    "window=16": ("snapkv", "critical_snapkv", {"window": 16}, {}),
+}
+"""Variant: two policies, options of both, options of the second."""
+SPLIT = (0.01, 0.1, 0.5)
+"""Cases are split by the share of attention that the first policy loses."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer under the full cache, in float64, heads of a group written out: x_BNRT the logits of the rows from
+    `start` on, -inf where a query does not see a key; v_BNTD; w_NDE the rows of the output projection; y_BRE the module's
+    own output."""
+
+    x_BNRT: Tensor
+    v_BNTD: Tensor
+    w_NDE: Tensor
+    y_BRE: Tensor
+
+    def since(self, row: int) -> "Layer":
+        return Layer(self.x_BNRT[:, :, row:], self.v_BNTD, self.w_NDE, self.y_BRE[:, row:])
+
+    def attention(self, kept: Tensor | None = None) -> Tensor:
+        """a [B,N,R,T], or a over the kept tokens alone; `kept` is a bool [B,N,1 or R,T]."""
+        return (self.x_BNRT if kept is None else self.x_BNRT.masked_fill(~kept, -torch.inf)).softmax(-1)
+
+    def values(self) -> Tensor:
+        """u [B,N,T,E]."""
+        return self.v_BNTD @ self.w_NDE
+
+
+@torch.no_grad()
+def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[Layer], Tensor]:
+    """The layers of one unpatched run over `tokens`, for queries from `start` on, and its logits [B,T,V]."""
+    calls, hooks = [], []
+    for module in model.modules():
+        if adapter_of(module) is not None:
+            note = lambda module, args, kwargs, out: calls.append((module, args, kwargs, out))  # noqa: E731
+            hooks.append(module.register_forward_hook(note, with_kwargs=True))
+    run = model(tokens_BT, use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    layers, T = [], tokens_BT.shape[1]
+    behind = torch.arange(start, T)[:, None] - torch.arange(T)  # how far key i lies before query t
+    for (attn, args, kwargs, out), cached in zip(calls, run.past_key_values.layers, strict=True):
+        adapter, k, v = adapter_of(attn), cached.keys, cached.values
+        q = adapter.project(attn, *args, **kwargs)[0] if args else adapter.project(attn, kwargs.pop("hidden_states"), **kwargs)[0]
+        site, group = Site(adapter, attn, k.shape[1]), q.shape[1] // k.shape[1]
+        geometry, (rows_HGDE, _) = site.geometry(k.device), site.output_rows(v, group)
+        k, v = (repeat(t, "b h t d -> b (h g) t d", g=group).double() for t in (k, v))
+        x = q[:, :, start:].double() @ k.mT * geometry.scale
+        if geometry.slopes_HG is not None:
+            x = x - geometry.slopes_HG.flatten()[:, None, None] * behind
+        seen = (behind >= 0) & (behind < (geometry.sliding or T))
+        w = rearrange(rows_HGDE, "h g d e -> (h g) d e").double()
+        layers.append(Layer(x.masked_fill(~seen, -torch.inf), v, w, out[0][:, start:].double()))
+    return layers, run.logits
+
+
+def kept_sets(model: PreTrainedModel, tokens_BT: Tensor, n: int, policy: str, k: float, **options: Any) -> tuple[list[Tensor], Tensor]:
+    """What each head holds of prompt and continuation, per layer a bool [B,N,T], and the logits [B,1+Q,V] from the prompt's end."""
+    with kvpatch.patched(model, policy, k, **options):
+        fed = feed(model, tokens_BT, n)
+    kept = []
+    for layer in range(len(fed.cache.layers)):
+        at_BHS = fed.cache.positions(layer)
+        held = torch.zeros(*at_BHS.shape[:2], tokens_BT.shape[1] + 1, dtype=torch.bool)
+        held.scatter_(-1, at_BHS.where(at_BHS >= 0, tokens_BT.shape[1]), True)
+        assert bool(held[..., n:-1].all()), "nothing goes once the prompt has been read"
+        kept.append(repeat(held[..., :-1], "b h t -> b (h g) t", g=model.config.num_attention_heads // held.shape[1]))
+    return kept, fed.logits_BSV
+
+
+# ---- measures ----
+
+
+def measures(layer: Layer, kept: Tensor, norms_BNT: Tensor | None = None) -> dict[str, Tensor]:
+    """mass m, weighted, theta, lost, l1 as above, each [B,N,Q], and the heads' sum before the norm, layer_l1 [B,1,Q]."""
+    norms_BNT = layer.values().abs().sum(-1) if norms_BNT is None else norms_BNT
+    a = layer.attention()
+    inside, outside = a * kept, a.masked_fill(kept.expand_as(a), 0.0)
+    moved = ((a - layer.attention(kept)) @ layer.v_BNTD) @ layer.w_NDE
+    weighted, mass = (outside @ norms_BNT[..., None])[..., 0], inside.sum(-1)
+    rest = (inside @ norms_BNT[..., None])[..., 0]
+    return {
+        "mass": mass,
+        "weighted": weighted,
+        "theta": weighted + outside.sum(-1) / mass.clamp_min(1e-300) * rest,
+        "lost": ((outside @ layer.v_BNTD) @ layer.w_NDE).abs().sum(-1),
+        "l1": moved.abs().sum(-1),
+        "layer_l1": moved.sum(1, keepdim=True).abs().sum(-1),
+    }
+
+
+def top(score: Tensor, count: int) -> Tensor:
+    """A mask of the `count` highest scores of the last dimension."""
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(count, -1).indices, True)
+
+
+def two_stage(score: Tensor, weight: Tensor, count: int, alpha: float = 0.5) -> Tensor:
+    """CriticalKV's selection of `count` candidates [..., T]; `score` sums to one, `weight` is ||u||."""
+    first = top(score, int(alpha * count))
+    return top(((score + EPS) * weight).masked_fill(first, torch.inf), count)
+
+
+def lower(base: Tensor, other: Tensor, differ: Tensor) -> float | None:
+    """Share of the cases that differ in which `other` is lower; None where there is none."""
+    differ = differ.expand_as(base)
+    return round((other < base)[differ].double().mean().item(), 4) if bool(differ.any()) else None
+
+
+def compare(layers: list[Layer], sets: tuple[list[Tensor], list[Tensor]], norms: list[Tensor]) -> dict[str, Any]:
+    """Both kept sets against each other: shares of cases, heads and layers with a lower l1 under the second, and means."""
+    base, other = ([measures(la, kept[:, :, None], no) for la, kept, no in zip(layers, one, norms, strict=True)] for one in sets)
+    base, other = ({name: torch.stack([m[name] for m in one]) for name in one[0]} for one in (base, other))
+    differ = torch.stack([(a != b).any(-1) for a, b in zip(*sets, strict=True)])  # [L,B,N]
+    cases = differ[..., None]
+    line: dict[str, Any] = {
+        "cases": base["l1"].numel(),
+        "ties": round(1 - differ.double().mean().item(), 4),
+        "lower": lower(base["l1"], other["l1"], cases),
+        "lower_row_heads": lower(base["l1"].mean(-1), other["l1"].mean(-1), differ),
+        "lower_heads": lower(base["l1"].mean((1, 3)), other["l1"].mean((1, 3)), differ.any(1)),
+        "heads": base["l1"].shape[0] * base["l1"].shape[2],
+        "layer_lower": lower(base["layer_l1"], other["layer_l1"], cases.any(2, keepdim=True)),
+    }
+    for name in ("weighted", "theta", "lost"):
+        line[f"{name}_lower"] = lower(base[name], other[name], cases)
+    for name in ("l1", "layer_l1", "mass"):
+        line[name] = [round(one[name].mean().item(), 4) for one in (base, other)]
+    gone, edges = 1 - base["mass"], (-1.0, *SPLIT, 2.0)
+    line["split"] = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        here = cases & (gone >= low) & (gone < high)
+        means = [round(one["l1"][here].mean().item(), 4) if bool(here.any()) else None for one in (base, other)]
+        line["split"].append([round(here.double().mean().item(), 4), lower(base["l1"], other["l1"], here), *means])
+    return line
+
+
+def explain(layers: list[Layer], norms: list[Tensor], kept: list[Tensor], n: int, window: int) -> dict[str, Any]:
+    """What the criterion has to work with, and what it would choose if it knew the attention of each query.
+
+    `layers` begin at the prompt's observation window; `kept` are the base policy's. Correlations are over the tokens before
+    the window (the candidates), averaged over heads; "rank" is of ranks. oracle: top by a and two-stage by a, for each query
+    alone, as many as the base keeps; centred: the same with ||u_i - o|| for ||u_i||.
+    """
+    parts, oracle = [], {}
+    for all_rows, norm, held in zip(layers, norms, kept, strict=True):
+        layer, c = all_rows.since(window), n - window
+        a, score, u = layer.attention(), all_rows.attention()[:, :, :window, :c].mean(2), layer.values()
+        later, norm_c, count = a.mean(2)[..., :c], norm[..., :c], int(held[0, 0, :c].sum())
+        o = (a @ layer.v_BNTD) @ layer.w_NDE
+        centred = torch.cdist(o.float(), u.float(), p=1).double()
+        protected = torch.ones_like(a, dtype=torch.bool)
+
+        def whole(chosen: Tensor, protected: Tensor = protected, c: int = c) -> Tensor:
+            return torch.cat([chosen, protected[..., c:]], -1)
+
+        share = a[..., :c] / a[..., :c].sum(-1, keepdim=True).clamp_min(1e-300)
+        chosen = {"top": whole(top(share, count)), "bound": whole(two_stage(share, norm_c[:, :, None], count))}
+        chosen["centred"] = whole(two_stage(share, centred[..., :c], count))
+        mine = {name: measures(layer, mask, norm) | {"mask": mask} for name, mask in chosen.items()}
+        for name in ("bound", "centred"):
+            differ = (mine[name]["mask"] != mine["top"]["mask"]).any(-1)
+            for what in ("weighted", "theta", "lost", "l1"):
+                oracle.setdefault(f"{name}_{what}", []).append((mine[name][what] < mine["top"][what])[differ])
+            oracle.setdefault(f"{name}_mean", []).append(mine[name]["l1"].flatten())
+        oracle.setdefault("top_mean", []).append(mine["top"]["l1"].flatten())
+        first = (a * whole(top(share, count // 2))).sum(-1)
+        base = measures(layer, held[:, :, None], norm)
+        error = (a.masked_fill(held[:, :, None].expand_as(a), 0.0) * centred).sum(-1) / base["mass"].clamp_min(1e-300)
+        parts.append(
+            {
+                "norm_cv": (norm_c.std(-1) / norm_c.mean(-1)).mean(),
+                "norm_later_rank": _correlation(_ranks(norm_c), _ranks(later)).mean(),
+                "norm_centred": _correlation(norm_c[:, :, None].expand_as(share), centred[..., :c]).mean(),
+                "size_of_o": (o.abs().sum(-1) / (a @ norm[..., None])[..., 0]).mean(),
+                "cancelled": (1 - base["l1"] / error.clamp_min(1e-300)).mean(),
+                "sink_mass": a[..., 0].mean((0, 2)).max(),
+                "sink_norm": (norm[..., 0] / norm.mean(-1)).mean(),
+                "score_later_rank": _correlation(_ranks(score), _ranks(later)).mean(),
+                "mass": base["mass"].mean(),
+                "oracle_mass": mine["top"]["mass"].mean(),
+                "assumption": (first > 0.5).double().mean(),
+            }
+        )
+    line = {name: round(sum(p[name].item() for p in parts) / len(parts), 4) for name in parts[0]}
+    line["sink_mass"] = round(max(p["sink_mass"].item() for p in parts), 4)
+    return line | {f"oracle_{name}": round(torch.cat(one).double().mean().item(), 4) for name, one in oracle.items()}
+
+
+def _ranks(x: Tensor) -> Tensor:
+    return x.argsort(-1).argsort(-1).double()
+
+
+def _correlation(x: Tensor, y: Tensor) -> Tensor:
+    """Over the last dimension."""
+    return F.cosine_similarity(x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), dim=-1)
+
+
+# ---- texts and runs ----
+
+
+@dataclass(frozen=True)
+class Text:
+    """`tokens_BT` behind whose first n the budget bites. batch: whose answers count; None: every next token does."""
+
+    tokens_BT: Tensor
+    n: int
+    batch: tasks.Batch | None = None
+
+    def right(self, logits_BSV: Tensor) -> float:
+        predicted = logits_BSV.argmax(-1)
+        right = self.batch.correct(predicted) if self.batch else predicted == self.tokens_BT[:, self.n :]
+        return right.double().mean().item()
+
+
+def texts(name: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Text]:
+    """What a model is asked, by scenario: "in" has the question in the prompt, "after" behind it."""
+    if name == "llama-python":
+        stream = train.text_stream(tokenizer, train.python_sources(held_out=True))
+        starts = [i * (len(stream) - 256) // rows for i in range(rows)]
+        return {"source": Text(train.text_rows(stream, starts, tokenizer.bos_token_id)[:, :232], 160)}
+    batches = {}
+    for task, questions in ((tasks.recall, 8), (tasks.needle, 4)):
+        for scenario, asked in (("in", 1), ("after", questions)):
+            batch = task(random.Random(99), rows, questions=asked, in_prompt=scenario == "in")
+            batches[f"{task.__name__} {scenario}"] = Text(batch.tokens_BT, batch.prompt_length, batch)
+    return batches
+
+
+def study(name: str, rows: int, emit: Any) -> None:
+    """Every text, budget and variant of one model."""
+    model, tokenizer = tasks.load(name)
+    for scenario, text in texts(name, tokenizer, rows).items():
+        tokens, n = text.tokens_BT[:, :-1], text.n
+        layers, full = look(model, tokens, n - WINDOW)
+        later, full = [layer.since(WINDOW) for layer in layers], full[:, n - 1 :]
+        norms = [layer.values().abs().sum(-1) for layer in layers]
+        for k in BUDGETS:
+            head = {"model": name, "scenario": scenario, "k": k, "rows": rows}
+            run = partial(kept_sets, model, tokens, n, k=k)
+            done: dict[str, Any] = {}
+            for variant, (base, critical, both, second) in PAIRS.items():
+                if variant in list(PAIRS)[3:] and name not in STUDIED:
+                    continue
+                both = {"window": WINDOW} | both
+                if both["window"] >= int(k * n):
+                    continue
+                key = f"{base} {both}"
+                if key not in done:
+                    done[key] = run(policy=base, **both)
+                pair = done[key], run(policy=critical, **both, **second)
+                line = compare(later, (pair[0][0], pair[1][0]), norms)
+                line |= {"right": [round(text.right(logits), 4) for _, logits in pair], "right_full": round(text.right(full), 4)}
+                line["kl"] = [round(_divergence(full, logits), 5) for _, logits in pair]
+                line["nats"] = [round(_nats(logits, text), 4) for logits in (pair[0][1], pair[1][1], full)]
+                emit({"what": "compare", **head, "variant": variant, **line})
+            emit({"what": "why", **head, **explain(layers, norms, done[f"snapkv { {'window': WINDOW} }"][0], n, WINDOW)})
+
+
+def _divergence(full_BSV: Tensor, other_BSV: Tensor) -> float:
+    """Mean KL of the next token's distribution from the full cache's; the prompt's own prediction is the same, and left out."""
+    p, q = (x[:, 1:].double().log_softmax(-1) for x in (full_BSV, other_BSV))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def _nats(logits_BSV: Tensor, text: Text) -> float:
+    return F.cross_entropy(logits_BSV[:, 1:].flatten(0, 1), text.tokens_BT[:, text.n + 1 :].flatten()).item()
+
+
+def main(
+    models: Annotated[str, typer.Option(help="comma-separated names in tools/models")] = ",".join(MODELS),
+    rows: Annotated[int, typer.Option(help="sequences per scenario")] = 48,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write JSON lines here")] = None,
+    table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as tables")] = None,
+) -> None:
+    torch.set_num_threads(1)
+    lines: list[dict[str, Any]] = []
+
+    def emit(line):
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        if json_file: json_file.write_text("".join(json.dumps(l) + "\n" for l in lines))
+    for name in models.split(","):
+        t = time.time()
+        study(name, rows, emit)
+        print(name, time.time() - t, flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
