@@ -172,8 +172,10 @@ class EvictingCache(Cache):
         """The most tokens that a head holds in a pass of Q columns."""
         most = 1
         for index, layer in enumerate(self.layers):
-            held = layer.used if layer.free_BH is not None and layer.evicting else layer.used + Q
-            if self.now and self.block and self.now.budget_n_B and self.acting[index] and not self.policy.over_heads:
+            assert self.now is not None
+            replaced = layer.free_BH is not None and layer.evicting and not self.now.prompt
+            held = layer.used if replaced else layer.used + Q
+            if self.block and self.now.budget_n_B and self.acting[index] and not self.policy.over_heads:
                 held = min(held, max(self.tokens(index, n) for n in self.now.budget_n_B) + self.block)
             most = max(most, held)
         return most

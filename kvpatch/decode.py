@@ -23,15 +23,15 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     slots.seen += 1
     q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), positions_B1)
     q_BHGD = q_BHG1D[:, :, :, 0]
-    scoring = score is not None and slots.evicting
-    wanted = scoring and call.policy.rows != "none"
+    evicting = score is not None and slots.evicting
+    wanted = evicting and call.policy.rows != "none" or score is not None and call.policy.remembers
     out, p_BHGT = backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted)
-    if scoring:
-        with torch.no_grad():
-            if p_BHGT is not None:
-                _observe(call, p_BHGT, keys, newest_B11, t)
+    with torch.no_grad():
+        if p_BHGT is not None:
+            _observe(call, p_BHGT, keys, newest_B11, t)
+        if evicting:
             _evict(call, newest_B11, t)
-    elif slots.extents is not None:
+    if not evicting and slots.extents is not None:
         slots.advance()
     return out
 

@@ -125,6 +125,7 @@ def _end_prompt(call: Call, past: int) -> None:
         moment = call.moment(_newest(call), -1)
         if call.policy.over_heads is not None:
             assert slots.limits is not None
+            moment.keep_BH1 = None  # heads share by score alone
             shared_BH = call.policy.over_heads.counts(
                 call.policy.order(moment, empty), empty, fixed_BH, budget_B, slots.limits.nominal
             )

@@ -13,7 +13,9 @@ kept ones (tokens behind the prompt are always kept), u_i = v_i W_O the projecte
     theta = sum over the evicted of a_i ||u_i||_1 + (1/m - 1) sum over K of a_i ||u_i||_1 >= l1     [Theorem 3.3]
     weighted = sum over the evicted of a_i ||u_i||_1 >= ||lost||_1               what the second stage minimises
 
-`lost` is l1 without renormalising: what l1 tends to where a sink with no value, kept by all, takes nearly all attention.
+    sink s = ||o - o^||_1 / (1 - s) if one more key with no value, always kept, took the share s of the attention
+
+`lost` is sink s for s -> 1: a head whose attention sits on a sink renormalises nothing. No model here has such heads.
 Dimension key: L layers, B rows, N query heads, Q queries behind the prompt, T tokens, D head size, E hidden size.
 """
 
@@ -53,6 +55,8 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "window=16": ("snapkv", "critical_snapkv", {"window": 16}, {}),
 }
 """Variant: two policies, options of both, options of the second."""
+SINKS = (0.5, 0.9)
+LADDER = ("weighted", "theta", "lost", *(f"sink {s}" for s in reversed(SINKS)), "l1")
 SPLIT = (0.01, 0.1, 0.5)
 """Cases are split by the share of attention that the first policy loses."""
 
@@ -126,21 +130,24 @@ def kept_sets(model: PreTrainedModel, tokens_BT: Tensor, n: int, policy: str, k:
 
 
 def measures(layer: Layer, kept: Tensor, norms_BNT: Tensor | None = None) -> dict[str, Tensor]:
-    """mass m, weighted, theta, lost, l1 as above, each [B,N,Q], and the heads' sum before the norm, layer_l1 [B,1,Q]."""
+    """mass m, weighted, theta, lost, sinks, l1 as above, each [B,N,Q], and the heads' sum before the norm, layer_l1 [B,1,Q]."""
     norms_BNT = layer.values().abs().sum(-1) if norms_BNT is None else norms_BNT
-    a = layer.attention()
+    a, v, w = layer.attention(), layer.v_BNTD, layer.w_NDE
     inside, outside = a * kept, a.masked_fill(kept.expand_as(a), 0.0)
-    moved = ((a - layer.attention(kept)) @ layer.v_BNTD) @ layer.w_NDE
+    moved = ((a - layer.attention(kept)) @ v) @ w
     weighted, mass = (outside @ norms_BNT[..., None])[..., 0], inside.sum(-1)
     rest = (inside @ norms_BNT[..., None])[..., 0]
-    return {
+    out = {
         "mass": mass,
         "weighted": weighted,
         "theta": weighted + outside.sum(-1) / mass.clamp_min(1e-300) * rest,
-        "lost": ((outside @ layer.v_BNTD) @ layer.w_NDE).abs().sum(-1),
+        "lost": ((outside @ v) @ w).abs().sum(-1),
         "l1": moved.abs().sum(-1),
         "layer_l1": moved.sum(1, keepdim=True).abs().sum(-1),
     }
+    for s in SINKS:
+        out[f"sink {s}"] = (((a - inside / (s + (1 - s) * mass)[..., None]) @ v) @ w).abs().sum(-1)
+    return out
 
 
 def top(score: Tensor, count: int) -> Tensor:
@@ -148,10 +155,10 @@ def top(score: Tensor, count: int) -> Tensor:
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(count, -1).indices, True)
 
 
-def two_stage(score: Tensor, weight: Tensor, count: int, alpha: float = 0.5) -> Tensor:
-    """CriticalKV's selection of `count` candidates [..., T]; `score` sums to one, `weight` is ||u||."""
-    first = top(score, int(alpha * count))
-    return top(((score + EPS) * weight).masked_fill(first, torch.inf), count)
+def two_stage(score: Tensor, weight: Tensor, count: int, eps: float = EPS) -> Tensor:
+    """CriticalKV's selection of `count` candidates [..., T] with alpha 0.5; `score` sums to one, `weight` is ||u||."""
+    first = top(score, count // 2)
+    return top(((score + eps) * weight).masked_fill(first, torch.inf), count)
 
 
 def lower(base: Tensor, other: Tensor, differ: Tensor) -> float | None:
@@ -175,7 +182,7 @@ def compare(layers: list[Layer], sets: tuple[list[Tensor], list[Tensor]], norms:
         "heads": base["l1"].shape[0] * base["l1"].shape[2],
         "layer_lower": lower(base["layer_l1"], other["layer_l1"], cases.any(2, keepdim=True)),
     }
-    for name in ("weighted", "theta", "lost"):
+    for name in LADDER[:-1]:
         line[f"{name}_lower"] = lower(base[name], other[name], cases)
     for name in ("l1", "layer_l1", "mass"):
         line[name] = [round(one[name].mean().item(), 4) for one in (base, other)]
@@ -192,52 +199,52 @@ def explain(layers: list[Layer], norms: list[Tensor], kept: list[Tensor], n: int
     """What the criterion has to work with, and what it would choose if it knew the attention of each query.
 
     `layers` begin at the prompt's observation window; `kept` are the base policy's. Correlations are over the tokens before
-    the window (the candidates), averaged over heads; "rank" is of ranks. oracle: top by a and two-stage by a, for each query
-    alone, as many as the base keeps; centred: the same with ||u_i - o|| for ||u_i||.
+    the window (the candidates), means over heads; "rank": of ranks. aligned: ||o|| / sum a_i ||u_i||, one where all values point
+    one way. cancelled: the part of sum a_i ||u_i - o|| / m over the evicted that is not in l1. assumption: share of cases in
+    which stage one holds more than half of the attention [Assumption 3.4].
+    oracle: for each query alone, the top by a against two-stage by a, as many as the base keeps: "bound" as published,
+    "eps=0" without eps, "shuffled" with the norms of other tokens, "centred" with ||u_i - o|| for ||u_i||.
     """
-    parts, oracle = [], {}
+    parts: dict[str, list[Tensor]] = {}
     for all_rows, norm, held in zip(layers, norms, kept, strict=True):
         layer, c = all_rows.since(window), n - window
-        a, score, u = layer.attention(), all_rows.attention()[:, :, :window, :c].mean(2), layer.values()
-        later, norm_c, count = a.mean(2)[..., :c], norm[..., :c], int(held[0, 0, :c].sum())
-        o = (a @ layer.v_BNTD) @ layer.w_NDE
+        a, u, score = layer.attention(), layer.values(), all_rows.attention()[:, :, :window, :c].mean(2)
+        o, later, norm_c = (a @ layer.v_BNTD) @ layer.w_NDE, a[..., :c].mean(2), norm[..., :c]
         centred = torch.cdist(o.float(), u.float(), p=1).double()
-        protected = torch.ones_like(a, dtype=torch.bool)
-
-        def whole(chosen: Tensor, protected: Tensor = protected, c: int = c) -> Tensor:
-            return torch.cat([chosen, protected[..., c:]], -1)
-
         share = a[..., :c] / a[..., :c].sum(-1, keepdim=True).clamp_min(1e-300)
-        chosen = {"top": whole(top(share, count)), "bound": whole(two_stage(share, norm_c[:, :, None], count))}
-        chosen["centred"] = whole(two_stage(share, centred[..., :c], count))
-        mine = {name: measures(layer, mask, norm) | {"mask": mask} for name, mask in chosen.items()}
-        for name in ("bound", "centred"):
-            differ = (mine[name]["mask"] != mine["top"]["mask"]).any(-1)
-            for what in ("weighted", "theta", "lost", "l1"):
-                oracle.setdefault(f"{name}_{what}", []).append((mine[name][what] < mine["top"][what])[differ])
-            oracle.setdefault(f"{name}_mean", []).append(mine[name]["l1"].flatten())
-        oracle.setdefault("top_mean", []).append(mine["top"]["l1"].flatten())
-        first = (a * whole(top(share, count // 2))).sum(-1)
-        base = measures(layer, held[:, :, None], norm)
+        count, plain, tail = int(held[0, 0, :c].sum()), norm_c[:, :, None], torch.ones_like(a[..., c:], dtype=torch.bool)
+        mixed = plain[..., torch.randperm(c, generator=torch.Generator().manual_seed(0))]
+        best = torch.cat([top(share, count), tail], -1)
+        first = (a * torch.cat([top(share, count // 2), tail], -1)).sum(-1) > 0.5
+        base, topped = measures(layer, held[:, :, None], norm), measures(layer, best, norm)
         error = (a.masked_fill(held[:, :, None].expand_as(a), 0.0) * centred).sum(-1) / base["mass"].clamp_min(1e-300)
-        parts.append(
-            {
-                "norm_cv": (norm_c.std(-1) / norm_c.mean(-1)).mean(),
-                "norm_later_rank": _correlation(_ranks(norm_c), _ranks(later)).mean(),
-                "norm_centred": _correlation(norm_c[:, :, None].expand_as(share), centred[..., :c]).mean(),
-                "size_of_o": (o.abs().sum(-1) / (a @ norm[..., None])[..., 0]).mean(),
-                "cancelled": (1 - base["l1"] / error.clamp_min(1e-300)).mean(),
-                "sink_mass": a[..., 0].mean((0, 2)).max(),
-                "sink_norm": (norm[..., 0] / norm.mean(-1)).mean(),
-                "score_later_rank": _correlation(_ranks(score), _ranks(later)).mean(),
-                "mass": base["mass"].mean(),
-                "oracle_mass": mine["top"]["mass"].mean(),
-                "assumption": (first > 0.5).double().mean(),
-            }
-        )
-    line = {name: round(sum(p[name].item() for p in parts) / len(parts), 4) for name in parts[0]}
-    line["sink_mass"] = round(max(p["sink_mass"].item() for p in parts), 4)
-    return line | {f"oracle_{name}": round(torch.cat(one).double().mean().item(), 4) for name, one in oracle.items()}
+        found = {
+            "norm_cv": norm_c.std(-1) / norm_c.mean(-1),
+            "norm_later_rank": _correlation(_ranks(norm_c), _ranks(later)),
+            "norm_centred": _correlation(plain.expand_as(share), centred[..., :c]),
+            "aligned": o.abs().sum(-1) / (a @ norm[..., None])[..., 0],
+            "cancelled": 1 - base["l1"] / error.clamp_min(1e-300),
+            "sink_mass": a[..., 0].mean((0, 2)),
+            "sink_norm": norm[..., 0] / norm.mean(-1),
+            "score_later_rank": _correlation(_ranks(score), _ranks(later)),
+            "mass": base["mass"],
+            "oracle_mass": topped["mass"],
+            "assumption": first.double(),
+            "top_l1": topped["l1"],
+        }
+        for name, weight, eps in (("bound", plain, EPS), ("eps=0", plain, 0.0), ("shuffled", mixed, EPS), ("centred", centred[..., :c], 0.0)):
+            mask = torch.cat([two_stage(share, weight, count, eps), tail], -1)
+            mine, differ = measures(layer, mask, norm), (mask != best).any(-1)
+            found[f"{name}_l1"] = mine["l1"]
+            for what in LADDER if name in ("bound", "eps=0") else ("l1",):
+                won = mine[what] < topped[what]
+                found[f"{name}_{what}_lower"] = won[differ].double()
+                if what in ("theta", "l1"):
+                    found[f"{name}_{what}_lower_assumed"] = won[differ & first].double()
+        for name, value in found.items():
+            parts.setdefault(name, []).append(value.flatten())
+    line = {name: round(torch.cat(one).mean().item(), 4) for name, one in parts.items()}
+    return line | {"sink_mass_max": round(torch.cat(parts["sink_mass"]).max().item(), 4)}
 
 
 def _ranks(x: Tensor) -> Tensor:
@@ -306,8 +313,21 @@ def study(name: str, rows: int, emit: Any) -> None:
                 line |= {"right": [round(text.right(logits), 4) for _, logits in pair], "right_full": round(text.right(full), 4)}
                 line["kl"] = [round(_divergence(full, logits), 5) for _, logits in pair]
                 line["nats"] = [round(_nats(logits, text), 4) for logits in (pair[0][1], pair[1][1], full)]
+                if text.batch:
+                    line["records_kept"] = [round(_recorded(tokens[:, :n], kept), 4) for kept, _ in pair]
                 emit({"what": "compare", **head, "variant": variant, **line})
-            emit({"what": "why", **head, **explain(layers, norms, done[f"snapkv { {'window': WINDOW} }"][0], n, WINDOW)})
+            why = explain(layers, norms, done[f"snapkv {dict(window=WINDOW)}"][0], n, WINDOW)
+            if text.batch:
+                record = (tokens[:, :n] >= tasks.KEYS.start)[:, None].double()
+                per_head = [((no[..., :n] * record).sum(-1) / record.sum(-1), (no[..., :n] * (1 - record)).sum(-1) / (1 - record).sum(-1)) for no in norms]
+                why["record_norm"] = round(torch.stack([a / b for a, b in per_head]).mean().item(), 4)
+            emit({"what": "why", **head, **why})
+
+
+def _recorded(prompt_Bn: Tensor, kept: list[Tensor]) -> float:
+    """The share of the records' tokens that is kept."""
+    record = (prompt_Bn >= tasks.KEYS.start)[:, None]
+    return (torch.stack(kept)[..., : record.shape[-1]] & record).sum().item() / (record.sum().item() * len(kept) * kept[0].shape[1])
 
 
 def _divergence(full_BSV: Tensor, other_BSV: Tensor) -> float:

@@ -120,6 +120,11 @@ class Policy:
         return "all" if self.statistics else self.score.rows
 
     @property
+    def remembers(self) -> bool:
+        """Rows of generated tokens count although none evicts: a later turn's prompt will."""
+        return bool(self.statistics) and self.schedule == "prompt" and self.scope.turns != "first"
+
+    @property
     def aligned(self) -> bool:
         """Heads whose scores are the same hold the same tokens."""
         return self.over_heads is None and self.selection is None
