@@ -76,7 +76,8 @@ class Call:
         """The used slots, as a backend takes them."""
         slots = self.slots
         keys, values, positions = slots.view()
-        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.extents)
+        grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
+        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.extents, grown)
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
         """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those

@@ -17,6 +17,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
     with torch.no_grad():
+        slots.make_room()
         if now.recording:
             slots.note(call.cache.shared)
         slots.write(k_BH1D, v_BH1D, positions_B1, call.step_entry(k_BH1D, v_BH1D, positions_B1))
@@ -24,10 +25,10 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), positions_B1)
     q_BHGD = q_BHG1D[:, :, :, 0]
     evicting = score is not None and slots.evicting
-    wanted = evicting and call.policy.rows != "none" or score is not None and call.policy.remembers
+    wanted = (evicting and call.policy.rows != "none") or (score is not None and call.policy.remembers)
     out, p_BHGT = backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted)
     with torch.no_grad():
-        if p_BHGT is not None:
+        if wanted and p_BHGT is not None:
             _observe(call, p_BHGT, keys, newest_B11, t)
         if evicting:
             _evict(call, newest_B11, t)

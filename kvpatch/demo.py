@@ -28,6 +28,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "keyformer": {},
     "snapkv": {"window": 8},  # its 32 would fill the whole budget of a prompt as short as these
     "tova": {},
+    "critical_adakv": {"window": 8},  # its heads hold different numbers of tokens
 }
 KS = (0.5, 0.2)
 

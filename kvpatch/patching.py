@@ -7,12 +7,15 @@ and everything else lives in that cache. A forward without one runs the model's 
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
@@ -24,6 +27,7 @@ from .hooks import Settings, attention_forward, before_decoder, wrap_generate
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
+from .storage import load, save
 
 BACKENDS = ("auto", "torch")
 _MISSING = object()
@@ -178,6 +182,21 @@ class _Target:
                     f"positions='renumbered' does not work for {adapter.name}: {adapter.why_not}. Use positions='original'."
                 )
 
+    def identity(self) -> dict[str, Any]:
+        """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
+        digest = hashlib.sha256()
+        for name, parameter in self.decoder.named_parameters():
+            few = parameter.detach().flatten()[:16]
+            digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
+        module, adapter = self.attentions[0]
+        heads, head_dim = adapter.kv_shape(module)
+        kind = type(self.decoder).__name__
+        shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
+        return {"class": kind, **shape, "dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
+
+    def device(self) -> torch.device:
+        return next(self.decoder.parameters()).device
+
     def bytes_per_token(self) -> int:
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
@@ -205,6 +224,7 @@ class Patch:
     ) -> None:
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered = block, renumbered
+        self._target = target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
         self._undo = ExitStack()
@@ -255,6 +275,22 @@ class Patch:
         if past is not None:
             cache.absorb(past)
         return cache
+
+    def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
+        """Write a compressed cache, with its scores, to a safetensors file.
+
+        Raises:
+            KVPatchError: the cache is empty or in the middle of a prompt.
+        """
+        save(cache, path, self._target.identity())
+
+    def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
+        """A cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
+
+        Raises:
+            KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
+        """
+        return load(self, path, self._target.identity(), self._target.device())
 
     def report(self) -> Report:
         """What the last run kept and cost.

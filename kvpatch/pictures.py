@@ -69,6 +69,25 @@ def every_head(kept_LHN: Tensor, title: str) -> Any:
     return axes.figure
 
 
+def budgets(held_LH: Tensor, title: str) -> Any:
+    """Tokens that each head holds, a line per layer and a cell per head."""
+    L, H = held_LH.shape
+    axes = _figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained").add_subplot()
+    image = axes.imshow(held_LH.numpy(), cmap="Blues", vmin=0, aspect="auto")
+    middle = held_LH.max() / 2
+    for layer in range(L if H * L <= 512 else 0):
+        for head in range(H):
+            n = int(held_LH[layer, head])
+            axes.text(head, layer, n, ha="center", va="center", fontsize=7, color="white" if n > middle else "black")
+    axes.set_xticks(range(H))
+    axes.set_yticks(range(L))
+    axes.set_xlabel("KV head")
+    axes.set_ylabel("layer")
+    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    axes.figure.colorbar(image, label="tokens held")
+    return axes.figure
+
+
 def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     """Policies below one another, a column per budget; colour: the share of a layer's heads that kept a token."""
     depth = max(map(len, columns))

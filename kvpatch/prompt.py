@@ -161,9 +161,11 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor)
         slots.state.pop("tail", None)
     if index is not None and kept is not None and max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1):
         slots.slack = 0 if slots.evicting else call.cache.new_tokens or SLACK
-        slots.settle_ragged(index, kept, [need + slots.slack for need in needs])
+        # an evicting head's slots are all in use while it attends, once it is full
+        filled = needs if slots.evicting else counts
+        slots.settle_ragged(index, kept, [need + slots.slack for need in needs], filled)
     elif not slots.evicting:
-        slots.settle(index, kept, held + (call.cache.new_tokens or held // 4 + 16))
+        slots.settle(index, kept, held + (call.cache.new_tokens or held // SLACK + SLACK))
     elif slots.holes or not slots.filling:
         slots.settle(index, kept, max(keeps) + 1)
         slots.used = max(keeps) + 1

@@ -15,44 +15,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WASTE = 50  # capacities are rounded up by at most a fiftieth of their mean, so that many heads make few runs
+FEW = 64  # heads; of more, capacities are rounded up, so that many heads make few runs
+WASTE = 50  # by a fiftieth of their mean at most
 
 
 @dataclass
 class Run:
-    """Heads (of the flattened B*H) of one capacity whose stretches follow each other from row `begin` on."""
+    """Heads (of the flattened B*H) of one capacity whose stretches follow each other from row `begin` on.
 
-    heads: Tensor
+    filled: slots that each of them had in use when the extents were made; None where they differ.
+    """
+
+    heads: Tensor | slice
+    count: int
     begin: int
     capacity: int
+    filled: int | None
 
     def of(self, rows_RD: Tensor) -> Tensor:
         """The run's part of flat keys or values, as a view [heads, capacity, D]."""
-        n = len(self.heads)
-        return rows_RD[self.begin : self.begin + n * self.capacity].view(n, self.capacity, -1)
+        return rows_RD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
 
 
 class Extents:
-    """Where the slots of each head lie. capacities: one per head of the flattened B*H, rounded up unless `exactly`."""
+    """Where the slots of each head lie.
 
-    def __init__(self, capacities: list[int], device: torch.device, exactly: bool = False) -> None:
-        step = 1 if exactly else max(sum(capacities) // (WASTE * len(capacities)), 1)
-        self.capacities = [-(-capacity // step) * step for capacity in capacities]
+    capacities: slots of each head of the flattened B*H, rounded up where there are many heads unless `exactly`. filled:
+    slots in use; while decoding all heads grow alike, or none does.
+    """
+
+    def __init__(self, capacities: list[int], filled: list[int], device: torch.device, exactly: bool = False) -> None:
+        many = len(capacities) > FEW and not exactly
+        step = max(sum(capacities) // (WASTE * len(capacities)), 1) if many else 1
+        self.capacities, self.filled = [-(-capacity // step) * step for capacity in capacities], filled
         self.width = max(self.capacities)
         self.runs: list[Run] = []
         begins, row = [0] * len(capacities), 0
         for capacity in sorted(set(self.capacities)):
             heads = [n for n, own in enumerate(self.capacities) if own == capacity]
-            self.runs.append(Run(torch.tensor(heads, device=device), row, capacity))
+            used = {filled[n] for n in heads}
+            adjacent = heads[-1] - heads[0] + 1 == len(heads)
+            index = slice(heads[0], heads[-1] + 1) if adjacent else torch.tensor(heads, device=device)
+            self.runs.append(Run(index, len(heads), row, capacity, used.pop() if len(used) == 1 else None))
             for n in heads:
                 begins[n], row = row, row + capacity
         self.rows = row
         self.begin_N = torch.tensor(begins, device=device)
+        # whether some slots must be masked, whatever the geometry
+        self.uneven = any(run.filled is None for run in self.runs)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Head and column of every row, [R] each."""
         device = self.begin_N.device
-        head = torch.cat([run.heads.repeat_interleave(run.capacity) for run in self.runs])
+        lengths = torch.tensor(self.capacities, device=device)
+        order = self.begin_N.argsort()
+        head = order.repeat_interleave(lengths[order])
         return head, torch.arange(self.rows, device=device) - self.begin_N[head]
 
     def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
@@ -72,14 +89,14 @@ class Extents:
 
     def select(self, heads_N: Tensor) -> tuple[Extents, Tensor]:
         """The extents of these heads, in this order and repeatedly where asked, and the rows [R'] to take for them."""
-        mine = [self.capacities[n] for n in heads_N.tolist()]
-        new = Extents(mine, heads_N.device, exactly=True)
+        mine = heads_N.tolist()
+        new = Extents([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device, exactly=True)
         head, column = new.places()
         return new, self.begin_N[heads_N[head]] + column
 
     def grow(self, rows_RD: Tensor, more: int) -> tuple[Extents, Tensor]:
         """The extents with `more` free slots for every head, and the rows moved into them."""
-        new = Extents([capacity + more for capacity in self.capacities], rows_RD.device, exactly=True)
+        new = Extents([capacity + more for capacity in self.capacities], self.filled, rows_RD.device, exactly=True)
         head, column = self.places()
         moved = rows_RD.new_zeros(new.rows, rows_RD.shape[-1])
         moved[new.begin_N[head] + column] = rows_RD

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from os import PathLike
 from typing import Any
@@ -24,7 +24,8 @@ class Report:
 
     seen: tokens that went through the cache (columns, padding included). positions: per layer [B,H,T], -1 for an empty
     slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
-    lengths: tokens of each row, padding left out.
+    lengths: tokens of each row, padding left out. mass: per layer [B,H], the share of the prompt's attention, as far as the
+    policy looked at it, that fell on what was kept; None where it did not look, or kept all.
     """
 
     policy: str
@@ -36,6 +37,7 @@ class Report:
     full_nbytes: int
     positions: list[Tensor]
     lengths: tuple[int, ...] = ()
+    mass: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -58,6 +60,7 @@ class Report:
             full_nbytes=full,
             positions=[cache.positions(index) for index in filled],
             lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
+            mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
         )
 
     @property
@@ -100,6 +103,7 @@ class Report:
             "nbytes": self.nbytes,
             "full_nbytes": self.full_nbytes,
             "held": self.held().tolist(),
+            "mass": [None if mass is None else mass.tolist() for mass in self.mass],
         }
 
     def __str__(self) -> str:
@@ -115,6 +119,11 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({self.share:.0%})"))
+        masses = [mass for mass in self.mass if mass is not None]
+        if masses:
+            mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
+            words = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
+            rows.append(("attention kept", words))
         rows.append(("attention by", self.backend))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -147,14 +156,25 @@ class Report:
             lines.append(f"layer {layer:>2} |{''.join(map(block, cells))}| {share.mean():.0%}")
         return "\n".join(lines)
 
-    def plot(self, path: str | PathLike[str], row: int = 0) -> None:
-        """Save a picture of what one batch row kept: a line per layer and head, a column per token of the text.
+    def plot(self, path: str | PathLike[str], row: int = 0, what: str = "kept") -> None:
+        """Save a picture of one batch row.
+
+        Args:
+            path: of the picture, such as "kept.png".
+            row: of the batch.
+            what: "kept", a line per layer and head and a column per token of the text; or "budgets", a heat map of how many
+                tokens each head of each layer holds.
 
         Raises:
-            KVPatchError: matplotlib is missing, `path` cannot be written, or there is no such row.
+            KVPatchError: matplotlib is missing, `path` cannot be written, or there is no such row or picture.
         """
         title = f"{self.policy}: {self._budget()}, {self.share:.0%} of the full cache's bytes"
-        pictures.save(pictures.every_head(self.kept(row), title), path)
+        if what == "kept":
+            pictures.save(pictures.every_head(self.kept(row), title), path)
+        elif what == "budgets":
+            pictures.save(pictures.budgets(self.kept(row).sum(-1), title), path)
+        else:
+            raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
 
 
 _WHEN = {"prompt": "after the prompt", "decode": "while generating", "both": "after the prompt and while generating"}

@@ -22,7 +22,7 @@ from .policies.scores import Limits, accumulator
 from .ragged import Extents
 
 JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
-SLACK = 64  # free slots of a head that does not evict, when its stretch of a ragged layer is made or outgrown
+SLACK = 32  # free slots of a head that does not evict, when its stretch of a ragged layer is made or outgrown
 
 
 @dataclass
@@ -223,8 +223,6 @@ class SlotLayer(CacheLayerMixin):
         if self.free_BH is None:
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
-        if self.extents is not None and not self.evicting and self.grown == self.slack:
-            self._grow()
         self.write_kv(k_BH1D, v_BH1D)
         self.write_entry(entry)
         B, H, _ = self.positions.shape
@@ -296,11 +294,11 @@ class SlotLayer(CacheLayerMixin):
         if kept_BHK is not None:
             self.positions[:, :, : self.used].masked_fill_(~kept_BHK, -1)
 
-    def settle_ragged(self, index_BHK: Tensor, kept_BHK: Tensor, capacities: list[int]) -> None:
+    def settle_ragged(self, index_BHK: Tensor, kept_BHK: Tensor, capacities: list[int], filled: list[int]) -> None:
         """End of a prompt whose heads keep different numbers of tokens: a stretch of `capacities` slots for each."""
         assert self.keys is not None and self.values is not None
         with torch.no_grad():
-            extents = Extents(capacities, self.keys.device)
+            extents = Extents(capacities, filled, self.keys.device)
             self.keys, self.values = (extents.pack(t, index_BHK, kept_BHK) for t in (self.keys, self.values))
             K, C = index_BHK.shape[-1], extents.width
             self.positions = _padded(self.positions.gather(2, index_BHK).masked_fill(~kept_BHK, -1), C, -1)
@@ -322,9 +320,11 @@ class SlotLayer(CacheLayerMixin):
         self.extents, self.slack, self.grown = None, 0, 0
         self.free_BH, self.used, self.holes = None, C, True
 
-    def _grow(self) -> None:
-        """Room for SLACK more tokens of each head of a ragged layer."""
-        assert self.extents is not None and self.keys is not None and self.values is not None
+    def make_room(self) -> None:
+        """Room for SLACK more tokens of each head, where a ragged layer that does not evict has none left."""
+        if self.extents is None or self.evicting or self.grown < self.slack:
+            return
+        assert self.keys is not None and self.values is not None
         extents = self.extents
         self.extents, self.keys = extents.grow(self.keys, SLACK)
         _, self.values = extents.grow(self.values, SLACK)

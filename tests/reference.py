@@ -261,7 +261,7 @@ class Oracle:
         b = budget(self.k, of)
         if b is None or "pyramid" not in o["wrap"]:
             return [b] * L
-        return list(pyramid(b, L, o["beta"], o.get("window", 0), None if o["schedule"] == "decode" else self.n))
+        return list(pyramid(b, L, o["beta"], o.get("window", 0), None if o["schedule"] == "decode" else of))
 
     # Forward
 

@@ -32,7 +32,19 @@ ARGUMENTS = [
     ({"policy": "h20"}, r"Unknown policy 'h20'\. Did you mean 'h2o'\? Known: full, random"),
     ({"policy": "keyformr"}, r"Did you mean 'keyformer'"),
     ({"policy": 3}, r"Unknown policy 3"),
-    ({"policy": "adakv"}, r"Policy 'adakv' is not in this version of kvpatch\. Available: full"),
+    ({"policy": "adakw"}, r"Unknown policy 'adakw'\. Did you mean 'adakv'\?"),
+    ({"policy": "adakv", "floor": 1.5}, r"floor=1\.5 must be a share of the uniform budget, in \[0, 1\]"),
+    ({"policy": "adakv", "floor": -0.1}, r"floor=-0\.1 must be a share"),
+    ({"policy": "adakv", "floor": NAN}, r"floor=nan must be a share"),
+    ({"policy": "pyramidkv", "beta": 0.5}, r"beta=0\.5 must be a number of at least 1: the last layer gets budget / beta"),
+    ({"policy": "pyramidkv", "beta": "steep"}, r"beta='steep' must be a number"),
+    ({"policy": "pyramidkv", "k": [0.5, 0.2]}, r"k is a list, but policy 'pyramidkv' divides one budget over the layers"),
+    ({"policy": "critical_snapkv", "alpha": 2}, r"alpha=2 must be a number in \[0, 1\]"),
+    ({"policy": "critical_snapkv", "eps": -1}, r"eps=-1 must be a number in \[0, 1\]"),
+    ({"policy": "critical_snapkv", "norm": 3}, r"norm=3 must be 1 or 2"),
+    ({"policy": "critical_adakv", "schedule": "decode"}, r"schedule='decode': policy 'critical_adakv' scores tokens"),
+    ({"policy": "h2o", "turns": "each"}, r"turns='each' says what later prompts.*schedule='both' does not allow"),
+    ({"policy": "snapkv", "turns": "last"}, r"turns='last' must be one of 'all', 'each', 'first'"),
     ({"policy": "h2o", "windw": 3}, r"Policy 'h2o' has no option 'windw'\. It has: sinks, recent, protect"),
     ({"policy": "keyformer", "nois": "none"}, r"no option 'nois'\. Did you mean 'noise'\?"),
     ({"policy": "keyformer", "noise": "loud"}, r"noise='loud' must be 'gumbel', 'gaussian', 'constant' or 'none'"),
@@ -53,9 +65,12 @@ ARGUMENTS = [
     ({"policy": "h2o", "protect": "abc"}, r"protect='abc' must be a boolean mask"),
     ({"policy": "h2o", "protect": [0.5]}, r"protect= has dtype torch\.float32"),
     ({"schedule": "always"}, r"schedule='always' must be one of 'prompt', 'decode', 'both'"),
-    ({"block": 64}, r"block=64: block-wise eviction is not in this version"),
-    ({"positions": "renumbered"}, r"positions='renumbered' is not in this version"),
-    ({"positions": "new"}, r"positions='new' is unknown; use positions='original'"),
+    ({"block": 0}, r"block=0 must be a number of tokens, at least 1"),
+    ({"block": 2.5}, r"block=2\.5 must be a number of tokens"),
+    ({"block": True}, r"block=True must be a number of tokens"),
+    ({"block": 8, "schedule": "decode"}, r"block=8 evicts while the prompt is read, but schedule='decode' keeps the prompt"),
+    ({"block": 8, "shared": True}, r"block=8: with shared=True a layer's choice needs the scores that later layers"),
+    ({"positions": "new"}, r"positions='new' is unknown; use 'original' or 'renumbered'"),
     ({"backend": "flash"}, r"backend='flash' is not in this version"),
     ({"backend": "cuda"}, r"Unknown backend 'cuda'"),
     ({"seed": 1.5}, r"seed=1\.5 must be an int"),
@@ -69,6 +84,43 @@ def test_bad_arguments(arguments, words):
     with pytest.raises(KVPatchError, match=words), kvpatch.patched(model, **arguments):
         pass
     assert snapshot(model) == before
+
+
+def test_combinations_that_make_no_sense():
+    policies = kvpatch.policies
+    for base in ("window", "streaming_llm", "dilated_window", "key_norm"):
+        with pytest.raises(KVPatchError, match=rf"score of policy 'critical_{base}' is no weight: it may be negative"):
+            policies.critical(base)
+    with pytest.raises(KVPatchError, match=r"adaptive\('full'\): 'full' never evicts"):
+        policies.adaptive("full")
+    with pytest.raises(KVPatchError, match=r"schedule='decode': policy 'adaptive_h2o' divides its budget over heads where"):
+        policies.adaptive(kvpatch.get_policy("h2o").with_options(schedule="decode"))
+    with pytest.raises(KVPatchError, match=r"Unknown policy 'rocko'\. Did you mean 'roco'"):
+        policies.pyramid("rocko")
+    with pytest.raises(KVPatchError, match=r"has no option 'alfa'\. Did you mean 'alpha'\?"):
+        policies.critical("roco", alfa=0.2)
+    with pytest.raises(KVPatchError, match=r"over_heads=0\.2 is not a kvpatch Adaptive"):
+        kvpatch.Policy("mine", kvpatch.get_policy("h2o").score, over_heads=0.2)
+
+
+def test_renumbering_is_refused_where_positions_are_inside_the_keys():
+    words = r"positions='renumbered' does not work for gpt2: its positions are added to the hidden states"
+    with pytest.raises(KVPatchError, match=words), kvpatch.patched(make("gpt2"), "h2o", positions="renumbered"):
+        pass
+    patch = kvpatch.patch(make("llama"), "window", 0.5, positions="renumbered")
+    with pytest.raises(KVPatchError, match="holds keys at their original positions"):
+        patch.new_cache(DynamicCache())
+
+
+def test_a_renumbered_gptj_says_when_a_head_would_hold_too_much():
+    """Its table of positions is finite; what a head holds must fit, the text need not."""
+    model, ids = make("gptj"), prompt(1, 600)
+    patch = kvpatch.patch(model, "window", 100, positions="renumbered")
+    with pytest.raises(KVPatchError, match=r"A head would hold 600 tokens, but this model has 512 positions: lower k"):
+        model(ids)
+    patch.remove()
+    with kvpatch.patched(model, "window", 100, positions="renumbered", block=50), torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
 
 
 def test_bad_models():

@@ -751,8 +751,21 @@ def test_adaptive_ties_go_to_the_higher_position_then_to_the_lower_head() -> Non
     assert reference.adaptive([0, 0], [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}], 0, 3) == ([2, 1], 1.0)
     assert reference.adaptive([0, 0], [{0: 2.0, 1: 2.0}, {0: 2.0, 1: 2.0}], 0, 3) == ([2, 1], math.inf)
     # Live before dead, whatever the score; protected tokens count in the floor.
-    assert reference.adaptive([0, 0], [{0: 9.0, 1: 2.0}, {0: 9.0, 1: 1.0}], 0, 2, lambda i: i == 0)[0] == [1, 1]
+    assert reference.adaptive([0, 0], [{0: 9.0, 1: 2.0, 2: 3.0}, {0: 9.0, 1: 1.0}], 0, 2, lambda i: i == 0)[0] == [2, 0]
     assert reference.adaptive([2, 0], [{0: 9.0, 1: 5.0}, {0: 3.0, 1: 1.0, 2: 0.5}], 2, 5)[0] == [3, 2]
+    # The gap of a head's own first token, 1 and 0.9, is smaller than that of 4 and 3 among the others.
+    s = [{0: 1.0, 1: 0.9, 2: 0.1}, {0: 5.0, 1: 4.0, 2: 3.0}]
+    assert reference.adaptive([0, 0], s, 1, 3) == ([1, 2], pytest.approx(0.1))
+
+
+def test_adaptive_guarantees_the_nominal_protected_size() -> None:
+    """RoCo, two recent and one by deviation, b = 3, floor 0: three tokens are guaranteed, also to the first head, where
+    the one of largest deviation is recent anyway. So the 0.97 of the second head finds no place."""
+    first = [[1.0], [0.4, 0.6], [0.3, 0.69, 0.01], [0.05, 0.19, 0.75, 0.01]]
+    second = [[1.0], [0.02, 0.98], [0.02, 0.97, 0.01], [0.02, 0.96, 0.01, 0.01]]
+    given = {"policy": "roco", "recent": 2, "protected": 1, "wrap": ("adaptive",), "floor": 0}
+    table = Table([[logs(first), logs(second)]], kv_heads=2)
+    assert run(table, [0] * 4, [], k=3, **given).kept == [[[[1, 2, 3], [0, 2, 3]]]]
 
 
 # Two-stage selection
@@ -951,6 +964,10 @@ def test_blocks_have_the_budget_of_the_whole_prompt() -> None:
     a = run(table, [0] * 10, [], policy="window", k=0.4, block=5, protect=mask).logits
     assert [i for i in range(10) if a[5, i] > 0] == [0, 2, 3, 4, 5]  # 6 is not read yet and takes no place
     assert run(table, [0] * 10, [], policy="window", k=0.4, block=5, protect=mask).kept == [[[[0, 6, 8, 9]]]]
+    mask = [i in (6, 8) for i in range(10)]  # nor does what is not read yet take the place of a sink
+    result = run(table, [0] * 10, [], policy="window", k=0.4, block=5, protect=mask, sinks=3)
+    assert [i for i in range(10) if result.logits[5, i] > 0] == [0, 1, 2, 4, 5]
+    assert result.kept == [[[[0, 1, 6, 8]]]]
 
 
 def test_a_block_observes_with_its_own_rows() -> None:
@@ -1137,6 +1154,17 @@ def test_adaptive_over_turns() -> None:
     again = run_turns(Table([x], kv_heads=2), [([0] * 4, []), ([0] * 3, [0])], k=2, **given)
     # Row 6 is even over 6 and over 4 keys: 1/6 each and 1/4 each, so that the second head takes all.
     assert [[len(head) for head in moment[0]] for moment in again.kept] == [[3, 1], [0, 4], [0, 4]]
+
+
+def test_pyramid_over_turns() -> None:
+    """n is all tokens of the row: 4, so that all layers have 5; then 8, and 2 * 5 - 8 = 2 for the last layer."""
+    talk = [(text(4), text(1)), (text(3), [])]
+    kept = run_turns(make("llama"), talk, policy="window", wrap=("pyramid",), k=5).kept
+    assert [[len(layer[0]) for layer in moment] for moment in kept] == [[4, 4, 4], [5, 5, 5], [8, 5, 2]]
+    # Where the budget is of the turn's own prompt, so is n: 4, and 2 * 3 - 4 = 2 for the last layer.
+    given = {"policy": "window", "wrap": ("pyramid",), "k": 3, "turns": "each", "schedule": "prompt"}
+    kept = run_turns(make("llama"), [(text(4), text(1)), (text(4), [])], **given).kept
+    assert [[len(layer[0]) for layer in moment] for moment in kept] == [[4, 3, 2], [5, 4, 3], [9, 7, 5]]
 
 
 def test_errors_of_turns() -> None:

@@ -27,10 +27,10 @@ def test_numbers_by_hand(window):
     # the fifth new token is never fed, so 24 columns were seen, 24 and 16 tokens of the rows' own
     assert (window.seen, window.lengths) == (24, (24, 16))
     assert window.held().tolist() == [[[10, 10], [6, 6]], [[5, 5], [3, 3]]]
-    # 2 rows, 2 KV heads, keys and values of 8 float32; a layer holds its larger row's budget and one free slot
-    token = 2 * 2 * 2 * 8 * 4
-    assert (window.nbytes, window.full_nbytes) == ((11 + 6) * token, 2 * 24 * token)
-    assert window.share == pytest.approx(17 / 48)
+    # 2 KV heads, keys and values of 8 float32; each row of a layer holds its budget and one free slot
+    token = 2 * 2 * 8 * 4
+    assert (window.nbytes, window.full_nbytes) == ((11 + 7 + 6 + 4) * token, 2 * 2 * 24 * token)
+    assert window.share == pytest.approx(28 / 96)
 
 
 def test_kept_are_the_newest(window):
@@ -48,7 +48,7 @@ def test_table_and_dict(window):
     assert "24 columns; the rows' own: 16 to 24" in text
     assert "3 to 10" in text
     assert "6 to 10, 3 to 5" in text
-    assert f"{17 * 256:,} of {48 * 256:,} in full (35%)" in text
+    assert f"{28 * 128:,} of {96 * 128:,} in full (29%)" in text
     numbers = json.loads(json.dumps(window.to_dict()))
     assert numbers["budget"] == [0.5, 0.25]
     assert numbers["held"][1][0] == [5, 5]
@@ -141,3 +141,42 @@ def test_an_empty_slot_is_no_token():
     report = Report("mine", "both", (2,), "torch", 5, 1, 1, [torch.tensor([[[3, -1, 0]]])], (5,))
     assert report.kept().tolist() == [[[True, False, False, True, False]]]
     assert report.held().tolist() == [[[2]]]
+
+
+def test_budgets_and_mass():
+    """What each head holds as a heat map, and the share of the prompt's attention that fell on what was kept."""
+    model, ids = tiny.make("llama_gqa"), tiny.prompt(2, 40)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 10) as patch:
+        cache = patch.new_cache()
+        model(ids, past_key_values=cache)
+        report = patch.report()
+    p = torch.stack(_attention(model, ids))  # [L,B,Hq,n,n]
+    received = p.sum(3).unflatten(2, (2, 2)).mean(3)  # [L,B,H,n]
+    for layer, mass in enumerate(report.mass):
+        assert mass.shape == (2, 2)
+        for row in range(2):
+            kept = report.kept(row)[layer]
+            if layer == 0:  # later layers' inputs are the full cache's too: the prompt is attended to exactly
+                assert kept.sum(-1).tolist() == [10, 10]
+            want = (received[layer, row] * kept).sum(-1) / received[layer, row].sum(-1)
+            torch.testing.assert_close(mass[row], want, atol=1e-4, rtol=0)
+    assert "attention kept" in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["mass"][0][0][0] == pytest.approx(float(report.mass[0][0, 0]))
+
+
+def _attention(model, ids):
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        return model(ids, output_attentions=True).attentions
+
+
+def test_a_heat_map_of_budgets(tmp_path):
+    model, ids = tiny.make("llama_gqa"), tiny.prompt(1, 40)
+    with torch.no_grad(), kvpatch.patched(model, "adakv", 12, window=4) as patch:
+        cache = patch.new_cache()
+        model(ids, past_key_values=cache)
+        report = patch.report()
+    report.plot(tmp_path / "budgets.png", what="budgets")
+    assert (tmp_path / "budgets.png").stat().st_size > 1000
+    with pytest.raises(kvpatch.KVPatchError, match=r"what='bugdets' is no picture; give 'kept' or 'budgets'"):
+        report.plot(tmp_path / "x.png", what="bugdets")

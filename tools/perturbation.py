@@ -1,6 +1,6 @@
 """What eviction does to attention's output, head by head: does CriticalKV's selection lower it [CriticalKV 4.6]?
 
-    python -m tools.perturbation --json benchmarks/perturbation.jsonl         every model, about ten minutes on one core
+    python -m tools.perturbation --json benchmarks/perturbation.jsonl         every model, seven CPU minutes on one core
     python -m tools.perturbation --models llama-0 --rows 8                    a quick look
     python -m tools.perturbation --markdown benchmarks/perturbation.jsonl     the tables of docs/perturbation.md
 
@@ -12,7 +12,6 @@ kept ones (tokens behind the prompt are always kept), u_i = v_i W_O the projecte
     l1 = ||o - o^||_1 = ||sum over the evicted of a_i (u_i - o)||_1 / m          what is measured, exactly
     theta = sum over the evicted of a_i ||u_i||_1 + (1/m - 1) sum over K of a_i ||u_i||_1 >= l1     [Theorem 3.3]
     weighted = sum over the evicted of a_i ||u_i||_1 >= ||lost||_1               what the second stage minimises
-
     sink s = ||o - o^||_1 / (1 - s) if one more key with no value, always kept, took the share s of the attention
 
 `lost` is sink s for s -> 1: a head whose attention sits on a sink renormalises nothing. No model here has such heads.
@@ -21,9 +20,11 @@ Dimension key: L layers, B rows, N query heads, Q queries behind the prompt, T t
 
 import json
 import random
-import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 import typer
 from einops import rearrange, repeat
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpatch
 from kvpatch.arch import adapter_of
@@ -44,7 +45,8 @@ from . import tasks, train
 BUDGETS, WINDOW, EPS = (0.1, 0.2, 0.4), 8, 1e-4
 MODELS = ("llama-0", "llama-1", "llama-2", "mistral-0", "mpt-0", "gptj-0", "gpt2-0", "llama-python")
 STUDIED = ("llama-0", "mistral-0", "llama-python")
-"""The models that get every variant."""
+EVERYWHERE = ("snapkv", "adakv", "norm=2")
+"""Models that get every variant, and variants that every model gets."""
 PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "snapkv": ("snapkv", "critical_snapkv", {}, {}),
     "adakv": ("adakv", "critical_adakv", {}, {}),
@@ -58,7 +60,7 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 SINKS = (0.5, 0.9)
 LADDER = ("weighted", "theta", "lost", *(f"sink {s}" for s in reversed(SINKS)), "l1")
 SPLIT = (0.01, 0.1, 0.5)
-"""Cases are split by the share of attention that the first policy loses."""
+"""Cases are split by the share of attention that is lost, the mean of both policies."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,16 @@ def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[La
     calls, hooks = [], []
     for module in model.modules():
         if adapter_of(module) is not None:
-            note = lambda module, args, kwargs, out: calls.append((module, args, kwargs, out))  # noqa: E731
-            hooks.append(module.register_forward_hook(note, with_kwargs=True))
-    run = model(tokens_BT, use_cache=True)
+            hooks.append(module.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True))
+    run = model(tokens_BT, past_key_values=DynamicCache(), use_cache=True)  # keeps what sliding windows have left, too
     for hook in hooks:
         hook.remove()
     layers, T = [], tokens_BT.shape[1]
     behind = torch.arange(start, T)[:, None] - torch.arange(T)  # how far key i lies before query t
     for (attn, args, kwargs, out), cached in zip(calls, run.past_key_values.layers, strict=True):
         adapter, k, v = adapter_of(attn), cached.keys, cached.values
-        q = adapter.project(attn, *args, **kwargs)[0] if args else adapter.project(attn, kwargs.pop("hidden_states"), **kwargs)[0]
+        hidden_BTE = args[0] if args else kwargs.pop("hidden_states")
+        q = adapter.project(attn, hidden_BTE, *args[1:], **kwargs)[0]
         site, group = Site(adapter, attn, k.shape[1]), q.shape[1] // k.shape[1]
         geometry, (rows_HGDE, _) = site.geometry(k.device), site.output_rows(v, group)
         k, v = (repeat(t, "b h t d -> b (h g) t d", g=group).double() for t in (k, v))
@@ -112,8 +114,10 @@ def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[La
     return layers, run.logits
 
 
-def kept_sets(model: PreTrainedModel, tokens_BT: Tensor, n: int, policy: str, k: float, **options: Any) -> tuple[list[Tensor], Tensor]:
-    """What each head holds of prompt and continuation, per layer a bool [B,N,T], and the logits [B,1+Q,V] from the prompt's end."""
+def kept_sets(
+    model: PreTrainedModel, tokens_BT: Tensor, n: int, policy: str, k: float, **options: Any
+) -> tuple[list[Tensor], Tensor]:
+    """What each head holds of prompt and continuation, a bool [B,N,T] per layer, and logits [B,1+Q,V] from the prompt's end."""
     with kvpatch.patched(model, policy, k, **options):
         fed = feed(model, tokens_BT, n)
     kept = []
@@ -167,10 +171,15 @@ def lower(base: Tensor, other: Tensor, differ: Tensor) -> float | None:
     return round((other < base)[differ].double().mean().item(), 4) if bool(differ.any()) else None
 
 
+def _stacked(layers: list[Layer], kept: list[Tensor], norms: list[Tensor]) -> dict[str, Tensor]:
+    """measures() of all layers, each [L,B,N,Q]."""
+    found = [measures(layer, one[:, :, None], norm) for layer, one, norm in zip(layers, kept, norms, strict=True)]
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
 def compare(layers: list[Layer], sets: tuple[list[Tensor], list[Tensor]], norms: list[Tensor]) -> dict[str, Any]:
     """Both kept sets against each other: shares of cases, heads and layers with a lower l1 under the second, and means."""
-    base, other = ([measures(la, kept[:, :, None], no) for la, kept, no in zip(layers, one, norms, strict=True)] for one in sets)
-    base, other = ({name: torch.stack([m[name] for m in one]) for name in one[0]} for one in (base, other))
+    base, other = (_stacked(layers, kept, norms) for kept in sets)
     differ = torch.stack([(a != b).any(-1) for a, b in zip(*sets, strict=True)])  # [L,B,N]
     cases = differ[..., None]
     line: dict[str, Any] = {
@@ -184,11 +193,15 @@ def compare(layers: list[Layer], sets: tuple[list[Tensor], list[Tensor]], norms:
     }
     for name in LADDER[:-1]:
         line[f"{name}_lower"] = lower(base[name], other[name], cases)
+        line[f"{name}_lower_heads"] = lower(base[name].mean((1, 3)), other[name].mean((1, 3)), differ.any(1))
     for name in ("l1", "layer_l1", "mass"):
         line[name] = [round(one[name].mean().item(), 4) for one in (base, other)]
-    gone, edges = 1 - base["mass"], (-1.0, *SPLIT, 2.0)
+    gone, edges = (
+        1 - (base["mass"] + other["mass"]) / 2,
+        (-1.0, *SPLIT, 2.0),
+    )  # of one alone would favour it below, the other above
     line["split"] = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         here = cases & (gone >= low) & (gone < high)
         means = [round(one["l1"][here].mean().item(), 4) if bool(here.any()) else None for one in (base, other)]
         line["split"].append([round(here.double().mean().item(), 4), lower(base["l1"], other["l1"], here), *means])
@@ -199,7 +212,7 @@ def explain(layers: list[Layer], norms: list[Tensor], kept: list[Tensor], n: int
     """What the criterion has to work with, and what it would choose if it knew the attention of each query.
 
     `layers` begin at the prompt's observation window; `kept` are the base policy's. Correlations are over the tokens before
-    the window (the candidates), means over heads; "rank": of ranks. aligned: ||o|| / sum a_i ||u_i||, one where all values point
+    the window (the candidates), means over heads; "rank": of ranks. aligned: ||o|| / sum a_i ||u_i||, one where values point
     one way. cancelled: the part of sum a_i ||u_i - o|| / m over the evicted that is not in l1. assumption: share of cases in
     which stage one holds more than half of the attention [Assumption 3.4].
     oracle: for each query alone, the top by a against two-stage by a, as many as the base keeps: "bound" as published,
@@ -212,7 +225,11 @@ def explain(layers: list[Layer], norms: list[Tensor], kept: list[Tensor], n: int
         o, later, norm_c = (a @ layer.v_BNTD) @ layer.w_NDE, a[..., :c].mean(2), norm[..., :c]
         centred = torch.cdist(o.float(), u.float(), p=1).double()
         share = a[..., :c] / a[..., :c].sum(-1, keepdim=True).clamp_min(1e-300)
-        count, plain, tail = int(held[0, 0, :c].sum()), norm_c[:, :, None], torch.ones_like(a[..., c:], dtype=torch.bool)
+        count, plain, tail = (
+            int(held[0, 0, :c].sum()),
+            norm_c[:, :, None],
+            torch.ones_like(a[..., c:], dtype=torch.bool),
+        )
         mixed = plain[..., torch.randperm(c, generator=torch.Generator().manual_seed(0))]
         best = torch.cat([top(share, count), tail], -1)
         first = (a * torch.cat([top(share, count // 2), tail], -1)).sum(-1) > 0.5
@@ -232,7 +249,9 @@ def explain(layers: list[Layer], norms: list[Tensor], kept: list[Tensor], n: int
             "assumption": first.double(),
             "top_l1": topped["l1"],
         }
-        for name, weight, eps in (("bound", plain, EPS), ("eps=0", plain, 0.0), ("shuffled", mixed, EPS), ("centred", centred[..., :c], 0.0)):
+        criteria = {"bound": (plain, EPS), "eps=0": (plain, 0.0), "shuffled": (mixed, EPS)}
+        criteria["centred"] = (centred[..., :c], 0.0)
+        for name, (weight, eps) in criteria.items():
             mask = torch.cat([two_stage(share, weight, count, eps), tail], -1)
             mine, differ = measures(layer, mask, norm), (mask != best).any(-1)
             found[f"{name}_l1"] = mine["l1"]
@@ -287,47 +306,44 @@ def texts(name: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str,
     return batches
 
 
-def study(name: str, rows: int, emit: Any) -> None:
-    """Every text, budget and variant of one model."""
+def study(name: str, rows: int) -> Iterator[dict[str, Any]]:
+    """Every text, budget and variant of one model, a line each."""
     model, tokenizer = tasks.load(name)
     for scenario, text in texts(name, tokenizer, rows).items():
         tokens, n = text.tokens_BT[:, :-1], text.n
         layers, full = look(model, tokens, n - WINDOW)
         later, full = [layer.since(WINDOW) for layer in layers], full[:, n - 1 :]
         norms = [layer.values().abs().sum(-1) for layer in layers]
+        record_BT = tokens[:, :n] >= tasks.KEYS.start if text.batch else None
         for k in BUDGETS:
-            head = {"model": name, "scenario": scenario, "k": k, "rows": rows}
-            run = partial(kept_sets, model, tokens, n, k=k)
-            done: dict[str, Any] = {}
+            head = {"model": name, "scenario": scenario, "k": k, "rows": rows, "n": n, "queries": tokens.shape[1] - n}
+            run = cache(partial(kept_sets, model, tokens, n, k=k))
             for variant, (base, critical, both, second) in PAIRS.items():
-                if variant in list(PAIRS)[3:] and name not in STUDIED:
-                    continue
                 both = {"window": WINDOW} | both
-                if both["window"] >= int(k * n):
+                if both["window"] >= int(k * n) or (name not in STUDIED and variant not in EVERYWHERE):
                     continue
-                key = f"{base} {both}"
-                if key not in done:
-                    done[key] = run(policy=base, **both)
-                pair = done[key], run(policy=critical, **both, **second)
-                line = compare(later, (pair[0][0], pair[1][0]), norms)
-                line |= {"right": [round(text.right(logits), 4) for _, logits in pair], "right_full": round(text.right(full), 4)}
+                pair = run(policy=base, **both), run(policy=critical, **both, **second)
+                line = compare(later, (pair[0][0], pair[1][0]), norms) | {"right_full": round(text.right(full), 4)}
+                line["right"] = [round(text.right(logits), 4) for _, logits in pair]
                 line["kl"] = [round(_divergence(full, logits), 5) for _, logits in pair]
                 line["nats"] = [round(_nats(logits, text), 4) for logits in (pair[0][1], pair[1][1], full)]
-                if text.batch:
-                    line["records_kept"] = [round(_recorded(tokens[:, :n], kept), 4) for kept, _ in pair]
-                emit({"what": "compare", **head, "variant": variant, **line})
-            why = explain(layers, norms, done[f"snapkv {dict(window=WINDOW)}"][0], n, WINDOW)
-            if text.batch:
-                record = (tokens[:, :n] >= tasks.KEYS.start)[:, None].double()
-                per_head = [((no[..., :n] * record).sum(-1) / record.sum(-1), (no[..., :n] * (1 - record)).sum(-1) / (1 - record).sum(-1)) for no in norms]
-                why["record_norm"] = round(torch.stack([a / b for a, b in per_head]).mean().item(), 4)
-            emit({"what": "why", **head, **why})
+                if record_BT is not None:
+                    line["records_kept"] = [round(_share(torch.stack(kept), record_BT), 4) for kept, _ in pair]
+                yield {"what": "compare", **head, "variant": variant, **line}
+            line = explain(layers, norms, run(policy="snapkv", window=WINDOW)[0], n, WINDOW)
+            if record_BT is not None:
+                means = [_means(torch.stack(norms)[..., :n], mask) for mask in (record_BT, ~record_BT)]
+                line["record_norm"] = round((means[0] / means[1]).mean().item(), 4)
+            yield {"what": "why", **head, **line}
 
 
-def _recorded(prompt_Bn: Tensor, kept: list[Tensor]) -> float:
-    """The share of the records' tokens that is kept."""
-    record = (prompt_Bn >= tasks.KEYS.start)[:, None]
-    return (torch.stack(kept)[..., : record.shape[-1]] & record).sum().item() / (record.sum().item() * len(kept) * kept[0].shape[1])
+def _means(x_LBNT: Tensor, mask_BT: Tensor) -> Tensor:
+    return (x_LBNT * mask_BT[:, None]).sum(-1) / mask_BT.sum(-1)[:, None]
+
+
+def _share(kept_LBNT: Tensor, mask_BT: Tensor) -> float:
+    """The share of the marked tokens that is kept."""
+    return _means(kept_LBNT[..., : mask_BT.shape[1]].double(), mask_BT).mean().item()
 
 
 def _divergence(full_BSV: Tensor, other_BSV: Tensor) -> float:
@@ -340,23 +356,101 @@ def _nats(logits_BSV: Tensor, text: Text) -> float:
     return F.cross_entropy(logits_BSV[:, 1:].flatten(0, 1), text.tokens_BT[:, text.n + 1 :].flatten()).item()
 
 
+# ---- tables ----
+
+Lines = list[dict[str, Any]]
+FACTS: tuple[str, ...] = (
+    "norm_cv",
+    "norm_later_rank",
+    "norm_centred",
+    "aligned",
+    "cancelled",
+    "sink_mass_max",
+    "sink_norm",
+)
+FACTS += ("score_later_rank", "mass", "oracle_mass", "assumption", "record_norm")
+
+
+def _mean(lines: Lines, name: str, of: Callable[[Any], float | None] = lambda value: value) -> str:
+    found = [of(line[name]) for line in lines if line.get(name) is not None]
+    known = [value for value in found if value is not None]
+    return f"{sum(known) / len(known):.2f}" if known else "-"
+
+
+def _table(names: str, rows: Iterable[Iterable[str]]) -> str:
+    head = names.split(", ")
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
+
+
+def _shares(here: Lines) -> list[str]:
+    shares = [_mean(here, name) for name in ("ties", "lower", "lower_row_heads", "lower_heads", "layer_lower")]
+    ratios = [_mean(here, name, lambda pair: pair[1] / pair[0]) for name in ("l1", "layer_l1")]
+    return [*shares, *ratios, *(_mean(here, name, itemgetter(i)) for name in ("kl", "right") for i in (0, 1))]
+
+
+def markdown(lines: Lines) -> str:
+    """The study in six tables; each figure is the mean over the scenarios, models and budgets that are not named."""
+    compared, why = ([line for line in lines if line["what"] == what] for what in ("compare", "why"))
+    models, scenarios = (list(dict.fromkeys(line[name] for line in lines)) for name in ("model", "scenario"))
+    plain = [line for line in compared if line["variant"] == "snapkv"]
+
+    def at(lines: Lines, **wanted: Any) -> Lines:
+        return [line for line in lines if wanted.items() <= line.items()]
+
+    shares = "ties, cases, rows' heads, heads, layers, L1 ratio, layer's, KL, with critical, right, with critical"
+    by_variant = [[v, str(k), *_shares(at(compared, variant=v, k=k))] for v in PAIRS for k in BUDGETS]
+    ladder = []
+    for what in LADDER:
+        name = "" if what == "l1" else f"{what}_"
+        ladder.append([what, _mean(plain, f"{name}lower"), _mean(plain, f"{name}lower_heads")])
+        ladder[-1] += [_mean(why, f"{how}_{what}_lower") for how in ("bound", "eps=0", "shuffled", "centred")]
+    split = [
+        [f"up to {edge}", *(_mean(plain, "split", lambda bins, i=i, j=j: bins[i][j]) for j in range(4))]
+        for i, edge in enumerate((*SPLIT, 1))
+    ]
+    tables = (
+        _table(f"model (k = 0.2), {shares}", [[name, *_shares(at(plain, model=name, k=0.2))] for name in models]),
+        _table(
+            f"scenario (k = 0.2), {shares}", [[name, *_shares(at(plain, scenario=name, k=0.2))] for name in scenarios]
+        ),
+        _table(f"variant, k, {shares}", by_variant),
+        _table(
+            f"model (k = 0.2), {', '.join(FACTS)}",
+            [[name, *(_mean(at(why, model=name, k=0.2), fact) for fact in FACTS)] for name in models],
+        ),
+        _table("measure, cases, heads, oracle: bound, eps=0, shuffled, centred", ladder),
+        _table("attention lost, share of cases, lower, L1, with critical", split),
+    )
+    return "\n\n".join(tables)
+
+
 def main(
     models: Annotated[str, typer.Option(help="comma-separated names in tools/models")] = ",".join(MODELS),
-    rows: Annotated[int, typer.Option(help="sequences per scenario")] = 48,
+    rows: Annotated[int, typer.Option(help="sequences per scenario")] = 32,
     json_file: Annotated[Path | None, typer.Option("--json", help="write JSON lines here")] = None,
     table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as tables")] = None,
 ) -> None:
+    """Measure what two-stage selection does to attention's output, on the models of tools/models."""
+    if table is not None:
+        print(markdown([json.loads(line) for line in table.read_text().splitlines() if line.strip()]))
+        return
     torch.set_num_threads(1)
-    lines: list[dict[str, Any]] = []
-
-    def emit(line):
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-        if json_file: json_file.write_text("".join(json.dumps(l) + "\n" for l in lines))
+    if json_file is not None:
+        json_file.write_text("")
     for name in models.split(","):
-        t = time.time()
-        study(name, rows, emit)
-        print(name, time.time() - t, flush=True)
+        for line in study(name, rows):
+            print(
+                line["what"],
+                name,
+                line["scenario"],
+                line["k"],
+                line.get("variant", ""),
+                line.get("lower", ""),
+                flush=True,
+            )
+            if json_file is not None:
+                with json_file.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ MASK_BLOCK = 1 << 22  # entries of an explicit mask
 class Keys:
     """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
     prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `extents` heads hold
-    different numbers of tokens, and keys and values are rows [R,D] (ragged.py)."""
+    different numbers of tokens, and keys and values are rows [R,D] (ragged.py); each has taken `grown` more slots since
+    the extents were made, or None where they fill up unevenly."""
 
     k_BHTD: Tensor
     v_BHTD: Tensor
@@ -40,6 +41,7 @@ class Keys:
     past: int
     ordered: bool
     extents: Extents | None = None
+    grown: int | None = None
 
 
 @dataclass
@@ -293,9 +295,9 @@ def step(
     buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T] (in `buffer`)."""
-    bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     if keys.extents is not None:
-        return _ragged_step(q_BHGD, keys, keys.extents, bias, geometry, probabilities)
+        return _ragged_step(q_BHGD, keys, keys.extents, newest_B11, geometry, probabilities)
+    bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
     out = None
     if exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
@@ -314,23 +316,32 @@ def step(
 
 
 def _ragged_step(
-    q_BHGD: Tensor, keys: Keys, extents: Extents, bias: Tensor | None, geometry: Geometry, probabilities: bool
+    q_BHGD: Tensor, keys: Keys, extents: Extents, newest_B11: Tensor, geometry: Geometry, probabilities: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`step` over heads of different lengths: heads of one length are attended together, without padding."""
     (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
-    assert bias is not None, "a ragged layer has holes"
-    q_NGD, bias = q_BHGD.flatten(0, 1), bias.flatten(0, 1)
-    out, p = torch.zeros_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
-    exact = geometry.slopes_HG is None or q_BHGD.dtype == dtype  # a half cannot hold ALiBi's bias
+    masked = keys.grown is None or extents.uneven or geometry.slopes_HG is not None or geometry.sliding is not None
+    bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
+    bias = None if bias is None else bias.flatten(0, 1)
+    q_NGD, exact = q_BHGD.flatten(0, 1), geometry.slopes_HG is None  # a half cannot hold ALiBi's bias
+    q_NGD = q_NGD if exact and q_BHGD.dtype != dtype else q_NGD * geometry.scale
+    out, p = torch.empty_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
     for run in extents.runs:
-        k, v, q, mask = run.of(keys.k_BHTD), run.of(keys.v_BHTD), q_NGD[run.heads], bias[run.heads, :, : run.capacity]
-        if exact and p is None:
-            out[run.heads] = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale)
-            continue
-        weights = (torch.matmul(q * geometry.scale, k.transpose(-1, -2)).to(dtype) + mask).softmax(-1)
-        out[run.heads] = torch.matmul(weights.to(v.dtype), v)
+        used = run.capacity if run.filled is None or keys.grown is None else run.filled + keys.grown
+        k, v, q = run.of(keys.k_BHTD)[:, :used], run.of(keys.v_BHTD)[:, :used], q_NGD[run.heads]
+        mask = None if bias is None else bias[run.heads, :, :used]
+        if exact and q.dtype != dtype:
+            own = None if mask is None else mask[None]
+            out[run.heads] = F.scaled_dot_product_attention(q[None], k[None], v[None], own, scale=geometry.scale)[0]
+            if p is None:
+                continue
+            q = q * geometry.scale
+        x = torch.bmm(q, k.transpose(1, 2)).to(dtype)
+        weights = (x if mask is None else x + mask).softmax(-1)
+        if not exact or q.dtype == dtype:
+            out[run.heads] = torch.bmm(weights.to(v.dtype), v)
         if p is not None:
-            p[run.heads, :, : run.capacity] = weights
+            p[run.heads, :, :used] = weights
     return out.view(B, H, G, -1), None if p is None else p.view(B, H, G, T)
 
 

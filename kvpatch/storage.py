@@ -1,0 +1,168 @@
+"""A compressed cache in a file: safetensors with its description as JSON, and nothing that could run code.
+
+The file says which model, policy and budget it belongs to and carries a checksum; whatever does not match is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .cache import EvictingCache
+from .errors import KVPatchError
+from .policies import Policy
+from .policies.scores import Limits
+from .ragged import Extents
+from .slots import SlotLayer
+
+if TYPE_CHECKING:
+    from .patching import Patch
+
+FORMAT = "kvpatch cache 1"
+_CACHE = ("steps", "turns", "turn_from_B")
+_LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
+_TENSORS = ("keys", "values", "positions", "free_BH", "keep_BH1", "mass_BH")
+_LIMITS = ("first", "newest", "prompt", "deviation", "tail")
+
+
+def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
+    """Write `cache` to `path`. model: what identifies the model.
+
+    Raises:
+        KVPatchError: the cache is empty, or in the middle of a prompt or of a pass.
+    """
+    if not cache.get_seq_length():
+        raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
+    if cache.unfinished or cache.turn_open:
+        raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
+    tensors = {name: getattr(cache, name) for name in ("seen_B", "shared") if getattr(cache, name) is not None}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
+        own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        extents = None if layer.extents is None else [layer.extents.capacities, layer.extents.filled]
+        layers.append(
+            {name: getattr(layer, name) for name in _LAYER} | {"extents": extents, "limits": _rows(layer.limits)}
+        )
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    about = {
+        "format": FORMAT,
+        "model": model,
+        "settings": _settings(cache),
+        "cache": {name: getattr(cache, name) for name in _CACHE},
+        "layers": layers,
+    }
+    text = json.dumps(about)
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"kvpatch": text, "checksum": _checksum(text, tensors)})
+
+
+def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device: torch.device) -> EvictingCache:
+    """The cache saved at `path`, under `patch`.
+
+    Raises:
+        KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
+    """
+    about, tensors = _read(path)
+    _compare("model", about["model"], model, path)
+    cache = patch.new_cache()
+    _compare("settings", about["settings"], json.loads(json.dumps(_settings(cache))), path)
+    for name, value in about["cache"].items():
+        setattr(cache, name, value)
+    cache.seen_B = tensors["seen_B"].to(device)
+    cache.shared = tensors["shared"].to(device) if "shared" in tensors else None
+    for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
+        own = {name.split(".", 1)[1]: t.to(device) for name, t in tensors.items() if name.startswith(f"{index}.")}
+        _fill(cache, layer, own, described)
+    cache.deck_due = True
+    return cache
+
+
+def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
+    extents, limits = described.pop("extents"), described.pop("limits")
+    for name, value in described.items():
+        setattr(layer, name, value)
+    for name, tensor in tensors.items():
+        if name.startswith("state."):
+            layer.state[name.removeprefix("state.")] = tensor
+        else:
+            setattr(layer, name, tensor)
+    layer.is_initialized, layer.dtype, layer.device = True, tensors["keys"].dtype, tensors["keys"].device
+    if extents is not None:
+        layer.extents = Extents(extents[0], extents[1], layer.device, exactly=True)
+    if limits is not None:
+        rows = tuple(map(tuple, limits))
+        if (rows, layer.device) not in cache.limits_of:  # layers that are alike share them
+            cache.limits_of[rows, layer.device] = Limits.of(rows, layer.device)
+        layer.limits = cache.limits_of[rows, layer.device]
+
+
+def _rows(limits: Limits | None) -> list[list[int]] | None:
+    if limits is None:
+        return None
+    columns = [getattr(limits, name).flatten().tolist() for name in _LIMITS]
+    return [list(row) for row in zip(*columns, limits.nominal, strict=True)]
+
+
+def _settings(cache: EvictingCache) -> dict[str, Any]:
+    return {
+        "policy": described(cache.policy),
+        "k": list(cache.budget.per_layer),
+        "seed": cache.seed,
+        "block": cache.block,
+        "positions": "renumbered" if cache.renumbered else "original",
+    }
+
+
+def described(policy: Policy) -> dict[str, Any]:
+    """A policy's name, schedule, parts and options as plain values."""
+    parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
+    options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
+    return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
+
+
+def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise KVPatchError(f"There is no file {path}.") from error
+    except (SafetensorError, OSError) as error:
+        raise KVPatchError(f"{path} cannot be read as a saved cache: it is truncated or no such file ({error}).") from error
+    text = metadata.get("kvpatch", "")
+    about = json.loads(text) if text.startswith("{") else {}
+    if about.get("format") != FORMAT:
+        raise KVPatchError(f"{path} is no cache saved by this version of kvpatch ({FORMAT!r}).")
+    if metadata.get("checksum") != _checksum(text, tensors):
+        raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match.")
+    return about, tensors
+
+
+def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:
+    for name in [*saved, *(name for name in mine if name not in saved)]:
+        old, new = saved.get(name), mine.get(name)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                _compare(f"{what}'s {name}", old, new, path)
+            raise KVPatchError(
+                f"{path} was saved under another {what}: {name} is {old!r} there and {new!r} here. A cache only continues "
+                "under what it was made with."
+            )
