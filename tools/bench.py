@@ -14,6 +14,8 @@ prompt, arch: one forward over the prompt, unpatched and patched in turns; the r
 decode: both caches are prefilled once, then single-token forwards alternate between copies of them; a repeat's ratio is
 that of the median times per token, and the median over the repeats counts. `mean_ratio` is the same with means.
 `min_ratio` compares the fastest of both: where it is far from `ratio`, the machine was busy and the figures are weak.
+ragged: as decode, but against snapkv, which holds as much in dense slots; bytes are against a full cache's at the same step.
+block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
 "floor" is no policy: the unpatched model's own code over a dense buffer of the budget's size that is written in place,
 which is what bounds the others. Memory is the growth of the process's peak resident size over one prompt, in a fresh
 process for each case.
@@ -56,25 +58,35 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpatch
 from kvpatch.policies.policy import POLICIES
+from kvpatch.slots import SlotLayer
 
 K = 0.5
 STEPS = 64
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch")
-PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer")
+CASES = ("prompt", "decode", "arch", "ragged", "block")
+PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score is not None)
 ARCH_POLICIES = ("window", "h2o", "keyformer")
-PROMPT_LIMITS = dict.fromkeys(PROMPT_POLICIES[:4], 1.05) | dict.fromkeys(PROMPT_POLICIES[4:], 1.30)
+PROMPT_LIMITS = dict.fromkeys(PROMPT_POLICIES[:4], 1.05) | dict.fromkeys(PROMPT_POLICIES[4:8], 1.30)
+PROMPT_LIMITS["critical_snapkv"] = 1.08
 DECODE_LIMITS = {2048: 0.84, 4096: 0.66, 8192: 0.52}
 FULL_LIMITS = {4096: 0.85}
 BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
 ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
+RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
+RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
+BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
+BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
 Line = dict[str, Any]
 app = typer.Typer(add_completion=False)
 
 
 def limits(case: str, policy: str, n: int) -> dict[str, float]:
     """What a line's figures may be at most, by the name of the figure; empty where nothing is promised."""
+    if case == "ragged":
+        return RAGGED_LIMITS if n == 2048 else {}
+    if case == "block":
+        return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
     if case == "arch":
         return ARCH_LIMITS if n == 2048 else {}
     if case == "prompt":
@@ -139,10 +151,15 @@ def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None) -> t
 # ---- prompt ----
 
 
-def prompt_ratio(model: PreTrainedModel, policy: str, n: int, repeats: int) -> Line:
+def settings(case: str) -> Line:
+    """How a case patches."""
+    return {"k": BUDGET, "block": BLOCK} if case == "block" else {"k": K}
+
+
+def prompt_ratio(model: PreTrainedModel, policy: str, n: int, repeats: int, case: str = "prompt") -> Line:
     """A prompt of `n` tokens, unpatched and patched in turns, after a pair that does not count."""
     ids, other, pairs = tokens(model, n), twin(model), []
-    with kvpatch.patched(other, policy, k=K):
+    with kvpatch.patched(other, policy, **settings(case)):
         for _ in range(repeats + 1):
             gc.collect()
             pairs.append((forward(model, ids)[1], forward(other, ids)[1]))
@@ -162,14 +179,32 @@ def summary(pairs: list[tuple[float, float]]) -> Line:
     }
 
 
-def peak_growth(arch: str, policy: str | None, n: int, tiny: bool = False) -> int:
+def most_entries(model: PreTrainedModel, policy: str, n: int) -> Line:
+    """The most tokens that any head held at any time while a prompt of `n` tokens was read in blocks."""
+    held = [0]
+
+    def append(layer: SlotLayer, *args: Any) -> None:
+        whole(layer, *args)
+        held.append(int((layer.positions[:, :, : layer.used] >= 0).sum(-1).max()))
+
+    whole, other = SlotLayer.append, twin(model)
+    SlotLayer.append = append  # type: ignore[method-assign]
+    try:
+        with kvpatch.patched(other, policy, **settings("block")):
+            forward(other, tokens(model, n))
+    finally:
+        SlotLayer.append = whole  # type: ignore[method-assign]
+    return {"entries": max(held)}
+
+
+def peak_growth(arch: str, policy: str | None, n: int, tiny: bool = False, case: str = "prompt") -> int:
     """Bytes by which a prompt raises the peak resident size; policy None: unpatched. Call it in a new process."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     return_freed_memory()
     model = build(arch, n, tiny)
     ids = tokens(model, n)
-    handle = None if policy is None else kvpatch.patch(model, policy, k=K)
+    handle = None if policy is None else kvpatch.patch(model, policy, **settings(case))
     forward(model, ids[:, :16])
     gc.collect()
     before = reset_peak()
@@ -209,18 +244,20 @@ def peak() -> int:
 
 
 @cache
-def peak_apart(arch: str, policy: str | None, n: int, tiny: bool) -> int:
+def peak_apart(arch: str, policy: str | None, n: int, tiny: bool, case: str = "prompt") -> int:
     """`peak_growth` in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(peak_growth, arch, policy, n, tiny).result()
+        return pool.submit(peak_growth, arch, policy, n, tiny, case).result()
 
 
 def prompt_line(case: str, arch: str, policy: str, n: int, repeats: int, tiny: bool, memory: bool = True) -> Line:
     """Time of a prompt, and peak memory where `memory` is wanted."""
     model = build(arch, n, tiny)
-    figures = prompt_ratio(model, policy, n, repeats)
+    figures = prompt_ratio(model, policy, n, repeats, case)
+    if case == "block":
+        figures |= most_entries(model, policy, n)
     if memory:
-        unpatched, patched = peak_apart(arch, None, n, tiny), peak_apart(arch, policy, n, tiny)
+        unpatched, patched = peak_apart(arch, None, n, tiny), peak_apart(arch, policy, n, tiny, case)
         figures |= {"bytes_unpatched": unpatched, "bytes": patched, "memory_ratio": patched / max(unpatched, 1)}
     return record(case, arch, policy, n, repeats, model, figures)
 
@@ -275,18 +312,19 @@ def alternate(
     plain: tuple[PreTrainedModel, Cache], ours: tuple[PreTrainedModel, Cache], ids: Tensor, steps: int, repeats: int
 ) -> Line:
     """Single-token forwards of both in turns, from copies of their caches; one short run first that does not count."""
-    pairs, means, seen, fastest = [], [], set(), []
+    pairs, means, sizes, fastest = [], [], [], []
     for repeat in range(repeats + 1):
         gc.collect()
         pasts, times = (copy.deepcopy(plain[1]), copy.deepcopy(ours[1])), []
         for t in range(ids.shape[1] - steps, ids.shape[1] if repeat else ids.shape[1] - steps + min(steps, 8)):
             one = ids[:, t : t + 1]
             times.append((forward(plain[0], one, pasts[0])[1], forward(ours[0], one, pasts[1])[1]))
-            seen.add(cache_bytes(pasts[1]))
+            sizes.append((t + 1 - ids.shape[1] + steps, cache_bytes(pasts[1])))
         if repeat:
             pairs.append(tuple(statistics.median(column) for column in zip(*times, strict=True)))
             means.append(sum(b for _, b in times) / sum(a for a, _ in times))
             fastest.append(tuple(min(column) for column in zip(*times, strict=True)))
+    seen = {size for _, size in sizes}
     bytes_full, bytes_ours = cache_bytes(plain[1]), max(seen)
     return summary(pairs) | {
         "min_ratio": min(b for _, b in fastest) / min(a for a, _ in fastest),
@@ -295,6 +333,7 @@ def alternate(
         "bytes": bytes_ours,
         "bytes_ratio": bytes_ours / bytes_full,
         "bytes_seen": sorted(seen),
+        "sizes": sizes,
     }
 
 
@@ -305,7 +344,26 @@ def decode_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, step
     assert isinstance(full, DynamicCache)
     for policy in policies:
         figures = decode_ratio(model, policy, n, repeats, steps, full)
+        del figures["sizes"]
         yield record("decode", "llama", policy, n, repeats, model, figures | {"steps": steps})
+
+
+def ragged_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS) -> Iterable[Line]:
+    """One line per policy: decode steps beside those of the base policy, which is patched too."""
+    model = build("llama", n, tiny)
+    ids = tokens(model, n + steps)
+    per_token = cache_bytes(forward(model, ids[:, :64])[0]) / 64
+    base = twin(model)
+    with kvpatch.patched(base, RAGGED_BASE, k=K):
+        dense = forward(base, ids[:, :n])[0]
+        for policy in policies:
+            other = twin(model)
+            with kvpatch.patched(other, policy, k=K):
+                flat = forward(other, ids[:, :n])[0]
+                figures = alternate((base, dense), (other, flat), ids, steps, repeats)
+            shares = [size / (per_token * (n + t)) for t, size in figures.pop("sizes")]
+            figures |= {"bytes_unpatched": int(per_token * n), "bytes_ratio": max(shares), "base": RAGGED_BASE, "steps": steps}
+            yield record("ragged", "llama", policy, n, repeats, model, figures)
 
 
 # ---- lines and tables ----
@@ -333,7 +391,7 @@ def record(case: str, arch: str, policy: str, n: int, repeats: int, model: PreTr
         "case": case,
         "arch": arch,
         "policy": policy,
-        "k": K,
+        **settings(case),
         "n": n,
         "repeats": repeats,
         **figures,
@@ -348,7 +406,7 @@ COLUMNS = ("case", "model", "policy", "n", "unpatched ms", "patched ms", "ratio"
 def cells(line: Line) -> tuple[str, ...]:
     """One table row: times, their ratio, and the ratio of peak memory (prompts) or of cache bytes (decode)."""
     bounds = line["limits"]
-    size = "bytes_ratio" if line["case"] == "decode" else "memory_ratio"
+    size = "bytes_ratio" if line["case"] in ("decode", "ragged") else "memory_ratio"
 
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -434,6 +492,9 @@ def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, st
         if one == "decode":
             names = chosen(policies, (FLOOR, "full", *DECODE_POLICIES), (FLOOR, *POLICIES))
             yield from (("decode", "llama", names, n) for n in lengths or DECODE_LIMITS)
+        elif one in ("ragged", "block"):
+            names = chosen(policies, RAGGED_POLICIES if one == "ragged" else BLOCK_POLICIES, tuple(POLICIES))
+            yield from ((one, "llama", names, n) for n in lengths or (2048 if one == "ragged" else 16384,))
         else:
             names = chosen(policies, PROMPT_POLICIES if one == "prompt" else ARCH_POLICIES, tuple(POLICIES))
             archs = ("llama",) if one == "prompt" else ("mpt", "gptj")
@@ -445,13 +506,16 @@ def measure(case: str, arch: str, names: list[str], n: int, repeats: int, tiny: 
     if case == "decode":
         yield from decode_lines(names, n, repeats, tiny)
         return
+    if case == "ragged":
+        yield from ragged_lines(names, n, repeats, tiny)
+        return
     for name in names:
         yield prompt_line(case, arch, name, n, repeats, tiny)
 
 
 @app.command()
 def main(
-    case: Annotated[str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts) or all")] = "all",
+    case: Annotated[str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block or all")] = "all",
     policies: Annotated[str, typer.Option(help="names, comma-separated; 'floor' bounds decode")] = "",
     lengths: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "",
     repeats: Annotated[int, typer.Option(help="pairs, or runs of 64 tokens, whose median counts")] = 5,
