@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ALIKE = "tests/test_oracle.py::test_rows_of_one_length"
+PARTS = "tests/test_oracle_parts.py"
 ORACLE = "tests/test_oracle.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -42,8 +43,8 @@ MUTANTS = {
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "decode.py",
-        "                _observe(call, p_BHGT, keys, newest_B11, t)\n            _evict(call, newest_B11, t)",
-        "                _evict(call, newest_B11, t)\n            _observe(call, p_BHGT, keys, newest_B11, t)",
+        "            _observe(call, p_BHGT, keys, newest_B11, t)\n        if evicting:\n            _evict(call, newest",
+        "            _evict(call, newest_B11, t)\n        if evicting:\n            _observe(call, p_BHGT, keys, newest",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -92,6 +93,78 @@ MUTANTS = {
     "stacked layers: the freed slot still counts": (
         "deck.py", "self.positions.view(-1).index_fill_(0, self.at, -1)", "pass",
         "tests/test_eviction.py::test_schedules[random-both]"),
+    "stage one skipped": (
+        "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
+        "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),
+    "norm over the wrong heads": (
+        "arch/site.py", '"(h g d) e -> h g d e", h=self.H, g=group', '"(g h d) e -> h g d e", h=self.H, g=group',
+        f"{PARTS}::test_combinations[llama_gqa-h2o-critical]"),
+    "norm of one query head instead of the group's mean": (
+        "backends/norms.py", 'rearrange(rows_HGDE[h], "g d e -> d (g e)")',
+        'rearrange(rows_HGDE[h, :1].expand(G, -1, -1), "g d e -> d (g e)")',
+        f"{PARTS}::test_options[critical-{{'alpha': 0.0}}]"),
+    "scores not normalised before the second stage": (
+        "policies/selection.py", "share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)",
+        "share = score", f"{PARTS}::test_options[critical-{{'alpha': 0.25, 'eps': 0.01}}]"),
+    "floor ignored": (
+        "policies/allocation.py", "max(share(float(self.floor), b), p)", "p",
+        f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
+    "heads share by the selection's order": (
+        "prompt.py", "            moment.keep_BH1 = None  # heads share by score alone\n", "",
+        "tests/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
+    "one head's extent off by one": (
+        "ragged.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
+        "tests/test_ragged.py::test_long_texts_agree_with_the_oracle"),
+    "a ragged head forgets its newest token": (
+        "call.py", "slots.grown + 1  # the token just written", "slots.grown",
+        f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
+    "pyramid upside down": (
+        "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
+        f"{PARTS}::test_combinations[llama_gqa-h2o-pyramid]"),
+    "a block's scores dropped": (
+        "prompt.py", "        call.add({name: total.view(B, H, T) for name, total in sums.items()})",
+        "        if call.now.final:\n            call.add({name: total.view(B, H, T) for name, total in sums.items()})",
+        f"{PARTS}::test_blocks[h2o-7]"),
+    "blocks cut by columns instead of the row's own tokens": (
+        "forward.py", "(positions_BQ < 0).long().argsort(dim=1, stable=True)",
+        "torch.arange(P, device=positions_BQ.device).expand_as(positions_BQ)", f"{PARTS}::test_blocks[window-7]"),
+    "a block's budget is of what was read so far": (
+        "cache.py", "now.budget_n_B = n_B if now.fixed_B is None else now.rows_B", "now.budget_n_B = [n // 2 for n in n_B]",
+        f"{PARTS}::test_blocks[window-7]"),
+    "damping of rows whose text has ended": (
+        "call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
+        f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
+    "no gradient through keys that are evicted later": (
+        "slots.py", "            with torch.enable_grad():\n", "            with torch.no_grad():\n",
+        "tests/test_blocks.py::test_gradients_agree_with_naive_autograd[llama_gqa-roco-None]"),
+    "gradient only through this block's keys": (
+        "prompt.py", "old = slots.graph or (keys", "old = (keys",
+        "tests/test_blocks.py::test_gradients_agree_with_naive_autograd[gpt2-roco-None]"),
+    "checkpointed layers lose their cache": (
+        "hooks.py", "            out.cache = args[0].cache", "            pass",
+        "tests/test_blocks.py::test_gradients_agree_with_naive_autograd[gpt2-roco-{'use_reentrant': True}]"),
+    "renumbered queries keep their position": (
+        "call.py", "own.repeat_interleave(self.group, 1), table)", "own.repeat_interleave(self.group, 1) + 1, table)",
+        f"{PARTS}::test_renumbered[llama_gqa-h2o]"),
+    "renumbered ALiBi counts missing tokens": (
+        "call.py", "ranks.amax(-1, keepdim=True) - ranks", "positions.amax(-1, keepdim=True) - positions",
+        f"{PARTS}::test_renumbered[mpt-h2o]"),
+    "pooling over empty slots": (
+        "policies/scores.py", "        if not moment.empty:\n            return self._pooled",
+        "        if True:\n            return self._pooled",
+        "tests/test_turns.py::test_turns_of_combinations[adaptive-all]"),
+    "one head's score for tokens that others do not hold": (
+        "policies/scores.py", "        if moment.aligned:", "        if True:",
+        f"{PARTS}::test_combinations[llama_gqa-tova-critical]"),
+    "a later turn counts its own tokens alone": (
+        "cache.py", "self.turn_from_B if later and turns == \"each\" else None", "self.turn_from_B if later else None",
+        "tests/test_turns.py::test_a_later_turn_is_compressed_too[h2o]"),
+    "generated rows forgotten between turns": (
+        "policies/policy.py", "return bool(self.statistics) and", "return False and",
+        "tests/test_turns.py::test_schedule_prompt_counts_all_each_or_the_first[h2o-all]"),
+    "an altered file passes": (
+        "storage.py", 'if metadata.get("checksum") != _checksum(text, tensors):', "if False:",
+        "tests/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),

@@ -50,7 +50,8 @@ def test_a_new_policy_would_show(names):
 
 
 @pytest.mark.parametrize("number", range(len(CODE)))
-def test_code_runs(names, number):
+def test_code_runs(names, number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code = CODE[number].replace("max_new_tokens=256", "max_new_tokens=4")
     exec(compile(code, f"README.md, block {number + 1}", "exec"), names)
 
@@ -59,7 +60,8 @@ def _block(text):
     return next(code for code in CODE if text in code)
 
 
-def test_holding_a_cache_asks_each_question_of_the_same_context(names):
+def test_holding_a_cache_asks_each_question_of_the_same_context(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     answers = []
     code = _block("new_cache()").replace("answer = ", "answers += [past.get_seq_length()]; answer = ")
     exec(code, names | {"answers": answers})

@@ -37,6 +37,6 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
 
 def _norms(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
     y_TE = v_TD @ weight
-    if norm == 1:  # the mean of the group's norms is the norm of all its numbers together
-        return torch.linalg.vector_norm(y_TE, ord=1, dim=-1) / G
+    if norm == 1:  # the mean of the group's norms is that of all its numbers together; faster than vector_norm
+        return y_TE.abs_().sum(-1) / G
     return torch.linalg.vector_norm(y_TE.unflatten(-1, (G, -1)), dim=-1).mean(-1)
