@@ -63,6 +63,7 @@ class Extents:
         self.begin_N = torch.tensor(begins, device=device)
         # whether some slots must be masked, whatever the geometry
         self.uneven = any(run.filled is None for run in self.runs)
+        self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Head and column of every row, [R] each."""
@@ -71,6 +72,16 @@ class Extents:
         order = self.begin_N.argsort()
         head = order.repeat_interleave(lengths[order])
         return head, torch.arange(self.rows, device=device) - self.begin_N[head]
+
+    def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As a variable-length kernel takes them: heads in the order of their rows [N], where each begins and the last ends
+        [N+1] int32, slots in use [N] int32."""
+        if self._sequences is None:
+            device = self.begin_N.device
+            order = self.begin_N.argsort()
+            starts = torch.cat([self.begin_N[order], torch.tensor([self.rows], device=device)]).int()
+            self._sequences = order, starts, torch.tensor(self.filled, device=device)[order].int()
+        return self._sequences
 
     def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
         """Rows [R,D] with the entries at `index` (where `kept`) of each head at its front; what is free is zero."""

@@ -11,7 +11,7 @@ from .policies import POLICIES, Policy
 
 POLICY_COLUMNS = ("policy", "score", "never evicted", "options", "when", "source")
 ARCHITECTURE_COLUMNS = ("architecture", "what it is", "attention classes")
-_COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}  # options of every policy, shown where they differ from this
+_COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}  # of every policy: shown where they differ
 
 
 def policy_rows() -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..policies.scores import accumulator
 from ..ragged import Extents
+from . import varlen
 
 FUSED = 4096  # keys: beyond it the log-sum-exp path is faster on the CPU (see docs of tools/bench.py)
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
@@ -320,7 +321,13 @@ def _ragged_step(
 ) -> tuple[Tensor, Tensor | None]:
     """`step` over heads of different lengths: heads of one length are attended together, without padding."""
     (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
-    masked = keys.grown is None or extents.uneven or geometry.slopes_HG is not None or geometry.sliding is not None
+    masked = keys.grown is None or geometry.slopes_HG is not None or geometry.sliding is not None
+    if not masked and not probabilities and varlen.serves(q_BHGD):
+        assert keys.grown is not None
+        found = varlen.step(q_BHGD, keys.k_BHTD, keys.v_BHTD, extents, keys.grown, geometry.scale)
+        if found is not None:
+            return found, None
+    masked = masked or extents.uneven
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
     bias = None if bias is None else bias.flatten(0, 1)
     q_NGD, exact = q_BHGD.flatten(0, 1), geometry.slopes_HG is None  # a half cannot hold ALiBi's bias
