@@ -14,8 +14,8 @@ from .errors import KVPatchError
 from .forward import Forward, cut
 from .policies import Policy
 from .policies.budgets import Budget
+from .policies.moment import Limits
 from .policies.scopes import protect_tensor
-from .policies.scores import Limits
 from .slots import SlotLayer
 
 if TYPE_CHECKING:

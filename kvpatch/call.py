@@ -12,7 +12,8 @@ from .backends.norms import projected_norms
 from .backends.torch_backend import Keys, Rows
 from .cache import EvictingCache
 from .forward import Forward
-from .policies.scores import STATISTICS, Block, Moment
+from .policies.moment import Block, Moment
+from .policies.statistics import STATISTICS
 from .slots import SlotLayer
 
 AHEAD = 64  # decode steps

@@ -31,7 +31,9 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Option("--model", help="A folder, or a model's name on the Hugging Face hub.")]
-PolicyName = Annotated[str, typer.Option("--policy", help="A name of `kvpatch policies`.")]
+PolicyName = Annotated[
+    str, typer.Option("--policy", help='A name of `kvpatch policies`, or a combination such as "critical(adaptive(roco))".')
+]
 Budget = Annotated[str, typer.Option("-k", help="0.5 is half of the prompt, 1024 is tokens, 2GiB is bytes of one row.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, float64, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
@@ -101,6 +103,8 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     schedule: Schedule = None,
+    block: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, and evict after each.")] = None,
+    positions: Annotated[str, typer.Option(help="original or renumbered.")] = "original",
     seed: Seed = 0,
     option: Options = None,
 ) -> None:
@@ -114,7 +118,8 @@ def generate(
             print(note, file=sys.stderr)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         padding = lm.generation_config.pad_token_id
-        with patched(lm, policy, parse_k(k), schedule=schedule, seed=seed, **_options(option)) as patch:
+        how = {"schedule": schedule, "block": block, "positions": positions, "seed": seed, **_options(option)}
+        with patched(lm, policy, parse_k(k), **how) as patch:
             lm.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -15,8 +15,9 @@ from torch import Tensor
 from .backends import torch_backend as backend
 from .cache import EvictingCache
 from .call import AHEAD, Call
-from .policies.scores import STATISTICS, Block, Limits, Moment
+from .policies.moment import Block, Limits, Moment
 from .policies.selection import victim
+from .policies.statistics import STATISTICS
 
 BUFFER = 1 << 24  # probabilities of all layers: 64 MiB; above it a step is long enough to do without
 

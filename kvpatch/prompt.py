@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends import torch_backend as backend
 from .backends.torch_backend import Keys, Rows
 from .call import Call
-from .policies.scores import Limits, accumulator
+from .policies.moment import Limits, accumulator
 from .policies.selection import top
 from .slots import SLACK
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .errors import KVPatchError
-from .policies.scores import Limits, accumulator
+from .policies.moment import Limits, accumulator
 from .ragged import Extents
 
 JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
@@ -139,6 +139,7 @@ class SlotLayer(CacheLayerMixin):
         if self.tail_rows is not None:
             self.tail_rows = (change(self.tail_rows[0]), change(self.tail_rows[1]))
         self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
+        self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
         self.journal.clear()
         self.ahead = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .policies import Policy
-from .policies.scores import Limits
+from .policies.moment import Limits
 from .ragged import Extents
 from .slots import SlotLayer
 

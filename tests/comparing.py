@@ -1,5 +1,6 @@
 """The library beside the oracle: one left-padded batch against each row alone, unpadded, in float64."""
 
+import copy
 import functools
 
 import reference
@@ -54,13 +55,14 @@ def agrees(
         ids, fed = order[:, :n], order[:, n : n + steps]
     mask = left_pad(ids, [n - pad for pad in pads])
     length = options.get("generation_length")
+    pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
     with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, **options):
         logits, cache = force(model, ids, fed, mask)
         held = [cache.positions(layer).tolist() for layer in range(2)]
     for row, pad in enumerate(pads):
         given_options = {key: value for key, value in options.items() if key != "generation_length"}
         want = reference.run(
-            model, ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=k, generation_length=length,
+            copy.deepcopy(pristine), ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=k, generation_length=length,
             draw=functools.partial(draw, seed), wrap=wrap, **given_options,
         )  # fmt: skip
         if want.margin < MARGIN[dtype]:

@@ -154,3 +154,18 @@ def test_the_loss_sees_the_eviction():
         same = model(ids, labels=ids).loss
     assert abs(evicted - full) > 1e-3
     torch.testing.assert_close(same, full, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv", "window"])
+def test_generate_in_chunks_that_are_whole_blocks(policy):
+    """prefill_chunk_size feeds the prompt in several forwards; a share counts the whole prompt all the same."""
+    model, ids = make("llama_gqa"), prompt(2, 45)
+    mask = left_pad(ids, [45, 45])
+    kwargs = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with kvpatch.patched(model, policy, 0.4, block=9, **SMALL.get(policy, {})) as patch:
+        want = model.generate(ids, **kwargs)
+        held = [p.sort(-1).values for p in patch.report().positions]
+        got = model.generate(ids, prefill_chunk_size=18, **kwargs)
+        again = [p.sort(-1).values for p in patch.report().positions]
+    assert torch.equal(want, got)
+    assert all(map(torch.equal, held, again))

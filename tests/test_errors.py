@@ -97,6 +97,9 @@ def test_combinations_that_make_no_sense():
         policies.adaptive(kvpatch.get_policy("h2o").with_options(schedule="decode"))
     with pytest.raises(KVPatchError, match=r"Unknown policy 'rocko'\. Did you mean 'roco'"):
         policies.pyramid("rocko")
+    with pytest.raises(KVPatchError, match=r"Unknown policy 'rocko'\. Did you mean 'roco'"):
+        kvpatch.get_policy("critical(adaptive(rocko))")
+    assert kvpatch.get_policy("critical(adaptive(roco))").name == "critical_adaptive_roco"
     with pytest.raises(KVPatchError, match=r"has no option 'alfa'\. Did you mean 'alpha'\?"):
         policies.critical("roco", alfa=0.2)
     with pytest.raises(KVPatchError, match=r"over_heads=0\.2 is not a kvpatch Adaptive"):

@@ -397,7 +397,8 @@ def test_scores_below_zero_are_in_order():
 def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
     """deck.py computes what decode.py computes, also where a cache is cloned, rolled back or taken through beams."""
     model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 9, seed=2)
-    for policy in EVICTING:
+    critical = [kvpatch.get_policy(f"critical({base})") for base in ("keyformer", "tova", "roco")]
+    for policy in (*EVICTING, *critical):
         stacked, one = run(model, ids, fed, policy, 0.4)
         assert (one.deck is None) == (policy in WINDOWED)
         with kvpatch.patched(model, policy, 0.4) as patch:

@@ -21,10 +21,10 @@ MUTANTS = {
     "score not reset when a slot is reused": (
         "slots.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (
-        "policies/scores.py", "block.p_NGRM.mean(1)", "block.p_NGRM[:, 0]",
+        "policies/statistics.py", "block.p_NGRM.mean(1)", "block.p_NGRM[:, 0]",
         f"{ORACLE}[llama_gqa-roco]"),
     "group not summed": (
-        "policies/scores.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
+        "policies/statistics.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
         f"{ORACLE}[llama_gqa-h2o]"),
     "padding counted in n": (
         "cache.py", "before + count[:, -1], before + count[:, prompt - 1]", "before + Q, before + prompt",

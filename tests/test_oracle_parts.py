@@ -5,7 +5,8 @@ import torch
 from comparing import EVICTING, SMALL, WINDOWED, agrees, certain
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tiny import FIVE, MODELS
+from tiny import FIVE, IDS, MODELS, VOCAB
+from transformers import LlamaConfig, LlamaForCausalLM
 
 WRAPS = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
 WEIGHTS = tuple(p for p in EVICTING if p not in ("window", "dilated_window", "streaming_llm", "key_norm"))
@@ -140,3 +141,41 @@ def test_renumbered_with_blocks_and_shared_budgets(name):
 
 def test_every_windowed_policy_is_small_here():
     assert set(SMALL) == set(WINDOWED)
+
+
+SCALINGS = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_renumbered_under_every_rope_scaling(kind):
+    """The prompt is longer than the 16 positions of training, what is held later is not."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, **SCALINGS[kind]}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **IDS}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    agreed, plain = [], LlamaForCausalLM(LlamaConfig(**sizes))
+    for weights in range(6):
+        torch.manual_seed(weights)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)).eval().double()
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, 0.0, 0.25)
+        agreed.append(agrees("", "h2o", 10, pads=(0,), weights=weights, model=model, positions="renumbered"))
+    assert any(agreed), "every draw was too close to call"
+    tables = [one.model.rotary_emb(torch.zeros(1), torch.arange(30)[None])[0] for one in (model, plain)]
+    assert not torch.allclose(*tables), "the scaling changes nothing"

@@ -193,3 +193,34 @@ def test_autocast_keeps_one_dtype_in_the_cache():
         logits, cache = force(model, ids, fed)
     assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == torch.bfloat16
     assert torch.isfinite(logits).all()
+
+
+def test_two_stage_selection_sees_the_projection_that_runs():
+    """A LoRA on the output projection, or an offloaded one, has no plain weight: it is asked for its rows."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from peft import LoraConfig, get_peft_model
+
+    ids, fed = prompt(2, 40), prompt(2, 6, seed=2)
+    policy = kvpatch.policies.critical("h2o", alpha=0.0)
+
+    def run(model):
+        with kvpatch.patched(model, policy, 0.4):
+            logits, cache = force(model, ids, fed)
+        return logits, [cache.positions(layer).sort(-1).values for layer in range(2)]
+
+    config = LoraConfig(r=8, target_modules=["o_proj"], lora_alpha=64, init_lora_weights=False)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(make("llama_gqa"), config).eval()
+    logits, held = run(wrapped)
+    merged = wrapped.merge_and_unload()
+    want, kept = run(merged)
+    torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
+    assert all(map(torch.equal, held, kept))
+    _, other = run(make("llama_gqa"))
+    assert not all(map(torch.equal, kept, other))
+    for layer in merged.model.layers:
+        add_hook_to_module(layer.self_attn.o_proj, AlignDevicesHook(execution_device="cpu", offload=True))
+        assert layer.self_attn.o_proj.weight.is_meta
+    again, held = run(merged)
+    torch.testing.assert_close(again, want, atol=1e-4, rtol=0)
+    assert all(map(torch.equal, held, kept))

@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..policies.scores import accumulator
+from ..policies.moment import accumulator
 
 CPU_BLOCK = 1 << 18  # numbers of a block of projected values: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..policies.scores import accumulator
+from ..policies.moment import accumulator
 from ..ragged import Extents
 from . import varlen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError, suggest
 from .allocation import Adaptive, Pyramid
+from .moment import Moment
 from .scopes import DeviationScope, Scope
 from .scores import (
     Accumulated,
@@ -19,7 +21,6 @@ from .scores import (
     KeyNorm,
     Last,
     Mean,
-    Moment,
     ObservationWindow,
     Random,
     Recency,
@@ -28,6 +29,7 @@ from .scores import (
 from .selection import FIRST, TwoStage, order, tiers
 
 SCHEDULES = ("prompt", "decode", "both")
+_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*")
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,13 @@ policies.critical, policies.adaptive, policies.pyramid = critical, adaptive, pyr
 
 
 def get_policy(name: str) -> Policy:
-    """The policy registered as `name`. Raises KVPatchError for an unknown one, with the nearest name."""
+    """The policy registered as `name`, or a combination written out, such as "critical(adaptive(roco))".
+
+    Raises:
+        KVPatchError: an unknown name, with the nearest one.
+    """
+    if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
+        return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1]](combined[2])
     if not isinstance(name, str) or name not in POLICIES:
         raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
     return POLICIES[name]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
-from .scores import Moment, Score
+from .moment import Moment
+from .scores import Score
 from .selection import in_top, order
 
 TURNS = ("all", "each", "first")

@@ -3,16 +3,12 @@
 A score says which attention rows it wants to see (`rows`), which sums it keeps beside each key (`statistics`), what it
 notes about a token when it enters (`entry`), and how these become a number per token (`value`). Attention probabilities
 reach it a block of rows at a time, so no n x n matrix exists.
-
-Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block, M keys of a block, S slots.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,158 +17,9 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
+from .moment import Block, Moment, accumulator
 
 Rows = Literal["none", "tail", "all"]
-
-
-@dataclass
-class Moment:
-    """What is known when scores are read: of one layer, at the end of a prompt or of a decode step. (Or of several layers
-    stacked along B; then layer is [B,1,1].)
-
-    positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
-    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
-    in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
-    tokens, or None. empty: some slots may be empty. seen: columns that went through the cache. aligned: all heads hold
-    the same tokens in the same slots where their scores are the same.
-
-    For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
-    [B,H,S], which need not be right where a mask says that they are not wanted.
-    """
-
-    layer: int | Tensor
-    seed: int
-    positions_BHS: Tensor
-    newest_B11: Tensor
-    recent_B11: Tensor
-    state: dict[str, Tensor]
-    limits: Limits
-    group: int
-    sliding: int | None
-    empty: bool
-    seen: int = 0
-    aligned: bool = True
-    keep_BH1: Tensor | None = None
-    norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
-
-    @functools.cached_property
-    def rows_seen(self) -> Tensor:
-        """c [B,H,S]: how many query rows could see each token so far, its own included; of the sums' dtype."""
-        seen = (self.newest_B11 + 1 - self.positions_BHS).to(self.state["sum"].dtype)
-        return seen if self.sliding is None else seen.clamp(max=self.sliding)
-
-    @functools.cached_property
-    def mean(self) -> Tensor:
-        """Mean probability [B,H,S] that each token got from the rows that could see it."""
-        mean = self.state["sum"] / self.rows_seen
-        return mean if self.group == 1 else mean.div_(self.group)
-
-
-@dataclass
-class Limits:
-    """Sizes in tokens, clamped row by row so that the kept set is exactly the budget; int64 [B,1,1].
-
-    first: tokens below this position are protected (sinks, or a prompt that is kept whole). newest: so many newest ones
-    are. prompt: positions below it take no part in rankings (schedule "decode"). deviation: RoCo's r. tail: rows of the
-    observation window. The rest is known to the host, so that nothing is computed for a size of zero; deviation_count is
-    r where it is one for all rows.
-    """
-
-    first: Tensor
-    newest: Tensor
-    prompt: Tensor
-    deviation: Tensor
-    tail: Tensor
-    nominal: list[int]
-    any_first: bool
-    any_newest: bool
-    any_prompt: bool
-    deviation_count: int | None
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """From one tuple (first, newest, prompt, deviation, tail, nominal) per row."""
-        first, newest, prompt, deviation, _, nominal = zip(*rows, strict=True)
-        count = deviation[0] if len(set(deviation)) == 1 else None
-        sizes = torch.tensor(rows, device=device).T.reshape(6, len(rows), 1, 1)
-        flags = any(first), any(newest), any(prompt)
-        return cls(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], list(nominal), *flags, count)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
-        """The same with every tensor changed along its batch axis."""
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **changed)
-
-
-@dataclass
-class Block:
-    """Attention probabilities of some query rows, and what a statistic may need beside them.
-
-    p_NGRM sums to one over M (to zero in rows of padding). keys_NR: how many keys each row attends to. noise_NMG: the
-    score's own entry for these keys. place() gives query heads [N,G] and positions of rows [N,R] and keys [N,M], for
-    fresh noise.
-    """
-
-    p_NGRM: Tensor
-    keys_NR: Tensor | None
-    noise_NMG: Tensor | None
-    place: Callable[[], tuple[Tensor, Tensor, Tensor]]
-    tau: float
-    layer: int | Tensor
-    seed: int
-
-
-# ---- statistics: name -> increments [N,M] summed over the rows of a block and the query heads of a group ----
-
-
-def _sum(block: Block, score: Score) -> Tensor:
-    return block.p_NGRM.sum((1, 2))
-
-
-def _squares(block: Block, score: Score) -> Tensor:
-    """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
-    mean_NRM = block.p_NGRM.mean(1)
-    return mean_NRM.square().sum(1)
-
-
-def _count(block: Block, score: Score) -> Tensor:
-    """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
-    assert block.keys_NR is not None
-    above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
-    return above.to(block.p_NGRM.dtype).sum((1, 2))
-
-
-def _gumbel(block: Block, score: Score) -> Tensor:
-    """softmax((x + noise) / tau) from p = softmax(x): proportional to (p * exp(noise)) ** (1 / tau)."""
-    assert isinstance(score, GumbelSoftmax)
-    p, weight = block.p_NGRM, None
-    if score.fresh:
-        p = p * torch.exp(score.draw_for_rows(block))
-    elif block.noise_NMG is not None:
-        weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
-    if weight is not None and block.tau == 1.0:
-        # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
-        total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
-        return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
-    p = p if weight is None else p * weight
-    if block.tau == 1.0:
-        return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
-    # a row of padding is -inf throughout, and NaN after the softmax
-    return p.log().div_(block.tau).softmax(-1).nan_to_num_(0.0).sum((1, 2))
-
-
-_TINY = 1e-30  # a row without keys (padding) divides zero by this
-STATISTICS: dict[str, Callable[[Block, Score], Tensor]] = {
-    "sum": _sum,
-    "squares": _squares,
-    "count": _count,
-    "gumbel": _gumbel,
-}
-
-
-# ---- scores ----
 
 
 @dataclass(frozen=True)
@@ -180,7 +27,7 @@ class Score:
     """Base: a score that needs no attention and keeps nothing. Subclasses are frozen; their fields are their options.
 
     rows: which query rows of the prompt it must see: none, the last few ("tail"), or all.
-    statistics: names in STATISTICS, summed over those rows beside each key.
+    statistics: names in statistics.STATISTICS, summed over those rows beside each key.
     schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
     at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
     a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
@@ -259,6 +106,7 @@ class DilatedRecency(Score):
     """
 
     dilation: int = 1
+
     def check(self) -> None:
         if not isinstance(self.dilation, int) or self.dilation < 0:
             raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 or more.")
@@ -356,7 +204,8 @@ class ObservationWindow(Score):
     """SnapKV's score [SnapKV; CriticalKV Algorithm 2]: mean over the last `window` prompt rows of a[t,i], pooled over i.
 
     Each query head's row is averaged over its group first, then pooled; the window's own tokens are kept (see scopes).
-    pooling: "max" | "avg" | None, kernel odd, stride 1. Differs from the paper: nothing.
+    pooling: "max" | "avg" | None, kernel odd, stride 1; neighbours are those that the head holds. Where a prompt is read in
+    blocks the rows are each block's last ones, and of a block with fewer rows than `window` all. Differs from the paper: nothing.
     """
 
     window: int = 32
@@ -485,8 +334,3 @@ class KeyNorm(Score):
 
     def value(self, moment: Moment) -> Tensor:
         return -moment.state["key_norm"]
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Scores are float32, or float64 for a float64 model."""
-    return torch.promote_types(dtype, torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 
 if TYPE_CHECKING:
-    from .scores import Moment
+    from .moment import Moment
 
 _TIER = 1 << 62
 LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min

@@ -1,0 +1,59 @@
+"""What is summed beside each key: name -> increments [N,M] over the rows of a block and the query heads of a group.
+
+A function takes the Block and the score that asked, and sees every probability of those rows once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .moment import Block
+
+
+def _sum(block: Block, score: Any) -> Tensor:
+    return block.p_NGRM.sum((1, 2))
+
+
+def _squares(block: Block, score: Any) -> Tensor:
+    """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
+    mean_NRM = block.p_NGRM.mean(1)
+    return mean_NRM.square().sum(1)
+
+
+def _count(block: Block, score: Any) -> Tensor:
+    """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
+    assert block.keys_NR is not None
+    above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
+    return above.to(block.p_NGRM.dtype).sum((1, 2))
+
+
+def _gumbel(block: Block, score: Any) -> Tensor:
+    """softmax((x + noise) / tau) from p = softmax(x): proportional to (p * exp(noise)) ** (1 / tau)."""
+    p, weight = block.p_NGRM, None
+    if score.fresh:
+        p = p * torch.exp(score.draw_for_rows(block))
+    elif block.noise_NMG is not None:
+        weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
+    if weight is not None and block.tau == 1.0:
+        # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
+        total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
+        return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
+    p = p if weight is None else p * weight
+    if block.tau == 1.0:
+        return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
+    # a row of padding is -inf throughout, and NaN after the softmax
+    return p.log().div_(block.tau).softmax(-1).nan_to_num_(0.0).sum((1, 2))
+
+
+_TINY = 1e-30  # a row without keys (padding) divides zero by this
+STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
+    "sum": _sum,
+    "squares": _squares,
+    "count": _count,
+    "gumbel": _gumbel,
+}
