@@ -205,7 +205,8 @@ class ObservationWindow(Score):
 
     Each query head's row is averaged over its group first, then pooled; the window's own tokens are kept (see scopes).
     pooling: "max" | "avg" | None, kernel odd, stride 1; neighbours are those that the head holds. Where a prompt is read in
-    blocks the rows are each block's last ones, and of a block with fewer rows than `window` all. Differs from the paper: nothing.
+    blocks the rows are each block's last ones; a block with fewer rows than `window` has a window of them all. Differs from
+    the paper: nothing.
     """
 
     window: int = 32
