@@ -13,7 +13,7 @@ from .backends.torch_backend import Keys, Rows
 from .call import Call
 from .policies.moment import Limits, accumulator
 from .policies.selection import top
-from .slots import SLACK
+from .slots import SLACK, slack
 
 SPARE = 50  # a layer becomes ragged where dense slots would waste more than a fiftieth
 
@@ -160,12 +160,12 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor)
     if not slots.evicting:
         slots.state.pop("tail", None)
     if index is not None and kept is not None and max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1):
-        slots.slack = 0 if slots.evicting else call.cache.new_tokens or SLACK
+        slots.slack = 0 if slots.evicting else call.cache.new_tokens or slack(held)
         # an evicting head's slots are all in use while it attends, once it is full
         filled = needs if slots.evicting else counts
         slots.settle_ragged(index, kept, [need + slots.slack for need in needs], filled)
     elif not slots.evicting:
-        slots.settle(index, kept, held + (call.cache.new_tokens or held // SLACK + SLACK))
+        slots.settle(index, kept, held + (call.cache.new_tokens or held // SLACK + slack(held)))
     elif slots.holes or not slots.filling:
         slots.settle(index, kept, max(keeps) + 1)
         slots.used = max(keeps) + 1

@@ -64,14 +64,17 @@ class Extents:
         # whether some slots must be masked, whatever the geometry
         self.uneven = any(run.filled is None for run in self.runs)
         self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Head and column of every row, [R] each."""
-        device = self.begin_N.device
-        lengths = torch.tensor(self.capacities, device=device)
-        order = self.begin_N.argsort()
-        head = order.repeat_interleave(lengths[order])
-        return head, torch.arange(self.rows, device=device) - self.begin_N[head]
+        if self._places is None:
+            device = self.begin_N.device
+            lengths = torch.tensor(self.capacities, device=device)
+            order = self.begin_N.argsort()
+            head = order.repeat_interleave(lengths[order])
+            self._places = head, torch.arange(self.rows, device=device) - self.begin_N[head]
+        return self._places
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """As a variable-length kernel takes them: heads in the order of their rows [N], where each begins and the last ends

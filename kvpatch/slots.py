@@ -22,7 +22,7 @@ from .policies.moment import Limits, accumulator
 from .ragged import Extents
 
 JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
-SLACK = 32  # free slots of a head that does not evict, when its stretch of a ragged layer is made or outgrown
+SLACK = 32  # free slots at most of a head that does not evict, when its stretch of a ragged layer is made or outgrown
 
 
 @dataclass
@@ -155,11 +155,11 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- writing ----
 
-    def reserve(self, columns: int, exactly: bool = False) -> None:
-        """Make room for `columns`, and for some more unless `exactly`."""
+    def reserve(self, columns: int) -> None:
+        """Make room for `columns` and for some more."""
         assert self.keys is not None and self.values is not None
         if columns > self.keys.shape[2]:
-            self._resize(columns if exactly else columns + columns // 4 + 16)
+            self._resize(columns + columns // 16 + 8)
 
     def _resize(self, columns: int, index: Tensor | None = None) -> None:
         """New buffers of `columns` slots with the used ones, or those at `index` [B,H,K], at their front."""
@@ -322,14 +322,15 @@ class SlotLayer(CacheLayerMixin):
         self.free_BH, self.used, self.holes = None, C, True
 
     def make_room(self) -> None:
-        """Room for SLACK more tokens of each head, where a ragged layer that does not evict has none left."""
+        """Room for more tokens of each head, where a ragged layer that does not evict has none left."""
         if self.extents is None or self.evicting or self.grown < self.slack:
             return
         assert self.keys is not None and self.values is not None
         extents = self.extents
-        self.extents, self.keys = extents.grow(self.keys, SLACK)
-        _, self.values = extents.grow(self.values, SLACK)
-        self.slack += SLACK
+        more = slack(self.positions.shape[-1])
+        self.extents, self.keys = extents.grow(self.keys, more)
+        _, self.values = extents.grow(self.values, more)
+        self.slack += more
         C = self.used = self.extents.width
         self.positions = _padded(self.positions, C, -1)
         self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
@@ -399,6 +400,11 @@ class SlotLayer(CacheLayerMixin):
             for buffer, old in zip((self.keys, self.values), undo.slot, strict=True):
                 buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
         return undo.shared
+
+
+def slack(tokens: int) -> int:
+    """Free slots for a head of so many tokens: a sixteenth, so that moving costs little and so does what stands empty."""
+    return min(SLACK, max(8, tokens // 16))
 
 
 def _padded(tensor: Tensor, columns: int, empty: int) -> Tensor:

@@ -11,7 +11,7 @@ pass over such blocks is cheaper than a flash kernel followed by a second Q K^T,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ FUSED = 4096  # keys: beyond it the log-sum-exp path is faster on the CPU (see d
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26  # and elsewhere: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask
+SMALL = 1 << 19  # numbers: heads of different lengths that are padded to so many cost less than a call for each length
 
 
 @dataclass
@@ -327,6 +328,10 @@ def _ragged_step(
         found = varlen.step(q_BHGD, keys.k_BHTD, keys.v_BHTD, extents, keys.grown, geometry.scale)
         if found is not None:
             return found, None
+    D = q_BHGD.shape[-1]
+    if len(extents.runs) > 4 and B * H * T * D <= SMALL:
+        k, v = (extents.unpack(rows_RD, B, H, T) for rows_RD in (keys.k_BHTD, keys.v_BHTD))
+        return step(q_BHGD, replace(keys, k_BHTD=k, v_BHTD=v, extents=None), newest_B11, geometry, probabilities)
     masked = masked or extents.uneven
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
     bias = None if bias is None else bias.flatten(0, 1)
