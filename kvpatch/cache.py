@@ -169,13 +169,14 @@ class EvictingCache(Cache):
         now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
 
     def _ranks(self, Q: int) -> int:
-        """The most tokens that a head holds in a pass of Q columns."""
+        """The most tokens that a head holds in a pass of Q columns, or somewhat more."""
         most = 1
         for index, layer in enumerate(self.layers):
             assert self.now is not None
             replaced = layer.free_BH is not None and layer.evicting and not self.now.prompt
             held = layer.used if replaced else layer.used + Q
-            if self.block and self.now.budget_n_B and self.acting[index] and not self.policy.over_heads:
+            first = self.turns == 0 and not self.policy.over_heads  # later ones begin with what was generated meanwhile
+            if self.block and self.now.budget_n_B and self.acting[index] and first:
                 held = min(held, max(self.tokens(index, n) for n in self.now.budget_n_B) + self.block)
             most = max(most, held)
         return most

@@ -40,7 +40,7 @@ class Deck:
         self.begins = torch.arange(0, self.positions.numel(), self.C, device=self.device)
         for index, layer in enumerate(layers):
             own = slice(index * self.B, (index + 1) * self.B)
-            layer.positions = self.positions[own]
+            layer.positions, layer.contiguous = self.positions[own], False
             layer.state = {name: tensor[own] for name, tensor in self.state.items()}
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         self.p: Tensor | None = None

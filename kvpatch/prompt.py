@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -39,7 +37,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
-    if now.ends_prompt and call.score is not None:
+    if now.ends_prompt and call.score is not None and not now.keeps_all:
         _limit(call)
     if call.score is None or call.policy.rows != "all":
         out = backend.prompt(q_BHGQD, keys, rows_BQ, call.geometry)
@@ -144,17 +142,21 @@ def _end_prompt(call: Call, past: int) -> None:
 def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor) -> None:
     """Move what is kept (`count` of each head by `order`; None: all) into buffers for what follows."""
     slots, now = call.slots, call.now
-    counts = count_BH.flatten().tolist()
+    counts, keeps = count_BH.flatten().tolist(), keep_BH.flatten().tolist()
+    room = [k - n for k, n in zip(keeps, counts, strict=True)]
+    slots.evicting = now.final and call.policy.schedule != "prompt"
+    unequal = slots.evicting and min(room) != max(room)  # some heads evict while others fill up
+    if order is None and unequal:
+        order = slots.positions[:, :, : slots.used]
     index, kept = (None, None) if order is None else top(order, count_BH, counts)
+    if kept is None and unequal and index is not None:
+        kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
     if not now.final:  # the next block is appended
         slots.settle(index, kept, held + now.reserve)
         return
-    slots.evicting = call.policy.schedule != "prompt"
     slots.keep_BH1 = keep_BH[..., None]
-    keeps = keep_BH.flatten().tolist()
-    room = max(k - n for k, n in zip(keeps, counts, strict=True))
-    slots.filling = max(room, 0) if slots.evicting else 0
+    slots.filling = max(*room, 0) if slots.evicting else 0
     slots.slack = slots.grown = 0
     needs = [k + 1 for k in keeps] if slots.evicting else counts
     if not slots.evicting:
@@ -206,9 +208,7 @@ def _limit(call: Call) -> None:
     if "protect" in slots.state:
         marked = slots.positions[:, 0, : slots.used].masked_fill(~slots.state["protect"][:, 0, : slots.used], -1)
         own = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
-    fixed_B: Sequence[int | None] = now.fixed_B or [None] * B
-    if call.policy.schedule == "decode":
-        fixed_B = now.n_B
+    fixed_B = now.n_B if call.policy.schedule == "decode" else now.fixed_B or [0] * B
     sizes = tuple(
         call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
         for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)

@@ -73,21 +73,58 @@ def test_a_budget_above_the_prompt(wrap):
         certain("llama_gqa", "h2o", 33, wrap=wrap, pads=pads, steps=12)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
-@given(
-    name=st.sampled_from(tuple(MODELS)),
-    policy=st.sampled_from(EVICTING),
-    wrap=st.sampled_from(WRAPS),
-    n=st.integers(1, 34),
-    steps=st.integers(0, 9),
-    pad=st.integers(0, 10),
-    k=st.one_of(st.floats(0.02, 0.98), st.integers(1, 40)),
-    sinks=st.integers(0, 5),
-    weights=st.integers(0, 1000),
-)
-def test_any_shape(name, policy, wrap, n, steps, pad, k, sinks, weights):
+@st.composite
+def runs(draw):
+    """Arguments of `agrees`: any policy with any parts around it, on any shape."""
+    policy = draw(st.sampled_from(EVICTING))
+    wrap = tuple(name for name in ("pyramid", "adaptive", "critical") if draw(st.integers(0, 2)) == 0)
     assume(fits(policy, wrap))
-    assume(agrees(name, policy, k, n=n + pad, steps=steps, pads=(0, pad), weights=weights, wrap=wrap, sinks=sinks))
+    name = draw(st.sampled_from(tuple(MODELS)))
+    pads = draw(st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=3))
+    options = {"sinks": draw(st.integers(0, 4)), "block": draw(st.one_of(st.none(), st.integers(1, 20)))}
+    if name != "gpt2" and draw(st.integers(0, 3)) == 0:
+        options["positions"] = "renumbered"
+    if policy in WINDOWED:
+        options |= {"window": draw(st.integers(1, 8)), "pooling": draw(st.sampled_from(["max", "avg", None]))}
+    else:
+        schedules = ["prompt", "both"] if options["block"] or "adaptive" in wrap else ["prompt", "decode", "both"]
+        options |= {"schedule": draw(st.sampled_from(schedules)), "recent": draw(st.one_of(st.integers(0, 6), st.floats(0, 1)))}
+    return {
+        "name": name,
+        "policy": policy,
+        "k": draw(st.one_of(st.floats(0.02, 0.98), st.integers(1, 40))),
+        "n": max(pads) + draw(st.integers(1, 34)),
+        "steps": draw(st.integers(0, 12)),
+        "pads": tuple(pads),
+        "weights": draw(st.integers(0, 1000)),
+        "wrap": wrap,
+        **options,
+    }
+
+
+@settings(max_examples=250, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(runs())
+def test_any_shape(arguments):
+    assume(agrees(**arguments))
+
+
+FOUND = {
+    "slots that evict are no text in order": {
+        "name": "mistral", "policy": "scissorhands", "k": 9, "n": 9, "steps": 13, "pads": (0, 0), "positions": "renumbered",
+    },
+    "one row is full while another fills up": {
+        "name": "llama", "policy": "window", "k": 26, "n": 30, "steps": 4, "pads": (0, 8), "wrap": ("pyramid",),
+    },
+    "heads of different budgets that hold as many": {
+        "name": "mistral", "policy": "tova", "k": 30, "n": 30, "steps": 3, "pads": (0,), "wrap": ("adaptive", "critical"),
+        "block": 9, "positions": "renumbered", "floor": 0.8, "heads": "each",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found_by_random_runs(what):
+    certain(**FOUND[what])
 
 
 # ---- blocks ----

@@ -24,19 +24,18 @@ def feed_turns(model, cache, turns):
     return torch.cat(logits, 1)
 
 
-def compare(name, policy, k, *, wrap=(), turns="all", rows=2, **options):
-    """Library and oracle over several turns; False where a decision was too close to call on these weights."""
-    schedule = options.get("schedule") or kvpatch.get_policy(policy).schedule
+def compare(name, policy, k, *, wrap=(), turns="all", rows=2, sizes=TURNS, **options):
+    """Library and oracle over several turns, on weights for which every decision is clear."""
     given = {"turns": turns} if turns != "all" else {}
     for weights in range(8):
         model = make(name, dtype=torch.float64, seed=weights)
         text = [
             (prompt(rows, n, seed=10 * weights + 2 * i), prompt(rows, m, seed=10 * weights + 2 * i + 1))
-            for i, (n, m) in enumerate(TURNS)
+            for i, (n, m) in enumerate(sizes)
         ]
         if policy == "key_norm":  # rotation keeps a norm, so one token at two positions is a tie but for rounding
             order = torch.rand(rows, 96, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
-            pieces = order[:, :68].split([size for turn in TURNS for size in turn], 1)
+            pieces = order[:, :68].split([size for turn in sizes for size in turn], 1)
             text = list(zip(pieces[::2], pieces[1::2], strict=True))
         with kvpatch.patched(model, combined(policy, wrap), k, **given, **options) as patch:
             cache = patch.new_cache()
@@ -54,7 +53,7 @@ def compare(name, policy, k, *, wrap=(), turns="all", rows=2, **options):
         for row, want in enumerate(wanted):
             assert sorted_positions([layer[row] for layer in held]) == want.kept[-1], (weights, row)
             torch.testing.assert_close(logits[row], want.logits, atol=1e-5, rtol=0)
-        return schedule
+        return
     raise AssertionError("every draw was too close to call")
 
 
@@ -144,3 +143,35 @@ def test_a_padded_batch_has_turns_too():
                 own = model(more[one], past_key_values=alone).logits
                 torch.testing.assert_close(out[one], own, atol=3e-5, rtol=0)
                 assert torch.equal(alone.held(1)[0], together[row])
+
+
+FOUND = {
+    "a first block beside what was generated": {
+        "name": "llama_mqa", "policy": "key_attention", "k": 39, "wrap": ("critical",), "turns": "first", "block": 7,
+        "positions": "renumbered", "schedule": "prompt", "sizes": [(15, 4), (7, 0), (24, 6)],
+    },
+    "what each turn keeps, renumbered": {
+        "name": "llama", "policy": "scissorhands", "k": 3, "turns": "each", "block": 16, "positions": "renumbered",
+        "schedule": "prompt", "recent": 0.46, "sizes": [(9, 3), (23, 0)],
+    },
+    "sinks that a later turn brings": {
+        "name": "gptj", "policy": "critical_adakv", "k": 0.66, "turns": "each", "block": 3, "sinks": 5, "window": 8,
+        "kernel": 3, "sizes": [(3, 0), (12, 0), (22, 1)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found_by_random_runs(what):
+    compare(**FOUND[what])
+
+
+def test_a_later_turn_may_protect_more_than_the_budget_where_it_evicts_nothing():
+    model, more = make("llama"), prompt(1, 20, seed=2)
+    marked = more[0, :9].tolist()
+    other = torch.tensor([[token for token in range(90) if token not in marked][:12]])
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 4, schedule="prompt", turns="first", protect=marked) as patch:
+        cache = patch.new_cache()
+        model(other, past_key_values=cache)
+        model(more, past_key_values=cache)
+    assert cache.held(0).unique().tolist() == [24]

@@ -59,30 +59,29 @@ class Scope:
         return 0
 
     def limits(
-        self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int | None, rows: int
+        self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int, rows: int
     ) -> tuple[int, ...]:
         """The fields of Limits for one row, in order.
 
         budget: tokens; n: the row's prompt; own: positions that `protect=` marks, ascending; fixed: all tokens below this
         position are kept outside the budget; rows: query rows of the prompt or block.
         """
-        if fixed is not None:
-            first, free = fixed, budget
-        else:
-            if len(own) > budget:
-                raise KVPatchError(
-                    f"protect= marks {len(own)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
-                    f"least {len(own)} tokens or protect fewer."
-                )
-            first = min(self.sinks, budget)
-            while first + sum(p >= first for p in own) > budget:
-                first -= 1
-            free = budget - first - sum(p >= first for p in own)
+        own, start = [p for p in own if p >= fixed], fixed
+        if len(own) > budget:
+            raise KVPatchError(
+                f"protect= marks {len(own)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
+                f"least {len(own)} tokens or protect fewer."
+            )
+        # sinks are tokens of the prompt that is cut down: none where all of it is kept
+        first = min(max(self.sinks, start), start + budget) if start < n else start
+        while first - start + sum(p >= first for p in own) > budget:
+            first -= 1
+        free = budget - (first - start) - sum(p >= first for p in own)
         tail = min(score.tail, free, rows) if score.protects_tail else score.tail
         recent = min(share(self.recent, budget), free)
         deviation = min(share(self.deviation, budget), free - recent)
         newest = max(recent, tail) if score.protects_tail else recent
-        return first, newest, fixed or 0, deviation, tail, budget - free + newest + deviation
+        return first, newest, fixed, deviation, tail, budget - free + newest + deviation
 
     def mask(self, moment: Moment) -> Tensor | None:
         """bool [B,H,S]: the tokens that must stay; None where there are none."""
