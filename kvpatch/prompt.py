@@ -103,7 +103,7 @@ def _end_prompt(call: Call, past: int) -> None:
     slots, cache, now = call.slots, call.cache, call.now
     if call.score is None:
         if now.final:
-            slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 4 + 16))
+            slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 16 + 16))
         return
     B, H, _ = slots.positions.shape
     budget_B = _budgets(call)
@@ -173,7 +173,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor)
         slots.used = max(keeps) + 1
         slots.free_BH = slots.positions.argmin(-1)
     else:
-        slots.settle(index, kept, min(max(keeps) + 1, held + held // 4 + 16))
+        slots.settle(index, kept, min(max(keeps) + 1, held + held // 16 + 16))
 
 
 def _fixed(call: Call, held_BH: Tensor) -> Tensor:
