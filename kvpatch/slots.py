@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +17,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .errors import KVPatchError
+from .journal import JOURNAL, Undo, record, restore
 from .policies.moment import Limits, accumulator
 from .ragged import Extents
 
-JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
 SLACK = 32  # free slots at most of a head that does not evict, when its stretch of a ragged layer is made or outgrown
-
-
-@dataclass
-class Undo:
-    """What one decode step overwrote."""
-
-    used: int
-    filling: int
-    grown: int
-    free_BH: Tensor | None
-    slot: tuple[Tensor, Tensor] | None
-    positions: Tensor
-    state: dict[str, Tensor]
-    shared: Tensor | None
 
 
 class SlotLayer(CacheLayerMixin):
@@ -355,15 +340,8 @@ class SlotLayer(CacheLayerMixin):
     # ---- rolling back ----
 
     def note(self, shared: Tensor | None) -> None:
-        """Write down what the coming step will overwrite."""
-        slot = None
-        if self.free_BH is not None:
-            at = self.free_rows()
-            slot = (self.keys.flatten(0, -2)[at], self.values.flatten(0, -2)[at])  # type: ignore[union-attr]
-        state = {name: tensor.clone() for name, tensor in self.state.items()}
-        shared = None if shared is None else shared.clone()
-        positions = self.positions.clone()
-        self.journal.append(Undo(self.used, self.filling, self.grown, self.free_BH, slot, positions, state, shared))
+        """Write down what the coming step will overwrite; `shared` is the score that layers share."""
+        self.journal.append(record(self, shared))
 
     def can_crop(self, tokens: int) -> bool:
         appended = self.used - self.floor if self.extents is None else self.grown
@@ -384,22 +362,9 @@ class SlotLayer(CacheLayerMixin):
             self.journal.clear()
         else:
             for _ in range(tokens):
-                shared = self._undo(self.journal.pop())
+                shared = restore(self, self.journal.pop())
         self.seen -= tokens
         return shared
-
-    def _undo(self, undo: Undo) -> Tensor | None:
-        C = undo.positions.shape[-1]
-        self.filling, self.grown, self.free_BH = undo.filling, undo.grown, undo.free_BH
-        self.used = undo.used if self.extents is None else self.used
-        self.positions[:, :, :C], self.positions[:, :, C:] = undo.positions, -1
-        for name, tensor in undo.state.items():
-            self.state[name][:, :, :C] = tensor
-        if undo.slot is not None and undo.free_BH is not None:
-            at = self.free_rows()
-            for buffer, old in zip((self.keys, self.values), undo.slot, strict=True):
-                buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
-        return undo.shared
 
 
 def slack(tokens: int) -> int:

@@ -57,7 +57,7 @@ MUTANTS = {
         "return (bits.long() << 30) | (MAX_POSITION - positions)",
         f"{ORACLE}[llama-scissorhands]"),
     "roll-back forgets scores": (
-        "slots.py", "            self.state[name][:, :, :C] = tensor", "            pass",
+        "journal.py", "        layer.state[name][:, :, :C] = tensor", "        pass",
         "tests/test_eviction.py::test_rolling_back_restores_everything[roco]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
@@ -110,7 +110,7 @@ MUTANTS = {
         "policies/allocation.py", "max(share(float(self.floor), b), p)", "p",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
     "heads share by the selection's order": (
-        "prompt.py", "            moment.keep_BH1 = None  # heads share by score alone\n", "",
+        "ending.py", "            moment.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
     "one head's extent off by one": (
         "ragged.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
