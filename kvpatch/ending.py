@@ -111,7 +111,10 @@ def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
     seen = slots.state[name][:, :, : slots.used].masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0)
     index = order.argsort(-1, descending=True)
     kept = torch.arange(order.shape[-1], device=order.device) < count_BH[..., None]
-    slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / seen.sum(-1).clamp_min(torch.finfo(seen.dtype).tiny)
+    total = seen.sum(-1)
+    if name == "sum":  # every row gave one; what earlier blocks evicted has taken its part away
+        total = torch.full_like(total, call.group) * (newest(call)[..., 0] + 1)
+    slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / total.clamp_min(torch.finfo(seen.dtype).tiny)
 
 
 def limit(call: Call) -> None:

@@ -164,6 +164,23 @@ def test_budgets_and_mass():
     assert json.loads(json.dumps(report.to_dict()))["mass"][0][0][0] == pytest.approx(float(report.mass[0][0, 0]))
 
 
+def test_mass_counts_what_earlier_blocks_evicted():
+    model, ids, most = tiny.make("llama_gqa"), tiny.prompt(2, 40), []
+    for size in (None, 40, 5):
+        with torch.no_grad(), kvpatch.patched(model, "h2o", 10, block=size) as patch:
+            cache = patch.new_cache()
+            model(ids, past_key_values=cache)
+            most.append(torch.stack(patch.report().mass))
+    torch.testing.assert_close(most[0], most[1], atol=1e-5, rtol=0)
+    # each of the first ten rows spends one on tokens of its own time, most of which are gone at the end
+    assert (most[2] > 0).all()
+    assert (most[2] < 0.9).all()
+    with torch.no_grad(), kvpatch.patched(model, "window", 10, block=5) as patch:
+        cache = patch.new_cache()
+        model(ids, past_key_values=cache)
+        assert patch.report().mass == [None, None]
+
+
 def _attention(model, ids):
     with torch.no_grad():
         model.set_attn_implementation("eager")

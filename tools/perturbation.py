@@ -388,8 +388,13 @@ def _shares(here: Lines) -> list[str]:
     return [*shares, *ratios, *(_mean(here, name, itemgetter(i)) for name in ("kl", "right") for i in (0, 1))]
 
 
+def _headline(here: Lines) -> list[str]:
+    """The share of heads with a lower L1, the mean L1 and the accuracy, without and with two-stage selection."""
+    return [_mean(here, "lower_heads"), *(_mean(here, name, itemgetter(i)) for name in ("l1", "right") for i in (0, 1))]
+
+
 def markdown(lines: Lines) -> str:
-    """The study in six tables; each figure is the mean over the scenarios, models and budgets that are not named."""
+    """The study in seven tables; each figure is the mean over the scenarios, models and budgets that are not named."""
     compared, why = ([line for line in lines if line["what"] == what] for what in ("compare", "why"))
     models, scenarios = (list(dict.fromkeys(line[name] for line in lines)) for name in ("model", "scenario"))
     plain = [line for line in compared if line["variant"] == "snapkv"]
@@ -409,6 +414,10 @@ def markdown(lines: Lines) -> str:
         for i, edge in enumerate((*SPLIT, 1))
     ]
     tables = (
+        _table(
+            "model, k, heads, L1, with critical, right, with critical",
+            [[name, str(k), *_headline(at(plain, model=name, k=k))] for name in models for k in BUDGETS],
+        ),
         _table(f"model (k = 0.2), {shares}", [[name, *_shares(at(plain, model=name, k=0.2))] for name in models]),
         _table(
             f"scenario (k = 0.2), {shares}", [[name, *_shares(at(plain, scenario=name, k=0.2))] for name in scenarios]
