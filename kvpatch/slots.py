@@ -153,12 +153,7 @@ class SlotLayer(CacheLayerMixin):
         def move(tensor: Tensor, empty: int) -> Tensor:
             B, H, _, *rest = tensor.shape
             new = tensor.new_empty(B, H, columns, *rest)
-            if index is None:
-                kept = tensor[:, :, : self.used]
-            else:
-                b = torch.arange(B, device=tensor.device)[:, None, None]
-                h = torch.arange(H, device=tensor.device)[None, :, None]
-                kept = tensor[b, h, index]
+            kept = tensor[:, :, : self.used] if index is None else _taken(tensor, index)
             new[:, :, : kept.shape[2]] = kept
             new[:, :, kept.shape[2] :] = empty
             return new
@@ -288,11 +283,7 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = (extents.pack(t, index_BHK, kept_BHK) for t in (self.keys, self.values))
             K, C = index_BHK.shape[-1], extents.width
             self.positions = _padded(self.positions.gather(2, index_BHK).masked_fill(~kept_BHK, -1), C, -1)
-            b, h = (torch.arange(n, device=self.keys.device) for n in index_BHK.shape[:2])
-            self.state = {
-                name: _padded(tensor[b[:, None, None], h[None, :, None], index_BHK], C, 0)
-                for name, tensor in self.state.items()
-            }
+            self.state = {name: _padded(_taken(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
         self.extents, self.used, self.floor = extents, C, K
         self.contiguous, self.holes = False, True
         self.free_BH = kept_BHK.sum(-1)
@@ -327,10 +318,8 @@ class SlotLayer(CacheLayerMixin):
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
-            b, h = (torch.arange(n, device=index_BHK.device) for n in index_BHK.shape[:2])
             with torch.enable_grad():
-                k, v = (t[b[:, None, None], h[None, :, None], index_BHK] for t in self.graph)
-            self.graph = (k, v)
+                self.graph = (_taken(self.graph[0], index_BHK), _taken(self.graph[1], index_BHK))
 
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""
@@ -370,6 +359,12 @@ class SlotLayer(CacheLayerMixin):
 def slack(tokens: int) -> int:
     """Free slots for a head of so many tokens: a sixteenth, so that moving costs little and so does what stands empty."""
     return min(SLACK, max(8, tokens // 16))
+
+
+def _taken(tensor: Tensor, index_BHK: Tensor) -> Tensor:
+    """[B,H,T,...] -> [B,H,K,...]: the entries of each head at `index`."""
+    b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
+    return tensor[b[:, None, None], h[None, :, None], index_BHK]
 
 
 def _padded(tensor: Tensor, columns: int, empty: int) -> Tensor:

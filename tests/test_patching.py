@@ -13,6 +13,8 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tiny import FIVE, force, make, prompt, snapshot
 
 import kvpatch
+from kvpatch.arch.llama import LlamaAdapter
+from kvpatch.arch.site import Site
 
 
 def step(model, ids):
@@ -208,9 +210,17 @@ def test_two_stage_selection_sees_the_projection_that_runs():
             logits, cache = force(model, ids, fed)
         return logits, [cache.positions(layer).sort(-1).values for layer in range(2)]
 
-    config = LoraConfig(r=8, target_modules=["o_proj"], lora_alpha=64, init_lora_weights=False)
+    config = LoraConfig(r=8, target_modules=["o_proj"], lora_alpha=64, init_lora_weights=False, lora_dropout=0.5)
     torch.manual_seed(0)
     wrapped = get_peft_model(make("llama_gqa"), config).eval()
+    attn = wrapped.base_model.model.model.layers[0].self_attn
+    values, site = torch.zeros(1, 2, 1, 8), Site(LlamaAdapter(), attn, 2)
+    rows, worked_out = site.output_rows(values, 2)
+    assert worked_out
+    wrapped.train()
+    assert torch.equal(rows, site.output_rows(values, 2)[0]), "LoRA's dropout is no part of the weight"
+    assert attn.o_proj.training
+    wrapped.eval()
     logits, held = run(wrapped)
     merged = wrapped.merge_and_unload()
     want, kept = run(merged)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,18 @@ from transformers.pytorch_utils import Conv1D
 
 from ..backends.torch_backend import Geometry
 from .adapter import Adapter
+
+
+@contextmanager
+def _evaluating(attn: nn.Module) -> Iterator[None]:
+    training = [module for module in attn.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class Site:
@@ -46,5 +60,6 @@ class Site:
         else:
             unit, worked_out = torch.eye(inputs, dtype=like.dtype, device=like.device)[None], True
             run = module if module is not None else lambda y: self.adapter.output(self.attn, y)
-            weight = (run(unit) - run(torch.zeros_like(unit[:, :1])))[0]
+            with _evaluating(self.attn):  # a dropout on the way is no part of the weight
+                weight = (run(unit) - run(torch.zeros_like(unit[:, :1])))[0]
         return rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group), worked_out
