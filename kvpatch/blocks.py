@@ -30,7 +30,6 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         outs.append(prompt.attend(part, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
         start += one.prompt
     out = torch.cat(outs, 3)
-    call.slots.graph = None
     if now.packing_BQ is not None:
         out = out.movedim(3, 1)[b, order.argsort(dim=1)].movedim(1, 3)
     return out

@@ -40,6 +40,7 @@ class EvictingCache(Cache):
         self.block, self.renumbered = block, renumbered
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
+        self.table: tuple[int, Any] | None = None
         self.turns, self.turn_from_B = 0, [0]
         self.turn_open = False
         self.acting = acting
@@ -153,7 +154,10 @@ class EvictingCache(Cache):
         if n_B:
             self._budget(self.now, [n + max((self.prompt_len or 0) - seen - prompt, 0) for n in n_B])
         if table is not None:
-            self.now.table = table(self._ranks(Q))
+            places = self._ranks(Q)  # the same at every decode step of a full cache
+            if self.table is None or self.table[0] != places:
+                self.table = (places, table(places))
+            self.now.table = self.table[1]
         if prompt and self.block is not None:
             self.now.blocks = cut(self.now, self.block, before.tolist(), n_B, final=ends)
         if ends:
