@@ -22,7 +22,7 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, si
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended as one; the others one after another, each as a decode step.
     """
-    if torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         # what the cache allocates must stay writable where this mode is off again
         with torch.inference_mode(False), torch.no_grad():
             return _attend(cache, layer, q, k, v, site)
@@ -40,7 +40,7 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
     read = blocks.attend if call.now.blocks else prompt.attend
     if P == Q:
         out = read(call, q_BHGQD, k, v)
-    elif Q == 1 and (deck := deck_of(cache, layer, call.group)) is not None:
+    elif Q == 1 and not call.now.traced and (deck := _deck(call, q_BHGQD[:, :, :, 0])) is not None:
         out = deck.attend(call, q_BHGQD[:, :, :, 0], k, v)[:, :, :, None]
     elif Q == 1:
         out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0)[:, :, :, None]
@@ -50,18 +50,21 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
             at = slice(t, t + 1)
             outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
         out = torch.cat(outs, 3)
+    if P and call.now.ends_prompt:
+        decode.foresee(call, q_BHGQD[:, :, :, 0])
     slots.graph = None
     cache.end(layer)
     return rearrange(out, "b h g q d -> b q (h g d)")
 
 
-def deck_of(cache: EvictingCache, layer: int, group: int) -> Deck | None:
+def _deck(call: Call, q_BHGD: Tensor) -> Deck | None:
     """The cache's Deck for this pass: made when every slot is in use, given up when rows are moved or steps recorded."""
-    now = cache.now
-    if now is None or now.recording:
+    cache = call.cache
+    if call.now.recording:
         cache.deck = None
         return None
     # only between passes: within one, the layers before this one have evicted already
-    if cache.deck_due and layer == 0 and cache.layers[0].free_BH is not None:
-        cache.deck, cache.deck_due = Deck.of(cache, group), False
+    if cache.deck_due and call.layer == 0 and call.slots.free_BH is not None:
+        cache.deck_due = False
+        cache.deck = Deck.of(cache, call.group) if decode.backend_of(call, q_BHGD) == "torch" else None
     return cache.deck

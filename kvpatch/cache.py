@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from . import compiled
+from .backends.choice import Choice
 from .errors import KVPatchError
 from .forward import Forward, cut
 from .policies import Policy
@@ -31,16 +33,24 @@ class EvictingCache(Cache):
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(
-        self, policy: Policy, budget: Budget, *, seed: int = 0, block: int | None = None, renumbered: bool = False
+        self,
+        policy: Policy,
+        budget: Budget,
+        *,
+        seed: int = 0,
+        block: int | None = None,
+        renumbered: bool = False,
+        backend: str = "auto",
     ) -> None:
         n_layers = len(budget.per_layer)
         acting = [policy.score is not None and budget.evicts(layer) for layer in range(n_layers)]
         super().__init__(layers=[SlotLayer(policy.statistics if on else ()) for on in acting])
         self.policy, self.budget, self.seed = policy, budget, seed
-        self.block, self.renumbered = block, renumbered
+        self.block, self.renumbered, self.choice = block, renumbered, Choice(backend)
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.table: tuple[int, Any] | None = None
+        self.make_table: Callable[[int], Any] | None = None
         self.turns, self.turn_from_B = 0, [0]
         self.turn_open = False
         self.acting = acting
@@ -53,13 +63,29 @@ class EvictingCache(Cache):
         self.unfinished = False
         self.deck: Deck | None = None
         self.deck_due = False
+        self.clock: compiled.Clock | None = None
+        self.behind = False  # steps were taken under torch.compile that the counters here do not know of
+        self.room: int | None = None  # tokens to decode in buffers of their final size
         self.limits_of: dict[tuple[object, ...], Limits] = {}
 
     # ---- the public contract ----
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens SEEN (columns, padding included): positions go on as if nothing were missing."""
+        """Tokens SEEN (columns, padding included): positions go on as if nothing were missing. A tensor under torch.compile."""
+        if torch.compiler.is_compiling() and self.clock is not None:
+            return self.clock.columns  # type: ignore[return-value]
+        self.catch_up()
         return self.layers[layer_idx].seen
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may compile the decode step by itself."""
+        return self.room is not None
+
+    def catch_up(self) -> None:
+        """Let the counters know of steps that were taken under torch.compile."""
+        if self.behind:
+            compiled.catch_up(self)
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 where a slot is empty."""
@@ -78,6 +104,7 @@ class EvictingCache(Cache):
 
     def clone(self) -> EvictingCache:
         """An independent copy, for several questions after one context."""
+        self.catch_up()
         deck, self.deck = self.deck, None
         try:
             twin = copy.deepcopy(self)
@@ -94,6 +121,14 @@ class EvictingCache(Cache):
         least = policy.score.tail + 1 if policy.score.protects_tail else 1
         most = None if policy.schedule == "decode" else n
         return policy.over_layers.split(budget, len(self.layers), least, most)[layer]
+
+    def temperature(self, ahead: int) -> float | Tensor:
+        """A score's temperature at a decode step, `ahead` of what this pass began with."""
+        score = self.policy.score
+        assert score is not None and self.now is not None
+        if torch.compiler.is_compiling() and self.clock is not None:
+            return score.temperature(self.clock.steps + ahead, self.clock.span)
+        return score.temperature(self.now.first_step + ahead, self.new_tokens)
 
     # ---- one forward pass ----
 
@@ -115,6 +150,7 @@ class EvictingCache(Cache):
             KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
                 earlier pass that did not finish, another batch size.
         """
+        self.catch_up()
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
         before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B
@@ -143,7 +179,7 @@ class EvictingCache(Cache):
             if not self.turn_open:
                 self.turn_from_B, self.turn_open = before.tolist(), True
         if ends:
-            self.steps, self.deck_due = 0, True
+            self.steps, self.deck_due = 0, self.room is None
             self.limits_of.clear()
         journalled = any(layer.record_past for layer in self.layers)
         if not journalled:
@@ -154,10 +190,8 @@ class EvictingCache(Cache):
         if n_B:
             self._budget(self.now, [n + max((self.prompt_len or 0) - seen - prompt, 0) for n in n_B])
         if table is not None:
-            places = self._ranks(Q)  # the same at every decode step of a full cache
-            if self.table is None or self.table[0] != places:
-                self.table = (places, table(places))
-            self.now.table = self.table[1]
+            self.make_table = table
+            self.now.table = self._rotary_table(Q, prompt > 0)
         if prompt and self.block is not None:
             self.now.blocks = cut(self.now, self.block, before.tolist(), n_B, final=ends)
         if ends:
@@ -172,13 +206,21 @@ class EvictingCache(Cache):
         now.rows_B = [n - start for n, start in zip(n_B, self.turn_from_B, strict=True)]
         now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
 
-    def _ranks(self, Q: int) -> int:
+    def _rotary_table(self, Q: int, prompt: bool) -> Any:
+        """A table for the ranks of a pass of Q columns: the same at every decode step of a full cache."""
+        assert self.make_table is not None
+        places = self._ranks(Q, prompt)
+        if self.table is None or self.table[0] != places:
+            self.table = (places, self.make_table(places))
+        return self.table[1]
+
+    def _ranks(self, Q: int, prompt: bool) -> int:
         """The most tokens that a head holds in a pass of Q columns, or somewhat more."""
         most = 1
         for index, layer in enumerate(self.layers):
             assert self.now is not None
-            replaced = layer.free_BH is not None and layer.evicting and not self.now.prompt
-            held = layer.used if replaced else layer.used + Q
+            replaced = layer.free_BH is not None and layer.evicting and not prompt
+            held = layer.taken if replaced else layer.taken + Q
             first = self.turns == 0 and not self.policy.over_heads  # later ones begin with what was generated meanwhile
             if self.block and self.now.budget_n_B and self.acting[index] and first:
                 held = min(held, max(self.tokens(index, n) for n in self.now.budget_n_B) + self.block)
@@ -250,7 +292,28 @@ class EvictingCache(Cache):
         if self.scratch:
             self.layers[layer].reset()
         if layer == len(self.layers) - 1:
-            self.unfinished = False
+            self._finish()
+
+    def _finish(self) -> None:
+        """The pass is whole."""
+        now = self.now
+        assert now is not None and self.seen_B is not None
+        if torch.compiler.is_compiling():
+            compiled.end(self)
+            return
+        self.unfinished = False
+        Q = now.positions_BQ.shape[1]
+        if self.clock is None:
+            self.clock = compiled.Clock(self.seen_B.device)
+            self.clock.advance(self.layers[0].seen, self.steps, False)
+        else:
+            self.clock.advance(Q, Q - now.prompt, now.ends_prompt)
+        if now.ends_prompt:
+            self.clock.span.fill_(self.new_tokens or int(getattr(self.policy.score, "generation_length", 1)))
+            if self.make_table is not None:
+                self._rotary_table(1, prompt=False)  # for a step that is compiled
+            if self.room is not None:
+                compiled.mark(self)
 
     def absorb(self, past: Cache, mask_BT: Tensor | None = None) -> None:
         """Take over the keys and values of an unpatched prompt; the next prompt end evicts.
@@ -297,6 +360,7 @@ class EvictingCache(Cache):
     # ---- batch and roll-back ----
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.catch_up()
         self.deck, self.deck_due = None, False
         self.seen_B = None if self.seen_B is None else change(self.seen_B)
         self.shared = None if self.shared is None else change(self.shared)
@@ -319,6 +383,7 @@ class EvictingCache(Cache):
         self.steps, self.unfinished = 0, False
         self.turns, self.turn_open = 0, False
         self.deck, self.deck_due = None, False
+        self.clock, self.behind = None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last tokens exactly: keys, values, positions, scores and free slots.
@@ -330,6 +395,7 @@ class EvictingCache(Cache):
         Raises:
             KVPatchError: the steps were not recorded (call `activate_past_recording()` before them).
         """
+        self.catch_up()
         tokens = int(tokens_to_remove)
         count = -tokens if tokens <= 0 else max(self.get_seq_length() - tokens, 0)
         if count == 0:
@@ -345,3 +411,4 @@ class EvictingCache(Cache):
         assert self.seen_B is not None
         self.seen_B = self.seen_B - count
         self.steps = max(self.steps - count, 0)
+        self.clock = None  # made anew by the next pass

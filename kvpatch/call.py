@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .arch.site import Site
 from .backends.norms import projected_norms
-from .backends.torch_backend import Keys, Rows
+from .backends.protocol import Case, Geometry, Keys, Task
+from .backends.torch_backend import Rows
 from .cache import EvictingCache
 from .forward import Forward
 from .policies.moment import Block, Moment
@@ -26,11 +27,20 @@ class Call:
         self, cache: EvictingCache, now: Forward, layer: int, site: Site, group: int, device: torch.device
     ) -> None:
         self.cache, self.now, self.layer, self.site, self.group = cache, now, layer, site, group
-        self.geometry = site.geometry(device)
         self.slots: SlotLayer = cache.layers[layer]
+        if self.slots.geometry is None:
+            self.slots.geometry = site.geometry(device)
+        self.geometry: Geometry = self.slots.geometry
         self.policy = cache.policy
         self.score = cache.policy.score if cache.acting[layer] else None
         self.positions_BQ = self.now.on(device)
+
+    @property
+    def observes(self) -> bool:
+        """Whether a decode step's probabilities are wanted."""
+        if self.score is None:
+            return False
+        return (self.slots.evicting and self.policy.rows != "none") or self.policy.remembers
 
     def entry(
         self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
@@ -62,7 +72,7 @@ class Call:
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
-        if self.score is None or not self.score.entry_by_position:
+        if self.score is None or not self.score.entry_by_position or torch.compiler.is_compiling():
             return self.entry(k_BH1D, v_BH1D, positions_B1, None)
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
@@ -77,9 +87,33 @@ class Call:
         """The used slots, as a backend takes them."""
         slots = self.slots
         keys, values, positions = slots.view()
-        grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
+        if torch.compiler.is_compiling():
+            grown = None  # known to the positions alone
+        else:
+            grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.extents, grown)
 
+    def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
+        """Who does it: chosen once for each kind of call."""
+        return self.cache.choice.of(task, self.case(task, q_BHGQD, keys, scores))
+
+    def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
+        """What is asked of a backend."""
+        T = keys.positions_BHT.shape[-1]
+        return Case(
+            device=q_BHGQD.device.type,
+            dtype=q_BHGQD.dtype,
+            head_dim=q_BHGQD.shape[-1],
+            group=self.group,
+            alibi=self.geometry.slopes_HG is not None,
+            window=self.geometry.sliding is not None and (task != "prompt" or self.geometry.sliding < T),
+            padding=keys.holes and (task == "prompt" or keys.grown is None),
+            past=keys.past > 0 and task in ("prompt", "statistics"),
+            gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
+            scores=scores,
+            fresh=self.score is not None and self.score.fresh,
+            rotated=self.cache.renumbered and self.geometry.slopes_HG is None,
+        )
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
         """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
         that its head holds: keys are cached without positions and get them here, as do the queries."""
@@ -113,9 +147,12 @@ class Call:
         if score.across_layers:
             assert self.cache.shared is not None
             state = {**state, score.statistics[0]: self.cache.shared.gather(-1, positions + 1)}
-        recent_B11 = self.now.recent.get((id(slots.limits), t))
+        shared = None if torch.compiler.is_compiling() else self.now.recent
+        recent_B11 = None if shared is None else shared.get((id(slots.limits), t))
         if recent_B11 is None:
-            recent_B11 = self.now.recent[id(slots.limits), t] = newest_B11 - slots.limits.newest
+            recent_B11 = newest_B11 - slots.limits.newest
+            if shared is not None:
+                shared[id(slots.limits), t] = recent_B11
         return Moment(
             layer=self.layer,
             seed=self.cache.seed,
@@ -127,7 +164,6 @@ class Call:
             group=self.group,
             sliding=self.geometry.sliding,
             empty=slots.holes,
-            seen=slots.seen,
             aligned=self.policy.aligned,
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
@@ -140,7 +176,7 @@ class Call:
         unwanted = known if out is None else known | out
         return self._norms(self.slots.view()[1], ~unwanted)
 
-    def sums(self, rows: Rows, rows_BQ: Tensor, tau: float) -> dict[str, Tensor]:
+    def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
         """The policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
         assert self.score is not None
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)

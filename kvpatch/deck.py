@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import torch_backend as backend
+from .backends import torch_backend
 from .cache import EvictingCache
 from .call import AHEAD, Call
 from .policies.moment import Block, Limits, Moment
@@ -116,7 +116,7 @@ class Deck:
         wanted = policy.rows != "none"
         q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), call.positions_BQ)
         q_BHGD, newest_B11 = q_BHG1D[:, :, :, 0], call.positions_BQ[:, None]
-        out, p_BHGT = backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, self._buffer(call, q_BHGD))
+        out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, self._buffer(call, q_BHGD))
         if layer == self.L - 1:
             with torch.no_grad():
                 self._close(call)
@@ -147,7 +147,6 @@ class Deck:
             group=call.group,
             sliding=self.sliding,
             empty=False,
-            seen=call.slots.seen,
             aligned=self.policy.aligned,
             keep_BH1=self.keep_B11,
             norms=lambda known, out: self.state["norm"],
@@ -174,7 +173,7 @@ class Deck:
             keys_NR=self._visible_count().view(N, 1) if "count" in self.policy.statistics else None,
             noise_NMG=None if noise is None else noise.flatten(0, 1),
             place=place,
-            tau=self.score.temperature(call.now.first_step + 1, call.cache.new_tokens),
+            tau=call.cache.temperature(1),
             layer=self.layer_of.repeat_interleave(self.H)[:, None, None, None],
             seed=self.seed,
         )

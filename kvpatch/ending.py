@@ -18,7 +18,9 @@ def end_prompt(call: Call, past: int) -> None:
     slots, cache, now = call.slots, call.cache, call.now
     if call.score is None:
         if now.final:
-            slots.settle(None, None, slots.used + (cache.new_tokens or slots.used // 16 + 16))
+            slots.settle(None, None, slots.used + (_room(call) or slots.used // 16 + 16))
+            if cache.room is not None:
+                slots.open()
         return
     B, H, _ = slots.positions.shape
     budget_B = _budgets(call)
@@ -72,23 +74,31 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor)
         return
     slots.keep_BH1 = keep_BH[..., None]
     slots.filling = max(*room, 0) if slots.evicting else 0
+    slots.holes |= call.cache.room is not None and slots.filling > 0
     slots.slack = slots.grown = 0
     needs = [k + 1 for k in keeps] if slots.evicting else counts
     if not slots.evicting:
         slots.state.pop("tail", None)
     if index is not None and kept is not None and max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1):
-        slots.slack = 0 if slots.evicting else call.cache.new_tokens or slack(held)
+        slots.slack = 0 if slots.evicting else _room(call) or slack(held)
         # an evicting head's slots are all in use while it attends, once it is full
         filled = needs if slots.evicting else counts
         slots.settle_ragged(index, kept, [need + slots.slack for need in needs], filled)
     elif not slots.evicting:
-        slots.settle(index, kept, held + (call.cache.new_tokens or held // SLACK + slack(held)))
+        slots.settle(index, kept, held + (_room(call) or held // SLACK + slack(held)))
+        if call.cache.room is not None:
+            slots.open()
     elif slots.holes or not slots.filling:
         slots.settle(index, kept, max(keeps) + 1)
-        slots.used = max(keeps) + 1
+        slots.used = slots.positions.shape[2]
         slots.free_BH = slots.positions.argmin(-1)
     else:
         slots.settle(index, kept, min(max(keeps) + 1, held + held // 16 + 16))
+
+
+def _room(call: Call) -> int | None:
+    """Tokens that will be decoded, where that is known."""
+    return call.cache.room or call.cache.new_tokens
 
 
 def _fixed(call: Call, held_BH: Tensor) -> Tensor:

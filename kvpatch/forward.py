@@ -24,7 +24,7 @@ class Forward:
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, where keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
     each row's own tokens first, where some are padding. recent: the protected windows' lower ends, computed once for all
-    layers.
+    layers. traced: a decode step that torch.compile sees through.
     """
 
     positions_BQ: Tensor
@@ -46,6 +46,7 @@ class Forward:
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    traced: bool = False
 
     def on(self, device: torch.device) -> Tensor:
         """positions_BQ on a layer's device."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
+from transformers import Cache, GenerationMixin, masking_utils
 
+from . import compiled
 from .arch import Adapter
 from .arch.site import Site
 from .attention import attend
@@ -28,15 +29,18 @@ class Settings:
 
     def __init__(self, owner: Patch, adapter: Adapter, max_positions: int | None) -> None:
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
-        self.block, self.renumbered = owner.block, owner.renumbered
+        self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
         self.adapter, self.max_positions = adapter, max_positions
+        self.decoder_parameters: tuple[str, ...] = ()
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copied model evicts by the same settings
 
     def new_cache(self) -> EvictingCache:
-        return EvictingCache(self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered)
+        return EvictingCache(
+            self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend
+        )
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
         owner = self._owner()
@@ -50,7 +54,7 @@ def attention_forward(
     cls: type[nn.Module], adapter: Adapter, previous: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The forward of an attention module: through the cache if there is one, else what stood there before."""
-    names = _parameters(cls)  # type: ignore[arg-type]
+    names = parameters(cls)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -66,10 +70,15 @@ def attention_forward(
             )
         hidden_BQE = call.pop("hidden_states")
         q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
-        y_BQE = attend(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
+        run = attend_untraced if torch.compiler.is_compiling() and not _traced(cache) else attend
+        y_BQE = run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
         return adapter.output(self, y_BQE.to(v.dtype)), None
 
     return forward
+
+
+def _traced(cache: EvictingCache) -> bool:
+    return cache.now is not None and cache.now.traced
 
 
 class Courier(Tensor):
@@ -106,7 +115,7 @@ def _refuse_lost_mask(call: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _parameters(cls: Any) -> tuple[str, ...]:
+def parameters(cls: Any) -> tuple[str, ...]:
     """Names of forward's parameters, for arguments that are passed by place."""
     return tuple(name for name in inspect.signature(cls.forward).parameters if name != "self")
 
@@ -116,9 +125,12 @@ def _parameters(cls: Any) -> tuple[str, ...]:
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Any:
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
-    names = _parameters(type(decoder))  # type: ignore[arg-type]
-    call = {**dict(zip(names, args, strict=False)), **kwargs}
+    call = {**dict(zip(settings.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
+    if torch.compiler.is_compiling():
+        if isinstance(past, EvictingCache) and _step(call, past, settings):
+            return (), call
+        return before_untraced(decoder, (), call, settings)
     use_cache = call.get("use_cache")
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
@@ -158,6 +170,17 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         settings.note(cache)
         call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return (), call
+
+
+def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
+    """Begin a decode step that torch.compile can see through; False where it is none."""
+    tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+    if tokens is None or not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
+        return False
+    compiled.begin(cache, None if settings.renumbered else settings.max_positions, call.get("attention_mask"))
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
+    return True
 
 
 def _own_cache(past: object) -> EvictingCache:
@@ -212,6 +235,7 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         run = functools.partial(type(self).generate, self) if previous is None else previous
         config = kwargs.get("generation_config")
         _refuse_cache_implementation(kwargs, config, getattr(self, "generation_config", None))
+        compiling = _compile_wanted(kwargs, config, getattr(self, "generation_config", None))
         if _no_cache_wanted(kwargs, config):
             return run(*args, **kwargs)
         past = kwargs.get("past_key_values")
@@ -228,9 +252,10 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
             seen = cache.get_seq_length()
             cache.prompt_len = columns if columns > seen else seen + columns
             cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len)
+            if compiling:
+                cache.room = cache.new_tokens
         kwargs.update(past_key_values=cache, use_cache=True)
-        if kwargs.get("cache_implementation") == "dynamic":
-            del kwargs["cache_implementation"]
+        kwargs.pop("cache_implementation", None)
         try:
             return run(*args, **kwargs)
         finally:
@@ -244,10 +269,33 @@ def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
     asked = [kwargs.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
     for implementation in asked:
         if implementation not in (None, "dynamic"):
+            compiled_instead = " To compile the decode step give a compile_config." if implementation == "static" else ""
             raise KVPatchError(
                 f"cache_implementation={implementation!r} asks for another cache; inside the block kvpatch brings its own. "
-                "Leave it out (also in generation_config)."
+                f"Leave it out (also in generation_config).{compiled_instead}"
             )
+
+
+def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
+    """generate() was asked to compile the decode step."""
+    if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
+        return False
+    asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
+    return any(one is not None for one in asked)
+
+
+def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The masks that generate() makes before a step that may be compiled: the padding mask itself, for our caches. Of a decode
+    step only the newest column, so that its shape stays."""
+
+    def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
+        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if not isinstance(past, EvictingCache):
+            return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
+        Q = kwargs["inputs_embeds"].shape[1]
+        return mask[:, -1:] if mask is not None and Q == 1 and past.seen_B is not None else mask
+
+    return create_masks_for_generate
 
 
 def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
@@ -276,3 +324,8 @@ def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) ->
         if source.get("max_length") is not None:
             return max(int(source["max_length"]) - prompt, 1)
     return None
+
+
+# what torch.compile must not look into: prompts, and whatever moves the cache's counters
+before_untraced = torch.compiler.disable(before_decoder, reason=compiled.ONE_GRAPH)
+attend_untraced = torch.compiler.disable(attend, reason=compiled.ONE_GRAPH)

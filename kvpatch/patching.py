@@ -21,15 +21,16 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from .arch import Adapter, adapter_of, architectures
 from .arch.adapter import dtype_bytes
+from .backends.choice import check, check_name
+from .backends.protocol import Case
 from .cache import EvictingCache
-from .errors import KVPatchError, suggest
-from .hooks import Settings, attention_forward, before_decoder, wrap_generate
+from .errors import KVPatchError
+from .hooks import Settings, attention_forward, before_decoder, masks_for_generate, parameters, wrap_generate
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
 from .storage import load, save
 
-BACKENDS = ("auto", "torch")
 _MISSING = object()
 
 
@@ -57,7 +58,8 @@ def patched(
             budget and one block. It also makes forwards in training mode and without a cache evict, gradients included.
         schedule: "prompt", "decode" or "both" instead of the policy's own.
         positions: "original", or "renumbered": a cached token stands at its rank among those that its head holds.
-        backend: "auto" or "torch".
+        backend: who computes attention and scores: "auto" (the fastest that can: flash-attn and Triton on a GPU, else torch),
+            "torch", or "flash" or "triton" wherever these can.
         seed: of the policy's random numbers.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`.
 
@@ -97,7 +99,8 @@ def patch(
     **policy_options: Any,
 ) -> Patch:
     """As `patched`, without a with-block: undo it with `Patch.remove()`."""
-    _check_options(positions, backend, seed)
+    _check_options(positions, seed)
+    check_name(backend)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
     chosen = chosen.with_options(schedule, **policy_options)
     _check_block(block, chosen)
@@ -110,7 +113,9 @@ def patch(
             "without the pyramid."
         )
     budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token())
-    return Patch(target, chosen, budget, seed, block, positions == "renumbered")
+    for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
+        check(backend, case)
+    return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend)
 
 
 def _check_block(block: object, policy: Policy) -> None:
@@ -130,13 +135,9 @@ def _check_block(block: object, policy: Policy) -> None:
         )
 
 
-def _check_options(positions: object, backend: object, seed: object) -> None:
+def _check_options(positions: object, seed: object) -> None:
     if positions not in ("original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.")
-    if backend in ("flash", "triton"):
-        raise KVPatchError(f"backend={backend!r} is not in this version of kvpatch; use backend='auto' or 'torch'.")
-    if backend not in BACKENDS:
-        raise KVPatchError(f"Unknown backend {backend!r}.{suggest(str(backend), BACKENDS)} Known: 'auto', 'torch'.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
 
@@ -194,6 +195,16 @@ class _Target:
         shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
         return {"class": kind, **shape, "dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
 
+    def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
+        """What every layer will ask of a backend."""
+        fresh = policy.score is not None and policy.score.fresh
+        dtype: Any = self.decoder.dtype
+        for module, adapter in self.attentions:
+            heads, head_dim = adapter.kv_shape(module)
+            alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
+            rotated, device = renumbered and not alibi, self.device().type
+            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, rotated=rotated)
+
     def device(self) -> torch.device:
         return next(self.decoder.parameters()).device
 
@@ -220,10 +231,17 @@ class Patch:
     """A patch in force. Made by `patched` and `patch`."""
 
     def __init__(
-        self, target: _Target, policy: Policy, budget: Budget, seed: int, block: int | None, renumbered: bool
+        self,
+        target: _Target,
+        policy: Policy,
+        budget: Budget,
+        seed: int,
+        block: int | None,
+        renumbered: bool,
+        backend: str,
     ) -> None:
         self.policy, self.budget, self.seed = policy, budget, seed
-        self.block, self.renumbered = block, renumbered
+        self.block, self.renumbered, self.backend = block, renumbered, backend
         self._target = target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
@@ -243,16 +261,22 @@ class Patch:
             )
         adapter = target.attentions[0][1]
         settings = Settings(self, adapter, adapter.max_positions(getattr(target.decoder, "config", None)))
+        settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
         self._settings = settings
         hook = functools.partial(before_decoder, settings=settings)
         self._undo.callback(target.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for generator in target.generators:
             generate = wrap_generate(vars(generator).get("generate"), settings)
             self._set(generator, "generate", MethodType(generate, generator))
+            masks = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
+            self._set(generator, "create_masks_for_generate", masks)
+            for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
+                self._set(generator, name, _MISSING)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
-        before = vars(module).get(name, _MISSING)
-        vars(module)[name] = value
+        before = vars(module).pop(name, _MISSING)
+        if value is not _MISSING:
+            vars(module)[name] = value
 
         def undo() -> None:
             if before is _MISSING:
@@ -262,16 +286,21 @@ class Patch:
 
         self._undo.callback(undo)
 
-    def new_cache(self, past: Cache | None = None) -> EvictingCache:
+    def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
         """An empty cache under this budget: prefill it once, `clone()` it per question.
 
         Args:
             past: a DynamicCache of an unpatched prompt without padding, to start from where that is exact.
+            room: tokens that will be decoded after a prompt. Buffers then have their final size where the prompt ends, so
+                that a decode step can be compiled.
 
         Raises:
-            KVPatchError: the policy needs attention rows that `past` does not hold.
+            KVPatchError: the policy needs attention rows that `past` does not hold, or `room` is no number of tokens.
         """
+        if room is not None and (isinstance(room, bool) or not isinstance(room, int) or room < 1):
+            raise KVPatchError(f"room={room!r} must be a number of tokens, at least 1.")
         cache = self._settings.new_cache()
+        cache.room = room
         if past is not None:
             cache.absorb(past)
         return cache

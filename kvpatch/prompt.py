@@ -6,8 +6,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .backends import torch_backend as backend
-from .backends.torch_backend import Keys, Rows
+from .backends import backend, torch_backend
+from .backends.protocol import Keys
+from .backends.torch_backend import Rows
 from .call import Call
 from .ending import end_prompt, limit, newest
 from .policies.moment import accumulator
@@ -37,7 +38,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     if now.ends_prompt and call.score is not None and not now.keeps_all:
         limit(call)
     if call.score is None or call.policy.rows != "all":
-        out = backend.prompt(q_BHGQD, keys, rows_BQ, call.geometry)
+        out = _attend(call, q_BHGQD, keys, rows_BQ)[0]
     else:
         out = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
@@ -48,20 +49,50 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     return out
 
 
+def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attention's output and, where its kernel gives it, the log-sum-exp."""
+    name = call.backend("prompt", q_BHGQD, keys)
+    if name == "flash":
+        from .backends import flash
+
+        why = flash.misfit(keys, call.geometry)
+        if why is None:
+            try:
+                return flash.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+            except flash.Refused as error:  # said in the log already
+                why = str(error)
+        call.cache.choice.note("prompt", "torch", f"flash: {why}")
+    return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+
+
 def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Tensor:
     """Attention, and the statistics of all its rows added to the state."""
     assert call.score is not None
     B, H, G, _, _ = q_BHGQD.shape
-    T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
-    sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in call.policy.statistics}
+    T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
     tau = call.score.temperature(0, call.cache.new_tokens)
+    name = call.backend("statistics", q_BHGQD, keys)
+    if name != "torch":
+        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        noise = call.slots.state_view().get("noise")
+        with torch.no_grad():
+            call.add(backend(name).statistics(q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau))
+        return out
+    sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in names}
 
     def observe(rows: Rows) -> None:
         for name, increment in call.sums(rows, rows_BQ, tau).items():
             sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
-    fused = not call.now.repeatable
-    out = backend.prompt(q_BHGQD, keys, rows_BQ, call.geometry, observe, count="count" in sums, fused=fused)
+    # a pass that is repeated with gradients must be computed alike without them
+    if torch_backend.fuses(q_BHGQD, keys) and not call.now.repeatable:
+        call.backend("prompt", q_BHGQD, keys)  # for the report
+        out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
+    else:
+        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        lse = lse if call.geometry.slopes_HG is None else None  # torch adds ALiBi block by block, from another origin
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
     with torch.no_grad():
         call.add({name: total.view(B, H, T) for name, total in sums.items()})
     return out
@@ -86,7 +117,8 @@ def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> N
         return
     slots.tail_rows = None
     assert slots.limits is not None
-    p_BHGWT = backend.tail(q_BHGWD, keys, rows_BW, call.geometry)
     tail = slots.limits.tail
-    counts = (rows_BW > newest(call)[:, 0] - tail[:, 0])[:, None, None, :, None]
-    slots.statistic("tail")[:, :, : slots.used] = (p_BHGWT * counts).sum(3).mean(2) / tail.clamp(min=1)
+    counted = rows_BW > newest(call)[:, 0] - tail[:, 0]
+    name = call.backend("statistics", q_BHGWD, keys)
+    total = backend(name).tail(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry)
+    slots.statistic("tail")[:, :, : slots.used] = total / tail.clamp(min=1)

@@ -61,6 +61,7 @@ class Extents:
                 begins[n], row = row, row + capacity
         self.rows = row
         self.begin_N = torch.tensor(begins, device=device)
+        self.capacity_N = torch.tensor(self.capacities, device=device)
         # whether some slots must be masked, whatever the geometry
         self.uneven = any(run.filled is None for run in self.runs)
         self._sequences: tuple[Tensor, Tensor, Tensor] | None = None

@@ -24,7 +24,8 @@ class Report:
 
     seen: tokens that went through the cache (columns, padding included). positions: per layer [B,H,T], -1 for an empty
     slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
-    lengths: tokens of each row, padding left out. mass: per layer [B,H], the share of the prompt's attention, as far as the
+    lengths: tokens of each row, padding left out. backends: by task, who did it
+    and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
     policy looked at it, that fell on what was kept; None where it did not look, or kept all.
     """
 
@@ -37,6 +38,7 @@ class Report:
     full_nbytes: int
     positions: list[Tensor]
     lengths: tuple[int, ...] = ()
+    backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     mass: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
@@ -54,7 +56,8 @@ class Report:
             policy=cache.policy.name,
             schedule=cache.policy.schedule,
             budget=cache.budget.per_layer,
-            backend="torch",
+            backend=", ".join(dict.fromkeys(name for name, _ in cache.choice.ran.values())) or "torch",
+            backends=dict(cache.choice.ran),
             seen=cache.get_seq_length(),
             nbytes=cache.nbytes,
             full_nbytes=full,
@@ -98,6 +101,7 @@ class Report:
             "schedule": self.schedule,
             "budget": list(self.budget),
             "backend": self.backend,
+            "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
             "seen": self.seen,
             "lengths": list(self.lengths),
             "nbytes": self.nbytes,
@@ -125,6 +129,8 @@ class Report:
             words = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", words))
         rows.append(("attention by", self.backend))
+        for task, (name, why) in self.backends.items():
+            rows.append((f"  {task}", name + (f" ({why})" if why else "")))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from .errors import KVPatchError
 from .journal import JOURNAL, Undo, record, restore
 from .policies.moment import Limits, accumulator
 from .ragged import Extents
+
+if TYPE_CHECKING:
+    from .backends.protocol import Geometry
 
 SLACK = 32  # free slots at most of a head that does not evict, when its stretch of a ragged layer is made or outgrown
 
@@ -64,6 +67,7 @@ class SlotLayer(CacheLayerMixin):
         # computed from the shape and from free_BH, and kept with what they were computed from
         self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
         self.free_at: tuple[Tensor, Tensor] | None = None
+        self.geometry: Geometry | None = None
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
         self.extents: Extents | None = None
@@ -228,6 +232,8 @@ class SlotLayer(CacheLayerMixin):
     def free_slots(self) -> Tensor:
         """free_BH as indices [B*H] into the flattened slots, computed once."""
         assert self.free_BH is not None
+        if torch.compiler.is_compiling():
+            return self.free_BH.reshape(-1) + self._heads()
         if self.free_at is None or self.free_at[0] is not self.free_BH:
             self.free_at = (self.free_BH, self.free_BH.reshape(-1) + self._heads())
         return self.free_at[1]
@@ -242,6 +248,8 @@ class SlotLayer(CacheLayerMixin):
     def _heads(self) -> Tensor:
         """Where each head's slots begin, flattened [B*H]."""
         shape = tuple(self.positions.shape)
+        if torch.compiler.is_compiling():
+            return torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=self.positions.device)
         if self.heads_at is None or self.heads_at[0] != shape:
             B, H, C = shape
             self.heads_at = (shape, torch.arange(0, B * H * C, C, device=self.positions.device))
@@ -291,6 +299,8 @@ class SlotLayer(CacheLayerMixin):
     def make_dense(self) -> None:
         """Padded slots again, for a prompt that goes on behind them."""
         if self.extents is None:
+            if self.free_BH is not None and not self.evicting:  # opened
+                self.used, self.free_BH = self.taken, None
             return
         B, H, C = self.positions.shape
         self.keys, self.values = (self.extents.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
@@ -298,12 +308,16 @@ class SlotLayer(CacheLayerMixin):
         self.free_BH, self.used, self.holes = None, C, True
 
     def make_room(self) -> None:
-        """Room for more tokens of each head, where a ragged layer that does not evict has none left."""
-        if self.extents is None or self.evicting or self.grown < self.slack:
+        """Room for more tokens of each head, where a layer of slots that does not evict has none left."""
+        if self.free_BH is None or self.evicting or self.grown < self.slack:
             return
         assert self.keys is not None and self.values is not None
         extents = self.extents
         more = slack(self.positions.shape[-1])
+        if extents is None:
+            self._resize(self.used + more)
+            self.slack, self.used = self.slack + more, self.positions.shape[2]
+            return
         self.extents, self.keys = extents.grow(self.keys, more)
         _, self.values = extents.grow(self.values, more)
         self.slack += more
@@ -311,19 +325,50 @@ class SlotLayer(CacheLayerMixin):
         self.positions = _padded(self.positions, C, -1)
         self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
 
+    def open(self) -> None:
+        """Make slots of the free columns of a layer that does not evict: what is empty is masked, and no shape changes."""
+        C = self.positions.shape[2]
+        self.free_BH = torch.full(self.positions.shape[:2], self.used, device=self.positions.device)
+        self.slack, self.grown, self.used, self.holes = C - self.used, 0, C, True
+        self.contiguous = False
+
+    @property
+    def taken(self) -> int:
+        """Columns in use."""
+        opened = self.free_BH is not None and not self.evicting and self.extents is None
+        return self.used - self.slack + self.grown if opened else self.used
+
     def advance(self) -> None:
         """A token was written and none goes: each head's next slot is the one behind it."""
         assert self.free_BH is not None
-        self.free_BH, self.grown = self.free_BH + 1, self.grown + 1
+        self.set_free(self.free_BH + 1)
+        if not torch.compiler.is_compiling():
+            self.grown += 1
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
             with torch.enable_grad():
                 self.graph = (_taken(self.graph[0], index_BHK), _taken(self.graph[1], index_BHK))
 
+    def set_free(self, slot_BH: Tensor) -> None:
+        """The next token goes there; in place under torch.compile, whose graphs know tensors by their memory."""
+        if torch.compiler.is_compiling():
+            assert self.free_BH is not None
+            self.free_BH.copy_(slot_BH)
+        else:
+            self.free_BH = slot_BH
+
+    def forget_places(self) -> None:
+        """A kernel has named the next slots in place: what was computed from the ones before is void."""
+        self.contiguous = False
+        if not torch.compiler.is_compiling():
+            self.free_at = None
+            self.filling = max(self.filling - 1, 0)
+
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""
-        self.free_BH, self.contiguous = slot_BH, False
+        self.set_free(slot_BH)
+        self.contiguous = False
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     # ---- rolling back ----
@@ -333,7 +378,7 @@ class SlotLayer(CacheLayerMixin):
         self.journal.append(record(self, shared))
 
     def can_crop(self, tokens: int) -> bool:
-        appended = self.used - self.floor if self.extents is None else self.grown
+        appended = self.used - self.floor if self.free_BH is None else self.grown
         return len(self.journal) >= tokens or (not self.evicting and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
@@ -341,10 +386,9 @@ class SlotLayer(CacheLayerMixin):
         shared = None
         if len(self.journal) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens
-            if self.extents is None:
+            if self.free_BH is None:
                 self.used -= tokens
             else:
-                assert self.free_BH is not None
                 self.free_BH, self.grown = self.free_BH - tokens, self.grown - tokens
                 taken = torch.arange(self.used, device=self.positions.device) < self.free_BH[..., None]
                 self.positions.masked_fill_(~taken, -1)

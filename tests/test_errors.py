@@ -71,7 +71,7 @@ ARGUMENTS = [
     ({"block": 8, "schedule": "decode"}, r"block=8 evicts while the prompt is read, but schedule='decode' keeps the prompt"),
     ({"block": 8, "shared": True}, r"block=8: with shared=True a layer's choice needs the scores that later layers"),
     ({"positions": "new"}, r"positions='new' is unknown; use 'original' or 'renumbered'"),
-    ({"backend": "flash"}, r"backend='flash' is not in this version"),
+    ({"backend": "flash"}, r"backend='flash' cannot run here"),
     ({"backend": "cuda"}, r"Unknown backend 'cuda'"),
     ({"seed": 1.5}, r"seed=1\.5 must be an int"),
 ]

@@ -409,7 +409,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
             again, _ = _go_on(model, fed[:, 4:], twin)
         torch.testing.assert_close(stacked[:, 5:], again, atol=1e-6, rtol=0)
         with monkeypatch.context() as patched_out:
-            patched_out.setattr(kvpatch.attention, "deck_of", lambda *_: None)
+            patched_out.setattr(kvpatch.attention, "_deck", lambda *_: None)
             alone, other = run(model, ids, fed, policy, 0.4)
         assert other.deck is None
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)

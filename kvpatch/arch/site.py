@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..backends.torch_backend import Geometry
+from ..backends.protocol import Geometry
 from .adapter import Adapter
 
 

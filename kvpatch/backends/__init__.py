@@ -1,7 +1,6 @@
-"""Who computes attention and the statistics of its probabilities. Today: plain torch, on any device."""
+"""Who computes attention and the statistics of its probabilities: torch on any device, flash-attn and Triton on a GPU."""
 
-from . import torch_backend
+from .choice import BACKENDS, Choice, backend, check, check_name
+from .protocol import Backend, Case, Geometry, Keys, Task
 
-BACKENDS = {"torch": torch_backend}
-
-__all__ = ["BACKENDS", "torch_backend"]
+__all__ = ["BACKENDS", "Backend", "Case", "Choice", "Geometry", "Keys", "Task", "backend", "check", "check_name"]

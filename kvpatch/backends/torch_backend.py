@@ -20,39 +20,14 @@ from torch import Tensor
 
 from ..policies.moment import accumulator
 from ..ragged import Extents
-from . import varlen
+from .protocol import Case, Geometry, Keys, Task
 
+NAME = "torch"
 FUSED = 4096  # keys: beyond it the log-sum-exp path is faster on the CPU (see docs of tools/bench.py)
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26  # and elsewhere: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask
 SMALL = 1 << 19  # numbers: heads of different lengths that are padded to so many cost less than a call for each length
-
-
-@dataclass
-class Keys:
-    """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
-    prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `extents` heads hold
-    different numbers of tokens, and keys and values are rows [R,D] (ragged.py); each has taken `grown` more slots since
-    the extents were made, or None where they fill up unevenly."""
-
-    k_BHTD: Tensor
-    v_BHTD: Tensor
-    positions_BHT: Tensor
-    holes: bool
-    past: int
-    ordered: bool
-    extents: Extents | None = None
-    grown: int | None = None
-
-
-@dataclass
-class Geometry:
-    """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens."""
-
-    scale: float
-    slopes_HG: Tensor | None
-    sliding: int | None
 
 
 @dataclass
@@ -72,42 +47,27 @@ class Rows:
 Observer = Callable[[Rows], None]
 
 
-def prompt(
-    q_BHGQD: Tensor,
-    keys: Keys,
-    rows_BQ: Tensor,
-    geometry: Geometry,
-    observer: Observer | None = None,
-    count: bool = False,
-    fused: bool = True,
-) -> Tensor:
-    """Exact attention of a prompt, [B,H,G,Q,D]; every row's probabilities go through `observer`, a block at a time.
+def reason(task: Task, case: Case) -> str | None:
+    """Torch takes everything."""
+    return None
 
-    rows_BQ: positions of the queries, -1 for padding. count: `Rows.keys_NR` is wanted. fused: False computes alike with and
-    without gradients, so that a pass can be repeated bit for bit.
-    """
-    differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
-    if observer is None:
-        return _attend(q_BHGQD, keys, rows_BQ, geometry, differentiable)[0]
-    on_cpu = q_BHGQD.device.type == "cpu"
+
+def fuses(q_BHGQD: Tensor, keys: Keys) -> bool:
+    """Whether `observe` makes a prompt's output along with its probabilities, for less than both cost apart."""
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
-    if fused and on_cpu and full_precision and not differentiable and keys.k_BHTD.shape[2] <= FUSED:
-        out = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format)
-        _observe(q_BHGQD, keys, rows_BQ, geometry, None, observer, count, out)
-        return out
-    out, lse = _attend(q_BHGQD, keys, rows_BQ, geometry, differentiable)
-    with torch.no_grad():
-        _observe(q_BHGQD, keys, rows_BQ, geometry, lse, observer, count, None)
-    return out
+    on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
+    return on_cpu and full_precision and not keeps_graph and keys.k_BHTD.shape[2] <= FUSED
 
 
 # ---- attention ----
 
 
-def _attend(
-    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, differentiable: bool
+def attend(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, where a kernel returns it under the same logits, the log-sum-exp [B,H,G,Q]."""
+    """Exact attention of a prompt [B,H,G,Q,D] and, where a kernel returns it under the same logits, the log-sum-exp
+    [B,H,G,Q]. rows_BQ: positions of the queries, -1 for padding."""
+    differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     B, H, G, Q, _ = q_BHGQD.shape
     square = keys.past == 0 and (geometry.sliding is None or geometry.sliding >= Q)
     q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
@@ -188,17 +148,21 @@ def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: 
 # ---- statistics ----
 
 
-def _observe(
+@torch.no_grad()
+def observe(
     q_BHGQD: Tensor,
     keys: Keys,
     rows_BQ: Tensor,
     geometry: Geometry,
     lse: Tensor | None,
     observer: Observer,
-    count: bool,
-    out: Tensor | None,
+    count: bool = False,
+    out: Tensor | None = None,
 ) -> None:
-    """Hand every row's probabilities to `observer`; write p V into `out` where it is given."""
+    """Hand every row's probabilities to `observer`, a block at a time; write p V into `out` where it is given.
+
+    count: `Rows.keys_NR` is wanted.
+    """
     B, H, G, Q, _ = q_BHGQD.shape
     T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
     on_cpu = q_BHGQD.device.type == "cpu"
@@ -273,7 +237,7 @@ class _Mask:
 
 
 def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Probabilities [B,H,G,W,T] of a few rows at positions rows_BW (-1: no row, all zero) over all keys."""
+    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G."""
     dtype = accumulator(q_BHGWD.dtype)
     x = torch.einsum("bhgwd,bhtd->bhgwt", q_BHGWD.to(dtype), keys.k_BHTD.to(dtype)) * geometry.scale
     positions, rows = keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None]
@@ -282,7 +246,7 @@ def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Te
     visible = (positions >= 0) & (positions <= rows)
     if geometry.sliding is not None:
         visible = visible & (rows - positions < geometry.sliding)
-    return x.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(rows < 0, 0.0)
+    return x.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(rows < 0, 0.0).sum(3).mean(2)
 
 
 # ---- decode ----
@@ -323,11 +287,6 @@ def _ragged_step(
     """`step` over heads of different lengths: heads of one length are attended together, without padding."""
     (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
     masked = keys.grown is None or geometry.slopes_HG is not None or geometry.sliding is not None
-    if not masked and not probabilities and varlen.serves(q_BHGD):
-        assert keys.grown is not None
-        found = varlen.step(q_BHGD, keys.k_BHTD, keys.v_BHTD, extents, keys.grown, geometry.scale)
-        if found is not None:
-            return found, None
     D = q_BHGD.shape[-1]
     if len(extents.runs) > 4 and B * H * T * D <= SMALL:
         k, v = (extents.unpack(rows_RD, B, H, T) for rows_RD in (keys.k_BHTD, keys.v_BHTD))

@@ -6,9 +6,8 @@ Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ class Moment:
     positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
-    tokens, or None. empty: some slots may be empty. seen: columns that went through the cache. aligned: all heads hold
-    the same tokens in the same slots where their scores are the same.
+    tokens, or None. empty: some slots may be empty. aligned: all heads hold the same tokens in the same slots where their
+    scores are the same.
 
     For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
     [B,H,S], which need not be right where a mask says that they are not wanted.
@@ -45,22 +44,27 @@ class Moment:
     group: int
     sliding: int | None
     empty: bool
-    seen: int = 0
     aligned: bool = True
     keep_BH1: Tensor | None = None
     norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    _rows_seen: Tensor | None = field(default=None, repr=False)
+    _mean: Tensor | None = field(default=None, repr=False)
 
-    @functools.cached_property
+    @property
     def rows_seen(self) -> Tensor:
         """c [B,H,S]: how many query rows could see each token so far, its own included; of the sums' dtype."""
-        seen = (self.newest_B11 + 1 - self.positions_BHS).to(self.state["sum"].dtype)
-        return seen if self.sliding is None else seen.clamp(max=self.sliding)
+        if self._rows_seen is None:
+            seen = (self.newest_B11 + 1 - self.positions_BHS).to(self.state["sum"].dtype)
+            self._rows_seen = seen if self.sliding is None else seen.clamp(max=self.sliding)
+        return self._rows_seen
 
-    @functools.cached_property
+    @property
     def mean(self) -> Tensor:
         """Mean probability [B,H,S] that each token got from the rows that could see it."""
-        mean = self.state["sum"] / self.rows_seen
-        return mean if self.group == 1 else mean.div_(self.group)
+        if self._mean is None:
+            mean = self.state["sum"] / self.rows_seen
+            self._mean = mean if self.group == 1 else mean.div_(self.group)
+        return self._mean
 
 
 @dataclass
@@ -89,7 +93,7 @@ class Limits:
         """From one tuple (first, newest, prompt, deviation, tail, nominal) per row."""
         first, newest, prompt, deviation, _, nominal = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
-        sizes = torch.tensor(rows, device=device).T.reshape(6, len(rows), 1, 1)
+        sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
         return cls(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], list(nominal), *flags, count)
 
@@ -114,6 +118,6 @@ class Block:
     keys_NR: Tensor | None
     noise_NMG: Tensor | None
     place: Callable[[], tuple[Tensor, Tensor, Tensor]]
-    tau: float
+    tau: float | Tensor
     layer: int | Tensor
     seed: int

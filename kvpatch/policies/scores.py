@@ -31,6 +31,7 @@ class Score:
     schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
     at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
     a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
+    stored: how a fused decode kernel finds the value: a state's name, "mean", "recency", or None where it cannot.
     """
 
     rows: ClassVar[Rows] = "none"
@@ -47,6 +48,15 @@ class Score:
         return 0
 
     @property
+    def stored(self) -> str | None:
+        return None
+
+    @property
+    def fresh(self) -> bool:
+        """Noise is drawn for every query and key, so that none is kept."""
+        return False
+
+    @property
     def decay(self) -> float:
         """Multiplies the statistics before each addition."""
         return 1.0
@@ -56,8 +66,9 @@ class Score:
         """One running sum for all layers."""
         return False
 
-    def temperature(self, step: int, length: int | None) -> float:
-        """tau at decode step `step` (0: prompt rows); `length` is generate()'s number of new tokens."""
+    def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
+        """tau at decode step `step` (0: prompt rows); `length` is generate()'s number of new tokens. A tensor where the step
+        is one."""
         return 1.0
 
     def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
@@ -92,6 +103,10 @@ class Recency(Score):
     """Window attention [RoCo 4.1]. s[i] = i. Differs from the paper: nothing."""
 
     signed: ClassVar[bool] = False
+
+    @property
+    def stored(self) -> str | None:
+        return "recency"
 
     def value(self, moment: Moment) -> Tensor:
         return moment.positions_BHS.float()
@@ -129,6 +144,10 @@ class Accumulated(Score):
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
+    @property
+    def stored(self) -> str | None:
+        return "sum"
+
     def value(self, moment: Moment) -> Tensor:
         return moment.state["sum"]
 
@@ -145,6 +164,10 @@ class AccumulatedQuantized(Score):
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("count",)
 
+    @property
+    def stored(self) -> str | None:
+        return "count"
+
     def value(self, moment: Moment) -> Tensor:
         return moment.state["count"] / moment.group
 
@@ -160,6 +183,10 @@ class Mean(Score):
     is_weight: ClassVar[bool] = True
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
+
+    @property
+    def stored(self) -> str | None:
+        return "mean"
 
     def value(self, moment: Moment) -> Tensor:
         return moment.mean
@@ -179,6 +206,10 @@ class Last(Score):
     rows: ClassVar[Rows] = "tail"
 
     @property
+    def stored(self) -> str | None:
+        return "tail" if self.heads == "each" else None
+
+    @property
     def tail(self) -> int:
         return 1
 
@@ -192,11 +223,14 @@ class Last(Score):
             return last
         if moment.aligned:
             return last.mean(1, keepdim=True).expand_as(last)
-        # heads hold different tokens: added up by position
+        # heads hold different tokens: added up by position, in as many bins as there are slots
         B, H, _ = last.shape
-        at = moment.positions_BHS + 1  # column 0 is the empty slots'
-        total = last.new_zeros(B, moment.seen + 1).scatter_add_(1, at.flatten(1), last.flatten(1))
-        return (total / H)[:, None].expand(-1, H, -1).gather(-1, at)
+        position, index = moment.positions_BHS.flatten(1).sort(-1)
+        change = position != position.roll(1, -1)
+        bins = torch.empty_like(index).scatter_(-1, index, change.long().cumsum(-1) - 1)
+        bins = bins.clamp(min=0)
+        total = torch.zeros_like(last.flatten(1)).scatter_add_(1, bins, last.flatten(1))
+        return (total / H).gather(-1, bins).view_as(last)
 
 
 @dataclass(frozen=True)
@@ -275,6 +309,10 @@ class GumbelSoftmax(Score):
     entry_by_position: ClassVar[bool] = True
 
     @property
+    def stored(self) -> str | None:
+        return "gumbel"
+
+    @property
     def decay(self) -> float:
         return self.damping
 
@@ -284,7 +322,6 @@ class GumbelSoftmax(Score):
 
     @property
     def fresh(self) -> bool:
-        """Noise drawn for every query and key, so that none is kept."""
         return self.resample and self.noise in ("gumbel", "gaussian")
 
     def check(self) -> None:
@@ -297,8 +334,11 @@ class GumbelSoftmax(Score):
         if not 0.0 <= self.damping <= 1.0:
             raise KVPatchError(f"damping={self.damping!r} must be in [0, 1]; 1.0 does not damp.")
 
-    def temperature(self, step: int, length: int | None) -> float:
+    def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
         first, last = self.tau
+        if isinstance(step, Tensor) and isinstance(length, Tensor):
+            return first if first == last else first + torch.minimum(step, length) * (last - first) / length
+        assert not isinstance(length, Tensor)
         length = length or self.generation_length
         return first + min(step, length) * (last - first) / length
 

@@ -123,7 +123,7 @@ class TwoStage:
 
 def _one_for_all(count: Tensor) -> int | None:
     """The number that all entries are, where that is cheap to know."""
-    if count.device.type != "cpu":
+    if count.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()
     return int(low) if low == high else None

@@ -39,12 +39,13 @@ def _gumbel(block: Block, score: Any) -> Tensor:
         p = p * torch.exp(score.draw_for_rows(block))
     elif block.noise_NMG is not None:
         weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
-    if weight is not None and block.tau == 1.0:
+    plain = not isinstance(block.tau, Tensor) and block.tau == 1.0
+    if weight is not None and plain:
         # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
         total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
         return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
     p = p if weight is None else p * weight
-    if block.tau == 1.0:
+    if plain:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
     # a row of padding is -inf throughout, and NaN after the softmax
     return p.log().div_(block.tau).softmax(-1).nan_to_num_(0.0).sum((1, 2))

@@ -1,0 +1,81 @@
+"""What a backend is: who computes attention and the statistics of its probabilities, and what is handed to it.
+
+There are four tasks. A backend is a module that does some of them, and says of the others and of what it cannot take why not:
+
+    prompt      attend(q, keys, rows, geometry) -> output and, where the kernel gives it, the log-sum-exp of every row
+    statistics  statistics(q, keys, rows, geometry, lse, asked) -> sums of the probabilities beside each key
+    decode      one token over dense slots: attention, score and victim
+    ragged      one token over heads that hold different numbers of tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ragged import Extents
+
+Task = Literal["prompt", "statistics", "decode", "ragged"]
+TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")
+
+
+@dataclass
+class Keys:
+    """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
+    prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `extents` heads hold
+    different numbers of tokens, and keys and values are rows [R,D] (ragged.py); each has taken `grown` more slots since
+    the extents were made, or None where they fill up unevenly."""
+
+    k_BHTD: Tensor
+    v_BHTD: Tensor
+    positions_BHT: Tensor
+    holes: bool
+    past: int
+    ordered: bool
+    extents: Extents | None = None
+    grown: int | None = None
+
+
+@dataclass
+class Geometry:
+    """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens."""
+
+    scale: float
+    slopes_HG: Tensor | None
+    sliding: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of a backend, as far as it decides who can do it.
+
+    device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
+    came before this piece of a prompt. gradients: the output must be differentiable. scores: a step's probabilities are
+    wanted. fresh: so is noise drawn for every query and key. rotated: keys are cached without their positions.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    group: int = 1
+    alibi: bool = False
+    window: bool = False
+    padding: bool = False
+    past: bool = False
+    gradients: bool = False
+    scores: bool = False
+    fresh: bool = False
+    rotated: bool = False
+
+
+class Backend(Protocol):
+    """`reason` is all that every backend has; the functions of its tasks are named at the top of this file."""
+
+    NAME: str
+
+    def reason(self, task: Task, case: Case) -> str | None:
+        """Why this backend cannot do it, in words for the user; None if it can."""
+        ...

@@ -1,0 +1,418 @@
+"""What a prompt's attention leaves beside each key, and the normaliser of each row, as Triton kernels.
+
+Nothing n x n is stored: a probability is made again from attention's own log-sum-exp, a tile at a time. One program owns a
+block of keys of one KV head and walks the query rows that can see it, head after head of the group, so that there are no
+atomics and the same bits come out every time. A tile is K Q^T: a key's numbers lie in one or few threads, and adding up
+rows costs no exchange.
+
+Row r sees column t iff the row is no padding (rows_BQ >= 0), the slot is not empty (positions_BHT >= 0), t <= past + r (or,
+`by_position`, positions_BHT <= rows_BQ), and the row's position minus the column's is below `sliding`. The last Q columns
+are the rows' own tokens unless `by_position`. Logits are (scale q k + slope (i - t) + noise) / tau.
+
+Kernels name pointers as their tensors (q_ptr), strides by tensor and axis (q_b), axes in lower case (n: keys of a block,
+m: rows of a block).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NAMES = ("sum", "squares", "count")
+LOG2E = math.log2(math.e)
+LN2 = tl.constexpr(math.log(2))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST = 256  # head size: a wider tile does not fit in shared memory
+
+
+def reason(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot take it, None if they can."""
+    if dtype not in DTYPES:
+        return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > WIDEST:
+        return f"the Triton kernels take head sizes up to {WIDEST}, not {head_dim}"
+    return None
+
+
+def row_normalisers(
+    q_BHGQD: Tensor,
+    k_BHTD: Tensor,
+    positions_BHT: Tensor,
+    rows_BQ: Tensor,
+    *,
+    scale: float,
+    slopes_HG: Tensor | None = None,
+    sliding: int | None = None,
+    past: int = 0,
+    by_position: bool = False,
+    noise_BHTG: Tensor | None = None,
+    tau: float = 1.0,
+) -> Tensor:
+    """Log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing."""
+    _check(q_BHGQD, k_BHTD)
+    (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
+    lse_BHGQ = torch.empty(B, H, G, Q, dtype=torch.float32, device=q_BHGQD.device)
+    if not lse_BHGQ.numel():
+        return lse_BHGQ
+    padded = max(16, triton.next_power_of_2(D))
+    block_n, block_m, warps, stages = _row_tile(q_BHGQD.dtype, padded, Q)
+    q, k, positions = (_last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
+    with torch.cuda.device_of(q):
+        _normalisers_kernel[(triton.cdiv(Q, block_m), B * H * G)](
+            q,
+            k,
+            positions,
+            rows_BQ.contiguous(),
+            _spans(rows_BQ),
+            _flat(slopes_HG),
+            _flat(noise_BHTG),
+            lse_BHGQ,
+            *q.stride()[:4],
+            *k.stride()[:3],
+            *positions.stride()[:2],
+            H,
+            Q,
+            T,
+            past,
+            sliding or 0,
+            scale * LOG2E / tau,
+            LOG2E / tau,
+            G=G,
+            D=D,
+            PADDED=padded,
+            BLOCK_N=block_n,
+            BLOCK_M=block_m,
+            SLIDING=sliding is not None,
+            BY_POSITION=by_position,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return lse_BHGQ
+
+
+def column_statistics(
+    q_BHGQD: Tensor,
+    k_BHTD: Tensor,
+    positions_BHT: Tensor,
+    rows_BQ: Tensor,
+    lse_BHGQ: Tensor,
+    names: Iterable[str],
+    *,
+    scale: float,
+    slopes_HG: Tensor | None = None,
+    sliding: int | None = None,
+    past: int = 0,
+    by_position: bool = False,
+    noise_BHTG: Tensor | None = None,
+    tau: float = 1.0,
+    keys_BHQ: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Sums over the rows beside each key, [B,H,T] float32 by name; zero where nobody sees the key.
+
+    lse_BHGQ: log-sum-exp of these very logits; whatever stands in it for padding, and for rows that see nothing, is not used.
+    "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability.
+    "count": how many (row, head) give the key more than an even share of the keys_BHQ keys that the row attends to.
+    """
+    names = tuple(names)
+    _check(q_BHGQD, k_BHTD, names, keys_BHQ)
+    (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
+    outs = {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
+    if not names or not Q or not T:
+        return outs
+    padded = max(16, triton.next_power_of_2(D))
+    block_n, block_m, warps, stages = _column_tile(q_BHGQD.dtype, padded, Q)
+    fill = -Q % block_m
+    q, k, positions = (_last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
+    with torch.cuda.device_of(q):
+        _columns_kernel[(triton.cdiv(T, block_n), B * H)](
+            q,
+            k,
+            positions,
+            F.pad(rows_BQ, (0, fill), value=-1).contiguous(),
+            _spans(rows_BQ),
+            _row_terms(lse_BHGQ, rows_BQ, fill),
+            _even_shares(keys_BHQ, fill) if keys_BHQ is not None and "count" in names else None,
+            _flat(slopes_HG),
+            _flat(noise_BHTG),
+            *(outs.get(name) for name in NAMES),
+            *q.stride()[:4],
+            *k.stride()[:3],
+            *positions.stride()[:2],
+            H,
+            Q + fill,
+            T,
+            past,
+            sliding or 0,
+            scale * LOG2E / tau,
+            LOG2E / tau,
+            G=G,
+            D=D,
+            PADDED=padded,
+            BLOCK_N=block_n,
+            BLOCK_M=block_m,
+            SLIDING=sliding is not None,
+            BY_POSITION=by_position,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return outs
+
+
+# ---- what the kernels are given ----
+
+
+def _check(q_BHGQD: Tensor, k_BHTD: Tensor, names: tuple[str, ...] = (), keys_BHQ: Tensor | None = None) -> None:
+    why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
+    if why is not None:
+        raise ValueError(f"{why}; use the torch backend")
+    if k_BHTD.dtype != q_BHGQD.dtype:
+        raise ValueError(f"queries are {q_BHGQD.dtype} and keys {k_BHTD.dtype}; cast one to the other's dtype")
+    unknown = set(names).difference(NAMES)
+    if unknown:
+        raise ValueError(f"no such statistic: {', '.join(sorted(unknown))}; choose among {', '.join(NAMES)}")
+    if "count" in names and keys_BHQ is None:
+        raise ValueError('"count" compares with an even share: pass keys_BHQ, how many keys each row attends to')
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
+
+
+def _spans(rows_BQ: Tensor) -> Tensor:
+    """int64 [B,4]: first real row, one past the last, whether all between are real and of consecutive positions, and if so
+    how far a row's position is from its index. Nothing of it is read on the host, which would wait for the device."""
+    Q = rows_BQ.shape[1]
+    index, real = torch.arange(Q, device=rows_BQ.device), rows_BQ >= 0
+    first = torch.where(real, index, Q).amin(1)
+    last = torch.where(real, index, -1).amax(1) + 1
+    shifts = rows_BQ - index
+    shift = shifts.gather(1, first.clamp(max=Q - 1)[:, None])
+    regular = ((index < first[:, None]) | (index >= last[:, None]) | (real & (shifts == shift))).all(1)
+    return torch.stack([first, last, regular.long(), shift[:, 0]], 1)
+
+
+def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
+    """What is subtracted from a row's logits, in powers of two; +inf (so that probabilities are zero) where no row is."""
+    counts = (rows_BQ >= 0)[:, None, None] & lse_BHGQ.isfinite()
+    terms = torch.where(counts, lse_BHGQ.to(torch.float32) * LOG2E, math.inf)
+    return F.pad(terms, (0, fill), value=math.inf).contiguous()
+
+
+def _even_shares(keys_BHQ: Tensor, fill: int) -> Tensor:
+    """1 / keys; +inf for a row of one key, whose probability rounds to either side of one."""
+    shares = keys_BHQ.to(torch.float32).reciprocal()
+    return F.pad(shares.masked_fill(keys_BHQ <= 1, math.inf), (0, fill), value=math.inf).contiguous()
+
+
+# ---- tiles: keys, rows, warps, stages ----
+
+
+def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
+    rows = max(16, triton.next_power_of_2(Q))
+    if dtype == torch.float32:  # no tensor cores: taller tiles, or fewer warps, spill registers
+        return 64, min(rows, 32), 8, 2
+    return 128, min(rows, 64), 4 if padded <= 128 else 8, 3 if padded <= 64 else 2
+
+
+def _row_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
+    rows = max(16, triton.next_power_of_2(Q))
+    if dtype == torch.float32:
+        return 32, min(rows, 64), 8, 2
+    return 64, min(rows, 128), 8 if rows > 64 else 4, 3 if padded <= 128 else 2
+
+
+# ---- kernels ----
+
+# compiling again for every length that is or is not a multiple of 16 would cost seconds and gain nothing
+_LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _columns_kernel(
+    q_ptr, k_ptr, positions_ptr, rows_ptr, spans_ptr, terms_ptr, shares_ptr, slopes_ptr, noise_ptr,
+    sum_ptr, squares_ptr, count_ptr,
+    q_b, q_h, q_g, q_r, k_b, k_h, k_t, positions_b, positions_h,
+    H, Q, T, past, sliding, factor, bias_factor,
+    G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
+):  # fmt: skip
+    """Column statistics of one block of keys. Q, the stride of rows, is a multiple of BLOCK_M."""
+    n0 = tl.program_id(0) * BLOCK_N
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    n, d = n0 + tl.arange(0, BLOCK_N), tl.arange(0, PADDED)
+    k_tile = k_ptr + b * k_b + h * k_h + n.to(tl.int64)[:, None] * k_t + d[None, :]
+    k = tl.load(k_tile, mask=(n < T)[:, None] & (d < D)[None, :], other=0.0)
+    positions = tl.load(positions_ptr + b * positions_b + h * positions_h + n, mask=n < T, other=-1)
+    # positions are subtracted as integers: from here on they are near zero, and exact as float32
+    origin = tl.max(positions, 0)
+    key_place = (positions - origin).to(tl.float32)
+
+    # rows [lo, hi) can see the block, and [mid, far) see all of it
+    first = tl.load(spans_ptr + b * 4).to(tl.int32)
+    last = tl.load(spans_ptr + b * 4 + 1).to(tl.int32)
+    regular = tl.load(spans_ptr + b * 4 + 2) != 0
+    lo = first
+    if not BY_POSITION:
+        lo = tl.maximum(first, n0 - past)
+    lo = lo // BLOCK_M * BLOCK_M
+    hi = tl.where(origin < 0, lo, tl.maximum(last, lo))
+    far = hi
+    if SLIDING:
+        leaves = sliding - tl.load(spans_ptr + b * 4 + 3)  # plus a column's position: the first row that it has left
+        hi = tl.where(regular, tl.minimum(hi, tl.maximum(origin + leaves, lo)), hi).to(tl.int32)
+        oldest = tl.min(tl.where(positions < 0, origin, positions), 0)
+        far = tl.maximum(oldest + leaves, 0).to(tl.int32) // BLOCK_M * BLOCK_M
+    mid = hi
+    if not BY_POSITION:
+        below = tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - past, lo), BLOCK_M) * BLOCK_M
+        mid = tl.where(regular, tl.minimum(below, hi), hi)
+    far = tl.minimum(tl.maximum(far, mid), hi)
+
+    sums = tl.zeros([BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    counts = tl.zeros([BLOCK_N], tl.float32)
+    group = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if noise_ptr is not None:
+        noise_tile = noise_ptr + bh * T * G + n * G
+    for part in tl.static_range(3 if SLIDING else 2):
+        if part == 0:
+            start, stop = lo, mid
+        elif part == 1:
+            start, stop = mid, far
+        else:
+            start, stop = far, hi
+        # one loop over rows and heads, so that the next queries are on their way across both
+        for step in range(tl.cdiv(stop - start, BLOCK_M) * G):
+            g, m0 = step % G, start + step // G * BLOCK_M
+            m = m0 + tl.arange(0, BLOCK_M)
+            # padding may hold anything: its queries are not read, or masked where padding stands between rows
+            here = (m >= first) & (m < hi)
+            q_tile = q_ptr + b * q_b + h * q_h + g * q_g + tl.cast(m0, tl.int64) * q_r
+            q_tile = q_tile + tl.arange(0, BLOCK_M)[:, None] * q_r + d[None, :]
+            q = tl.load(q_tile, mask=here[:, None] & (d < D)[None, :], other=0.0)
+            term = tl.load(terms_ptr + (bh * G + g) * Q + m)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee") * factor - term[None, :]
+            if slopes_ptr is not None or BY_POSITION or SLIDING:
+                row_place = (tl.load(rows_ptr + b * Q + m) - origin).to(tl.float32)
+                age = key_place[:, None] - row_place[None, :]
+            if slopes_ptr is not None:
+                x += tl.load(slopes_ptr + h * G + g) * bias_factor * age
+            if noise_ptr is not None:
+                x += (tl.load(noise_tile + g, mask=n < T, other=0.0) * bias_factor)[:, None]
+            if part != 1:
+                visible = (term < float("inf"))[None, :]
+                if BY_POSITION:
+                    visible = visible & (age <= 0)
+                else:
+                    visible = visible & (n[:, None] - past <= m[None, :])
+                if SLIDING:
+                    visible = visible & (-age < sliding)
+                x = tl.where(visible, x, float("-inf"))
+            p = tl.exp2(x)
+            if sum_ptr is not None:
+                sums += tl.sum(p, 1)
+            if squares_ptr is not None:
+                group = tl.where(g == 0, p, group + p)
+                squares += tl.where(g == G - 1, tl.sum(group * group, 1), 0.0)
+            if count_ptr is not None:
+                share = tl.load(shares_ptr + bh * Q + m)
+                counts += tl.sum((p > share[None, :]).to(tl.float32), 1)
+
+    # an empty slot may hold anything: whatever was added up beside it is dropped
+    held, at = positions >= 0, bh * T + n
+    if sum_ptr is not None:
+        tl.store(sum_ptr + at, tl.where(held, sums, 0.0), mask=n < T)
+    if squares_ptr is not None:
+        tl.store(squares_ptr + at, tl.where(held, squares * (1.0 / (G * G)), 0.0), mask=n < T)
+    if count_ptr is not None:
+        tl.store(count_ptr + at, tl.where(held, counts, 0.0), mask=n < T)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _normalisers_kernel(
+    q_ptr, k_ptr, positions_ptr, rows_ptr, spans_ptr, slopes_ptr, noise_ptr, lse_ptr,
+    q_b, q_h, q_g, q_r, k_b, k_h, k_t, positions_b, positions_h,
+    H, Q, T, past, sliding, factor, bias_factor,
+    G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of one block of rows of one query head, kept up to date over the blocks of keys."""
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
+    bhg = tl.program_id(1).to(tl.int64)
+    bh, g = bhg // G, bhg % G
+    b, h = bh // H, bh % H
+    m, d = m0 + tl.arange(0, BLOCK_M), tl.arange(0, PADDED)
+    q_tile = q_ptr + b * q_b + h * q_h + g * q_g + m.to(tl.int64)[:, None] * q_r + d[None, :]
+    q = tl.load(q_tile, mask=(m < Q)[:, None] & (d < D)[None, :], other=0.0)
+    rows = tl.load(rows_ptr + b * Q + m, mask=m < Q, other=-1)
+    origin = tl.max(rows, 0)
+    row_place = (rows - origin).to(tl.float32)
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + h * G + g) * bias_factor
+    if noise_ptr is not None:
+        noise_tile = noise_ptr + bh * T * G + g
+
+    # columns [lo, hi) can be seen; up to `mid` all rows see them
+    first = tl.load(spans_ptr + b * 4).to(tl.int32)
+    last = tl.load(spans_ptr + b * 4 + 1).to(tl.int32)
+    lo = tl.zeros([], tl.int32)
+    hi = tl.zeros([], tl.int32) + T
+    if not BY_POSITION:
+        lo = tl.where(past == 0, first, 0)
+        if SLIDING:
+            regular = tl.load(spans_ptr + b * 4 + 2) != 0
+            lo = tl.where(regular & (past == 0), tl.maximum(lo, m0 - sliding + 1), lo)
+        hi = tl.minimum(hi, past + tl.minimum(m0 + BLOCK_M, last))
+    lo = lo // BLOCK_N * BLOCK_N
+    hi = tl.where(origin < 0, lo, tl.maximum(hi, lo))
+    mid = lo
+    if not (BY_POSITION or SLIDING):
+        mid = tl.minimum(lo + tl.maximum(past + m0 + 1 - lo, 0) // BLOCK_N * BLOCK_N, hi)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for part in tl.static_range(2):
+        if part == 0:
+            start, stop = lo, mid
+        else:
+            start, stop = mid, hi
+        for n0 in range(start, stop, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            k_tile = k_ptr + b * k_b + h * k_h + tl.cast(n0, tl.int64) * k_t
+            k_tile = k_tile + tl.arange(0, BLOCK_N)[:, None] * k_t + d[None, :]
+            k = tl.load(k_tile, mask=(n < T)[:, None] & (d < D)[None, :], other=0.0)
+            positions = tl.load(positions_ptr + b * positions_b + h * positions_h + n, mask=n < T, other=-1)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+            if slopes_ptr is not None or BY_POSITION or SLIDING:
+                age = (positions - origin).to(tl.float32)[None, :] - row_place[:, None]
+            if slopes_ptr is not None:
+                x += slope * age
+            if noise_ptr is not None:
+                x += (tl.load(noise_tile + n * G, mask=n < T, other=0.0) * bias_factor)[None, :]
+            visible = (positions >= 0)[None, :]
+            if part == 1:
+                if BY_POSITION:
+                    visible = visible & (age <= 0)
+                else:
+                    visible = visible & (n[None, :] - past <= m[:, None])
+                if SLIDING:
+                    visible = visible & (-age < sliding)
+            x = tl.where(visible, x, float("-inf"))
+            higher = tl.maximum(largest, tl.max(x, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf minus -inf is no number
+            total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
+            largest = higher
+    lse = tl.where((rows >= 0) & (total > 0), (largest + tl.log2(total)) * LN2, float("inf"))
+    tl.store(lse_ptr + bhg * Q + m, lse, mask=m < Q)
