@@ -42,8 +42,9 @@ def sorted_positions(held):
 
 
 def agrees(
-    name, policy, k, *, n=30, steps=8, pads=(0, 9), dtype=torch.float64, seed=0, weights=0, wrap=(), model=None, **options
-):
+    name, policy, k, *, n=30, steps=8, pads=(0, 9), dtype=torch.float64, seed=0, weights=0, wrap=(), model=None, backend="auto",
+    **options,
+):  # fmt: skip
     """Run library and oracle and compare; returns False where a decision was too close to call.
 
     options of the policy, and block and positions.
@@ -56,7 +57,7 @@ def agrees(
     mask = left_pad(ids, [n - pad for pad in pads])
     length = options.get("generation_length")
     pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
-    with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, **options):
+    with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, backend=backend, **options):
         logits, cache = force(model, ids, fed, mask)
         held = [cache.positions(layer).tolist() for layer in range(2)]
     for row, pad in enumerate(pads):

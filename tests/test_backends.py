@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import certain
 from tiny import force, make, prompt
 
 import kvpatch
@@ -87,6 +88,12 @@ def test_every_architecture_on_the_kernels(name, policy, padded):
 @pytest.mark.parametrize("padded", [False, True])
 def test_options_on_the_kernels(policy, options, padded):
     alike("mistral_sliding", policy, padded, **options)
+
+
+@pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
+@pytest.mark.parametrize(("name", "policy"), [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), strict=True)])
+def test_the_kernels_and_the_oracle(name, policy):
+    certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton")
 
 
 def test_turns_and_roll_back_on_the_kernels():

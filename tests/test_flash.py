@@ -3,6 +3,7 @@
 An emulation has the real function's signature, refuses what that refuses, and computes in float64 what it would.
 """
 
+import dataclasses
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -641,6 +642,43 @@ def test_a_refusal_of_ragged_heads_is_said_once(own, caplog):
     assert caplog.text.count("goes head by head") == 1
     assert "refused" in flash.reason("ragged", CASE)
     assert flash.reason("prompt", CASE) is None
+
+
+# ---- whole models ----
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "policy"),
+    [
+        ("flash_attn", "mpt", "h2o"),
+        ("flash_attn", "mistral_sliding", "roco"),
+        ("cute", "llama_gqa", "keyformer"),
+        ("cute", "mistral_sliding", "adakv"),
+        ("torch", "llama_gqa", "adakv"),
+        ("torch", "gptj", "h2o"),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, policy, padded):
+    install(kernel)
+    answer = flash.reason
+    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    model, ids, fed = make(name, dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
+    mask = torch.ones_like(ids)
+    mask[0, : 9 if padded else 0] = 0
+    options = {"window": 5} if policy == "adakv" else {}
+
+    def run(backend):
+        with kvpatch.patched(model, policy, 0.5, backend=backend, **options) as patch:
+            logits, cache = force(model, ids, fed, mask)
+            return logits.float(), cache.held(1), patch.report()
+
+    want, got = run("torch"), run("auto")
+    assert got[2].backends["prompt"][0] == "flash" and flash._refused == {}
+    if policy == "adakv" and name == "llama_gqa" and not padded:
+        assert got[2].backends["ragged"][0] == "flash"
+    torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
+    assert policy == "adakv" or torch.equal(got[1], want[1])
 
 
 # ---- on a GPU ----
