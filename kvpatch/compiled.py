@@ -8,7 +8,7 @@ prompts, roll-back and a score that layers share run as ever, outside the graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -85,14 +85,16 @@ def end(cache: EvictingCache) -> None:
 
 
 def mark(cache: EvictingCache) -> None:
-    """Tell torch.compile that the cache's tensors stay where they are, so that CUDA graphs may write to them."""
+    """Tell torch.compile that the cache's tensors stay where they are, so that CUDA graphs need no copies of them."""
     assert cache.seen_B is not None and cache.clock is not None
-    tensors: list[Tensor | None] = [cache.seen_B, cache.clock.columns, cache.clock.steps]
+    holders: list[Any] = [vars(cache.clock), {"seen_B": cache.seen_B}]
     for layer in cache.layers:
-        tensors += [layer.keys, layer.values, layer.positions, layer.free_BH, *layer.state.values()]
-    for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.mark_static_address(tensor)
+        holders += [vars(part) for part in (layer, layer.limits, layer.extents, layer.geometry) if part is not None]
+        holders.append(layer.state)
+    for holder in holders:
+        for value in holder.values():
+            if isinstance(value, Tensor):
+                torch._dynamo.mark_static_address(value)
 
 
 def catch_up(cache: EvictingCache) -> None:
