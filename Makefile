@@ -2,14 +2,16 @@
 # make check        ruff and mypy
 # make demo         what policies keep, on the small models of tools/models
 # make test-matrix  the tests under several versions of transformers
+# make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 #
 # Every target makes .venv first. TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids torch's CUDA packages.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check test-matrix
+.PHONY: demo test check test-matrix peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -23,6 +25,15 @@ check: .venv/ok
 
 test-matrix: .venv/ok
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python tools/test_matrix.py
+
+# kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
+peer-env: .venv/ok .venv-kvpress/ok
+
+.venv-kvpress/ok:
+	$(PYTHON) -m venv --clear .venv-kvpress
+	$(PEER_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
+	$(PEER_PIP) "kvpress==0.5.5" "transformers==5.2.0"
+	touch .venv-kvpress/ok
 
 .venv/ok: requirements-dev.txt setup.cfg pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kvpatch is developed with Python 3.11 or newer: make PYTHON=python3.12')"

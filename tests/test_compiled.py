@@ -141,6 +141,29 @@ def test_what_is_done_to_a_cache_between_compiled_steps():
     assert same_tokens(got[1], want[1]) and got[2] == want[2]
 
 
+def test_what_is_done_to_an_opened_cache():
+    """Of slots that fill up: a prompt on top of compiled steps, roll-back, more tokens than there was room for."""
+    model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 14, seed=3)
+
+    def run(room):
+        with kvpatch.patched(model, "snapkv", 0.5, window=4) as patch:
+            cache, outs = patch.new_cache(room=room), []
+            model(ids, past_key_values=cache)
+            step = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if room else model
+            for t in range(4):
+                step(more[:, t : t + 1], past_key_values=cache)
+            cache.crop(-2)
+            for t in range(2, 8):  # two more than there is room for
+                outs.append(model(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+            outs.append(model(more[:, 8:13], past_key_values=cache).logits[:, -1])
+            outs.append(model(more[:, 13:14], past_key_values=cache).logits[:, -1])
+            return torch.stack(outs), held(cache), cache.nbytes
+
+    want, got = run(None), run(6)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
+    assert same_tokens(got[1], want[1])
+
+
 def test_prompts_of_other_lengths_do_not_compile_anew():
     model, more = make("llama_gqa"), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, "h2o", 20) as patch, torch._dynamo.config.patch(error_on_recompile=True):

@@ -168,6 +168,43 @@ MUTANTS = {
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
+    "a compiled step stands still": (
+        "compiled.py", "    cache.seen_B.add_(1)", "    cache.seen_B.add_(0)",
+        "tests/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does[llama_gqa-h2o-{'k': 0.5}]"),
+    "compiled steps are not counted": (
+        "compiled.py", "    cache.behind = True", "    cache.behind = False",
+        "tests/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does[llama_gqa-h2o-{'k': 0.5}]"),
+    "a temperature compiled in": (
+        "cache.py", "self.clock.steps + ahead", "self.clock.steps * 0 + ahead",
+        "tests/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
+        "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 4.0)}]"),
+    "slots taken by compiled steps forgotten": (
+        "compiled.py", "layer.grown += 0 if layer.evicting else count", "layer.grown += 0",
+        "tests/test_compiled.py::test_what_is_done_to_an_opened_cache"),
+    "a compiled step reads its counters": (
+        "call.py", "        if torch.compiler.is_compiling():\n            grown = None", "        if False:\n            grown = None",
+        "tests/test_compiled.py::test_compiled_and_uncompiled_steps_take_turns[critical(adaptive(roco))]"),
+    "squares of one head in the column kernel": (
+        "backends/triton_columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
+        "tests/test_triton_columns.py::test_column_statistics[group 4]"),
+    "the column kernel forgets ALiBi": (
+        "backends/triton_columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
+        "tests/test_backends.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
+    "the kernel's victim ignores the protected window": (
+        "backends/triton_decode.py", "position > newest - recent, LAST", "position > newest, LAST",
+        "tests/test_backends.py::test_every_policy_on_the_kernels[h2o]"),
+    "the kernel's noise left out": (
+        "backends/triton_decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
+        "tests/test_backends.py::test_every_policy_on_the_kernels[keyformer]"),
+    "keys that a row attends to, without those before": (
+        "backends/triton_backend.py", "return own[:, None] + held", "return own[:, None] + 0 * held",
+        "tests/test_backends.py::test_keys_that_a_row_attends_to[None]"),
+    "flash's window one too wide": (
+        "backends/flash.py", "else geometry.sliding - 1", "else geometry.sliding",
+        "tests/test_flash.py::test_attention_and_log_sum_exp[torch-window]"),
+    "a CPU gets the interpreter's kernels": (
+        "backends/choice.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
+        "tests/test_backends.py::test_a_cpu_gets_torch_and_the_report_says_why"),
 }  # fmt: skip
 
 

@@ -1,0 +1,172 @@
+"""What the benchmark promises, its JSON lines, and the tables made of them."""
+
+import os
+import platform
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+import kvpatch
+from kvpatch.policies.policy import POLICIES
+
+Line = dict[str, Any]
+K = 0.5
+FLOOR = "floor"
+CASES = ("prompt", "decode", "arch", "ragged", "block")
+PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
+DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score is not None)
+ARCH_POLICIES = ("window", "h2o", "keyformer")
+RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
+BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
+ACCUMULATING = ("h2o", "roco", "keyformer")
+
+# what a figure may be at most, by prompt length
+PROMPT_LIMITS = {
+    2048: dict.fromkeys(PROMPT_POLICIES[:4], 1.05)
+    | dict.fromkeys(ACCUMULATING, 1.22)
+    | {"scissorhands": 1.30, "critical_snapkv": 1.08},
+    4096: dict.fromkeys(ACCUMULATING, 1.27),
+}
+DECODE_LENGTHS, FLOOR_LIMIT = (2048, 4096, 8192), 1.08
+FULL_LIMITS = {4096: 0.85}
+BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
+ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
+RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
+BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
+
+
+def limits(case: str, policy: str, n: int) -> dict[str, float]:
+    """What a line's figures may be at most, by the name of the figure; empty where nothing is promised."""
+    if case == "ragged":
+        return RAGGED_LIMITS if n == 2048 else {}
+    if case == "block":
+        return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
+    if case == "arch":
+        return ARCH_LIMITS if n == 2048 else {}
+    if case == "prompt":
+        speed = PROMPT_LIMITS.get(n, {}).get(policy)
+        return ({} if speed is None else {"ratio": speed}) | {"memory_ratio": MEMORY_LIMIT}
+    if case != "decode":
+        return {}
+    if policy in ("full", FLOOR):
+        return {"ratio": FULL_LIMITS[n]} if policy == "full" and n in FULL_LIMITS else {}
+    return ({"over_floor": FLOOR_LIMIT} if n in DECODE_LENGTHS else {}) | {"bytes_ratio": BYTES_LIMIT}
+
+
+def settings(case: str) -> Line:
+    """How a case patches."""
+    return {"k": BUDGET, "block": BLOCK} if case == "block" else {"k": K}
+
+
+# ---- lines ----
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def where(device: str = "cpu") -> Line:
+    """When and on what a line was measured, and by which versions."""
+    versions = {"kvpatch": kvpatch.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions | {"python": platform.python_version()},
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
+    } | ({} if device == "cpu" else {"device": torch.cuda.get_device_name()})
+
+
+def record(case: str, arch: str, policy: str, n: int, repeats: int, model: PreTrainedModel, figures: Line) -> Line:
+    """A whole JSON line: where and what, the figures, their limits, and whether they hold."""
+    bounds = limits(case, policy, n)
+    held = [figures[name] <= bound for name, bound in bounds.items() if name in figures]
+    return {
+        **where(model.device.type),
+        "parameters": model.num_parameters(),
+        "case": case,
+        "arch": arch,
+        "policy": policy,
+        **settings(case),
+        "n": n,
+        "repeats": repeats,
+        **figures,
+        "limits": bounds,
+        "holds": all(held) if held else None,
+    }
+
+
+# ---- tables ----
+
+COLUMNS = ("case", "model", "policy", "n", "unpatched ms", "patched ms", "ratio", "limit")
+COLUMNS += ("over floor", "limit", "bytes", "limit", "roof ms", "x roof", "holds")
+
+
+def number(value: float | None, digits: int) -> str:
+    """A figure, or nothing where there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits, or one behind the point."""
+    return "" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """One table row: times, their ratio, the ratio to the floor, that of peak memory (prompts) or cache bytes, the bound."""
+    bounds = line["limits"]
+    size = "bytes_ratio" if "bytes_ratio" in line else "memory_ratio"
+    return (
+        line["case"],
+        line["arch"],
+        line["policy"],
+        str(line["n"]),
+        milliseconds(line["ms_unpatched"]),
+        milliseconds(line["ms"]),
+        number(line["ratio"], 3),
+        number(bounds.get("ratio"), 2),
+        number(line.get("over_floor"), 3),
+        number(bounds.get("over_floor"), 2),
+        number(line.get(size), 3),
+        number(bounds.get(size), 2),
+        milliseconds(line.get("roof_ms")),
+        number(line.get("roof_ratio"), 2),
+        {True: "yes", False: "NO", None: ""}[line["holds"]],
+    )
+
+
+def show(lines: list[Line]) -> None:
+    """A table on the terminal."""
+    table = Table(title="ratios to the unpatched model, and their limits")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if i < 3 else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*cells(line), style="red" if line["holds"] is False else None)
+    Console(width=150).print(table)
+
+
+def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> str:
+    """A Markdown table whose first `left` columns are words."""
+    every = [columns, ["---"] * left + ["---:"] * (len(columns) - left), *body]
+    return "\n".join("| " + " | ".join(row) + " |" for row in every)
+
+
+def latest(lines: list[Line]) -> list[Line]:
+    """Of lines about the same case the last one."""
+    names = ("case", "arch", "policy", "n", "batch")
+    return list({tuple(line.get(name) for name in names): line for line in lines}.values())
+
+
+def markdown(lines: list[Line]) -> str:
+    """The README's table: of lines about the same case the last one counts."""
+    return rows(COLUMNS, [cells(line) for line in latest(lines)], left=3)

@@ -1,0 +1,99 @@
+"""The benchmark's models: random weights in the shapes that it measures, on a CPU or a GPU."""
+
+import copy
+import time
+from itertools import chain
+
+import torch
+import transformers
+import typer
+from torch import Tensor
+from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedModel
+
+STEPS = 64
+LARGE = ("mpt-7b", "llama-8b")
+
+
+def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConfig:
+    """About 100M parameters with heads of size 64, or 2 layers and a small vocabulary if `tiny`; or one of LARGE."""
+    if arch in LARGE and not tiny:
+        return _large(arch, positions)
+    layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
+    heads = width // 64
+    if arch in ("mpt", "mpt-7b"):
+        return MptConfig(d_model=width, n_heads=heads, n_layers=layers, vocab_size=vocab, max_seq_len=positions)
+    if arch == "gptj":
+        sizes = {"n_embd": width, "n_head": heads, "n_layer": layers, "vocab_size": vocab, "n_positions": positions}
+        return GPTJConfig(**sizes, bos_token_id=1, eos_token_id=2)
+    if arch in ("llama", "llama-8b"):
+        return LlamaConfig(
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(heads // 3, 1),
+            vocab_size=vocab,
+            max_position_embeddings=positions,
+            tie_word_embeddings=True,
+        )
+    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, mpt, gptj, {', '.join(LARGE)}")
+
+
+def _large(arch: str, positions: int) -> transformers.PreTrainedConfig:
+    """The shapes of MPT-7B and of Llama 3 8B."""
+    if arch == "mpt-7b":
+        return MptConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, max_seq_len=positions)
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+    )
+
+
+def build(
+    arch: str, n: int, tiny: bool, device: str = "cpu", dtype: torch.dtype = torch.float32, steps: int = STEPS
+) -> PreTrainedModel:
+    """A model with random weights for `n` + `steps` tokens; MPT and GPT-J have eager attention only."""
+    torch.manual_seed(0)
+    attention = "sdpa" if arch.startswith("llama") else "eager"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config(arch, n + steps, tiny), attn_implementation=attention, dtype=dtype
+        )
+    return model.eval()
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model object over the same weights."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+
+
+def tokens(model: PreTrainedModel, n: int, batch: int = 1) -> Tensor:
+    """Random token ids [batch,n]."""
+    ids = torch.randint(model.config.vocab_size, (batch, n), generator=torch.Generator().manual_seed(n))
+    return ids.to(model.device)
+
+
+def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None) -> tuple[Cache, float]:
+    """One forward; the cache and its time in ms: of the CPU, or on a GPU until all its work is done."""
+    on_cpu = ids.device.type == "cpu"
+    if not on_cpu:
+        torch.cuda.synchronize()
+    clock = time.process_time if on_cpu else time.perf_counter
+    start = clock()
+    out = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+    if not on_cpu:
+        torch.cuda.synchronize()
+    return out.past_key_values, 1000 * (clock() - start)
+
+
+def cache_bytes(past: Cache) -> int:
+    """Bytes of keys and values that a cache has really allocated."""
+    buffers = [t for layer in past.layers for t in (layer.keys, layer.values) if t is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers if t.numel()}
+    return sum(storages.values())
