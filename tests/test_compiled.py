@@ -65,7 +65,7 @@ def graphs():
 CASES = [
     *((name, "h2o", {"k": 0.5}) for name in FIVE),
     ("llama_gqa", "roco", {"k": 0.5}),
-    ("llama_gqa", "keyformer", {"k": 0.5, "tau": (1.0, 4.0)}),
+    ("llama_gqa", "keyformer", {"k": 0.5, "tau": (1.0, 9.0), "generation_length": 12, "damping": 0.3}),
     ("llama_gqa", "keyformer", {"k": 0.5, "resample": True}),
     ("llama_gqa", "scissorhands", {"k": 0.5}),
     ("llama_gqa", "random", {"k": 0.5}),
@@ -80,6 +80,7 @@ CASES = [
     ("mistral_sliding", "snapkv", {"k": 0.5, "room": STEPS}),
     ("mpt", "snapkv", {"k": 0.5, "room": STEPS, "positions": "renumbered"}),
     ("llama_gqa", "adakv", {"k": 0.5, "room": STEPS}),
+    ("llama_gqa", "adakv", {"k": 0.4, "window": 5, "room": STEPS}),
     ("llama_gqa", "critical(adaptive(roco))", {"k": 0.3, "room": STEPS}),
 ]
 
