@@ -384,6 +384,7 @@ class EvictingCache(Cache):
         self.turns, self.turn_open = 0, False
         self.deck, self.deck_due = None, False
         self.clock, self.behind = None, False
+        self.choice = Choice(self.choice.wanted)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last tokens exactly: keys, values, positions, scores and free slots.

@@ -105,6 +105,7 @@ def generate(
     schedule: Schedule = None,
     block: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, and evict after each.")] = None,
     positions: Annotated[str, typer.Option(help="original or renumbered.")] = "original",
+    backend: Annotated[str, typer.Option(help="Who computes attention: auto, torch, flash or triton.")] = "auto",
     seed: Seed = 0,
     option: Options = None,
 ) -> None:
@@ -118,7 +119,8 @@ def generate(
             print(note, file=sys.stderr)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         padding = lm.generation_config.pad_token_id
-        how = {"schedule": schedule, "block": block, "positions": positions, "seed": seed, **_options(option)}
+        how = {"schedule": schedule, "block": block, "positions": positions, "backend": backend, "seed": seed}
+        how |= _options(option)
         with patched(lm, policy, parse_k(k), **how) as patch:
             lm.generate(
                 ids,

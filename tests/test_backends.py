@@ -85,9 +85,8 @@ def test_every_architecture_on_the_kernels(name, policy, padded):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("padded", [False, True])
-def test_options_on_the_kernels(policy, options, padded):
-    alike("mistral_sliding", policy, padded, **options)
+def test_options_on_the_kernels(policy, options):
+    alike("mistral_sliding", policy, padded=True, **options)
 
 
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")

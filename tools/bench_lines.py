@@ -34,6 +34,7 @@ PROMPT_LIMITS = {
     | {"scissorhands": 1.30, "critical_snapkv": 1.08},
     4096: dict.fromkeys(ACCUMULATING, 1.27),
 }
+EXTRA_FLASH_LIMIT = 1.0  # attention passes of all layers that scores may cost
 DECODE_LENGTHS, FLOOR_LIMIT = (2048, 4096, 8192), 1.08
 FULL_LIMITS = {4096: 0.85}
 BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
@@ -52,7 +53,8 @@ def limits(case: str, policy: str, n: int) -> dict[str, float]:
         return ARCH_LIMITS if n == 2048 else {}
     if case == "prompt":
         speed = PROMPT_LIMITS.get(n, {}).get(policy)
-        return ({} if speed is None else {"ratio": speed}) | {"memory_ratio": MEMORY_LIMIT}
+        extra = {"extra_flash": EXTRA_FLASH_LIMIT} if n == 8192 and policy in ACCUMULATING else {}
+        return ({} if speed is None else {"ratio": speed}) | extra | {"memory_ratio": MEMORY_LIMIT}
     if case != "decode":
         return {}
     if policy in ("full", FLOOR):

@@ -3,11 +3,13 @@
 import gc
 import multiprocessing
 import statistics
+import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 import kvpatch
@@ -21,12 +23,30 @@ from .roofline import beside, ceilings, prompt_ms
 
 def prompt_ratio(model: PreTrainedModel, policy: str, n: int, repeats: int, case: str = "prompt") -> Line:
     """A prompt of `n` tokens, unpatched and patched in turns, after a pair that does not count."""
-    ids, other, pairs = tokens(model, n), twin(model), []
+    ids, other, pairs, passes = tokens(model, n), twin(model), [], []
     with kvpatch.patched(other, policy, **settings(case)):
         for _ in range(repeats + 1):
             gc.collect()
             pairs.append((forward(model, ids)[1], forward(other, ids)[1]))
-    return summary(pairs[1:])
+            if case == "prompt":
+                passes.append(flash_pass(model, n))
+    figures = summary(pairs[1:])
+    if passes:
+        flash = statistics.median(passes[1:])
+        figures |= {"flash_ms": flash, "extra_flash": (figures["ms"] - figures["ms_unpatched"]) / flash}
+    return figures
+
+
+def flash_pass(model: PreTrainedModel, n: int) -> float:
+    """CPU time in ms of the attention of all layers alone, by the flash kernel that the unpatched model runs."""
+    one = model.config
+    size = one.hidden_size // one.num_attention_heads
+    q = torch.randn(1, one.num_attention_heads, n, size)
+    k, v = torch.randn(2, 1, one.num_key_value_heads, n, size)
+    start = time.process_time()
+    for _ in range(one.num_hidden_layers):
+        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return 1000 * (time.process_time() - start)
 
 
 def summary(pairs: list[tuple[float, ...]]) -> Line:

@@ -21,11 +21,11 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment(version: str) -> str | None:
-    """Make .venv-<version> where it is not there yet; what went wrong, or None."""
-    folder = ROOT / f".venv-{version}"
-    if (folder / "ok").is_file():
+    """Make .venv-<version> where it is not there yet or older than its requirements; what went wrong, or None."""
+    folder, requirements = ROOT / f".venv-{version}", ROOT / "requirements-dev.txt"
+    if (folder / "ok").is_file() and (folder / "ok").stat().st_mtime > requirements.stat().st_mtime:
         return None
-    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    lines = requirements.read_text().splitlines()
     names = [line for line in lines if line and not line.startswith("#")]
     torch = next(line for line in names if line.startswith("torch=="))
     chosen_by_transformers = ("transformers==", "tokenizers==", "safetensors==")
