@@ -293,7 +293,9 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
         if not isinstance(past, EvictingCache):
             return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
         Q = kwargs["inputs_embeds"].shape[1]
-        return mask[:, -1:] if mask is not None and Q == 1 and past.seen_B is not None else mask
+        if mask is None or Q > 1 or past.seen_B is None:
+            return mask
+        return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides too must stay
 
     return create_masks_for_generate
 

@@ -102,6 +102,10 @@ def test_generate_options_and_schedule(folder, prompt):
     result = run(*arguments, "--schedule", "decode")
     assert "evicts: while generating" in result.stdout
     assert "tokens held per head  33" in result.stdout
+    result = run(*arguments, "--backend", "torch")
+    assert "attention by" in result.stdout and "torch (asked for)" in result.stdout
+    result = run(*arguments, "--backend", "flash")
+    assert result.exit_code == 2 and "backend='flash' cannot run here" in result.stderr
 
 
 def test_a_long_prompt_loses_its_beginning_and_says_so(folder, tmp_path):
