@@ -308,6 +308,9 @@ class EvictingCache(Cache):
             self.clock.advance(self.layers[0].seen, self.steps, False)
         else:
             self.clock.advance(Q, Q - now.prompt, now.ends_prompt)
+        if now.ends_prompt or self.room is not None:
+            growing = (layer.seen + layer.slack - layer.grown for layer in self.layers if not layer.evicting)
+            self.clock.limit.fill_(min(growing, default=0))
         if now.ends_prompt:
             self.clock.span.fill_(self.new_tokens or int(getattr(self.policy.score, "generation_length", 1)))
             if self.make_table is not None:

@@ -119,7 +119,7 @@ def generate(
             print(note, file=sys.stderr)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         padding = lm.generation_config.pad_token_id
-        how = {"schedule": schedule, "block": block, "positions": positions, "backend": backend, "seed": seed}
+        how: dict[str, Any] = {"schedule": schedule, "block": block, "positions": positions, "backend": backend, "seed": seed}
         how |= _options(option)
         with patched(lm, policy, parse_k(k), **how) as patch:
             lm.generate(

@@ -30,11 +30,11 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 
 
 class Clock:
-    """0-d tensors that every pass moves: `columns` seen (int64), decode `steps` since the prompt (float32), and `span`, the
-    number of steps over which a score's temperature moves (float32)."""
+    """0-d tensors that every pass moves: `columns` seen and their `limit`, up to which there is room (int64), decode `steps`
+    since the prompt (float32), and `span`, the number of steps over which a score's temperature moves (float32)."""
 
     def __init__(self, device: torch.device) -> None:
-        self.columns = torch.zeros((), dtype=torch.long, device=device)
+        self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.steps, self.span = torch.zeros((), device=device), torch.zeros((), device=device)
 
     def advance(self, columns: int, steps: int, restart: bool) -> None:
@@ -60,17 +60,12 @@ def can_trace(cache: EvictingCache, B: int, Q: int) -> bool:
 def begin(cache: EvictingCache, max_positions: int | None, real_BT: Tensor | None) -> None:
     """What EvictingCache.begin does, of a step that can be traced."""
     assert cache.seen_B is not None and cache.clock is not None
-    if real_BT is not None and not real_BT.dtype.is_floating_point:
+    if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
-    for layer in cache.layers:
-        if not layer.evicting:  # such layers fill up alike
-            assert layer.free_BH is not None
-            free_N, extents = layer.free_BH.flatten(), layer.extents
-            room = layer.positions.shape[2] if extents is None else extents.capacity_N
-            torch._assert_async((free_N < room).all(), NO_ROOM)
-            break
+    if not all(layer.evicting for layer in cache.layers):
+        torch._assert_async(cache.clock.columns < cache.clock.limit, NO_ROOM)
     cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
     cache.now.table = None if cache.table is None else cache.table[1]
 

@@ -175,9 +175,12 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
     """Begin a decode step that torch.compile can see through; False where it is none."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
-    if tokens is None or not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
+    mask = call.get("attention_mask")
+    if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
+        return False  # the untraced hook has the words for it
+    if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
-    compiled.begin(cache, None if settings.renumbered else settings.max_positions, call.get("attention_mask"))
+    compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return True

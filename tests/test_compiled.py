@@ -118,7 +118,7 @@ def test_compiled_and_uncompiled_steps_take_turns(policy):
     assert same_tokens(held(cache), held(plain))
 
 
-def test_what_is_done_to_a_cache_between_compiled_steps():
+def test_what_is_done_to_a_cache_between_compiled_steps(tmp_path):
     model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 9, seed=3)
 
     def run(compiled):
@@ -128,7 +128,8 @@ def test_what_is_done_to_a_cache_between_compiled_steps():
             step = torch.compile(model.forward, backend="aot_eager") if compiled else model
             for t in range(3):
                 step(more[:, t : t + 1], past_key_values=cache)
-            twin = cache.clone()
+            patch.save_cache(cache, tmp_path / "cache")
+            twin = patch.load_cache(tmp_path / "cache")
             cache.reorder_cache(torch.tensor([1, 0]))
             for one in (cache, twin):
                 for t in range(3, 6):
