@@ -38,12 +38,12 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     if now.ends_prompt and call.score is not None and not now.keeps_all:
         limit(call)
     if call.score is None or call.policy.rows != "all":
-        out = _attend(call, q_BHGQD, keys, rows_BQ)[0]
+        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
     else:
-        out = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
+        out, lse = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
         if call.score is not None and call.score.tail:
-            _observe_tail(call, q_BHGQD, keys, rows_BQ)
+            _observe_tail(call, q_BHGQD, keys, rows_BQ, lse)
         if now.ends_prompt:
             end_prompt(call, past)
     return out
@@ -65,8 +65,10 @@ def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[T
     return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
 
 
-def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Tensor:
-    """Attention, and the statistics of all its rows added to the state."""
+def _observed_prompt(
+    call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`_attend`, and the statistics of all rows added to the state."""
     assert call.score is not None
     B, H, G, _, _ = q_BHGQD.shape
     T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
@@ -77,7 +79,7 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
         noise = call.slots.state_view().get("noise")
         with torch.no_grad():
             call.add(backend(name).statistics(q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau))
-        return out
+        return out, lse
     sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in names}
 
     def observe(rows: Rows) -> None:
@@ -95,16 +97,16 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
     with torch.no_grad():
         call.add({name: total.view(B, H, T) for name, total in sums.items()})
-    return out
+    return out, lse
 
 
-def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> None:
+def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
     """The prompt's last rows: kept until the prompt ends, then their mean attention becomes the state "tail"."""
     assert call.score is not None
     slots, rows_BW = call.slots, rows_BQ
     if slots.tail_rows is not None:
         q_BHGQD = torch.cat([slots.tail_rows[0], q_BHGQD], 3)
-        rows_BW = torch.cat([slots.tail_rows[1], rows_BQ], 1)
+        rows_BW, lse = torch.cat([slots.tail_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
     width = min(call.score.tail, rows_BW.shape[1])
     # the newest rows of each text, wherever its padding lies
     index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
@@ -120,5 +122,7 @@ def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> N
     tail = slots.limits.tail
     counted = rows_BW > newest(call)[:, 0] - tail[:, 0]
     name = call.backend("statistics", q_BHGWD, keys)
-    total = backend(name).tail(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry)
+    if lse is not None:
+        lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
+    total = backend(name).tail(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)
     slots.statistic("tail")[:, :, : slots.used] = total / tail.clamp(min=1)

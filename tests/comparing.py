@@ -41,6 +41,16 @@ def sorted_positions(held):
     return [[sorted(p for p in head if p >= 0) for head in layer] for layer in held]
 
 
+def same_tokens(mine, theirs):
+    """Ordered positions [B,H,C] of every layer are the same; one of the caches may have more empty slots."""
+    return all(
+        torch.equal(a[b, h][a[b, h] >= 0], c[b, h][c[b, h] >= 0])
+        for a, c in zip(mine, theirs, strict=True)
+        for b in range(a.shape[0])
+        for h in range(a.shape[1])
+    )
+
+
 def agrees(
     name, policy, k, *, n=30, steps=8, pads=(0, 9), dtype=torch.float64, seed=0, weights=0, wrap=(), model=None, backend="auto",
     **options,

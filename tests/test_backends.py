@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comparing import certain
+from comparing import certain, same_tokens
 from tiny import force, make, prompt
 
 import kvpatch
@@ -27,15 +27,6 @@ def run(model, policy, backend, ids, fed, mask=None, **options):
         logits, cache = force(model, ids, fed, mask=mask)
         held = [cache.positions(layer).sort(-1).values.cpu() for layer in range(len(cache.layers))]
         return logits.cpu(), held, patch.report()
-
-
-def same_tokens(mine, theirs):
-    return all(
-        torch.equal(a[b, h][a[b, h] >= 0], c[b, h][c[b, h] >= 0])
-        for a, c in zip(mine, theirs, strict=True)
-        for b in range(a.shape[0])
-        for h in range(a.shape[1])
-    )
 
 
 def alike(name, policy, padded=False, steps=8, **options):

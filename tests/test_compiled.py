@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch._dynamo
+from comparing import same_tokens
 from tiny import FIVE, make, prompt
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -33,16 +34,6 @@ def _no_gradients():
 def held(cache):
     """Positions of every layer and head in order."""
     return [cache.positions(layer).sort(-1).values for layer in range(len(cache.layers))]
-
-
-def same_tokens(mine, theirs):
-    """Kept positions are the same; empty slots may be more in one of them."""
-    return all(
-        torch.equal(a[b, h][a[b, h] >= 0], c[b, h][c[b, h] >= 0])
-        for a, c in zip(mine, theirs, strict=True)
-        for b in range(a.shape[0])
-        for h in range(a.shape[1])
-    )
 
 
 def decode(model, policy, k, kinds, *, room=None, backend="aot_eager", **options):

@@ -236,8 +236,9 @@ class _Mask:
             p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
 
 
-def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G."""
+def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
+    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
+    The log-sum-exp of the rows is not needed here."""
     dtype = accumulator(q_BHGWD.dtype)
     x = torch.einsum("bhgwd,bhtd->bhgwt", q_BHGWD.to(dtype), keys.k_BHTD.to(dtype)) * geometry.scale
     positions, rows = keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None]

@@ -84,13 +84,14 @@ def statistics(
     return found
 
 
-def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G."""
+def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
+    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
+    lse_BHGW: their log-sum-exp, where attention gave it: few rows make few programs, slow over many keys."""
     from .triton_columns import column_statistics, row_normalisers
 
     shape: dict[str, Any] = {"scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding}
     inputs = q_BHGWD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BW
-    lse = row_normalisers(*inputs, by_position=True, **shape)
+    lse = row_normalisers(*inputs, by_position=True, **shape) if lse_BHGW is None else lse_BHGW
     return column_statistics(*inputs, lse, ("sum",), by_position=True, **shape)["sum"] / q_BHGWD.shape[2]
 
 
