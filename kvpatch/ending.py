@@ -90,7 +90,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor)
             slots.open()
     elif slots.holes or not slots.filling:
         slots.settle(index, kept, max(keeps) + 1)
-        slots.used = slots.positions.shape[2]
+        slots.used, slots.contiguous = slots.positions.shape[2], False
         slots.free_BH = slots.positions.argmin(-1)
     else:
         slots.settle(index, kept, min(max(keeps) + 1, held + held // 16 + 16))

@@ -157,6 +157,21 @@ def test_what_is_done_to_an_opened_cache():
     assert same_tokens(got[1], want[1])
 
 
+def test_a_prompt_on_top_of_a_cache_that_fills_up():
+    """Its empty slots lie between the text so far and the new tokens, where a window must not count them."""
+    model, ids, more = make("mistral_sliding"), prompt(ROWS, 10), prompt(ROWS, 9, seed=3)
+
+    def run(room):
+        with kvpatch.patched(model, "h2o", 22) as patch:
+            cache = patch.new_cache(room=room)
+            model(ids, past_key_values=cache)
+            for t in range(5):
+                model(more[:, t : t + 1], past_key_values=cache)
+            return model(more[:, 5:], past_key_values=cache).logits
+
+    torch.testing.assert_close(run(12), run(None), atol=2e-5, rtol=0)
+
+
 def test_prompts_of_other_lengths_do_not_compile_anew():
     model, more = make("llama_gqa"), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, "h2o", 20) as patch, torch._dynamo.config.patch(error_on_recompile=True):
