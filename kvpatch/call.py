@@ -112,7 +112,7 @@ class Call:
             gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
             scores=scores,
             fresh=self.score is not None and self.score.fresh,
-            rotated=self.cache.renumbered and self.geometry.slopes_HG is None,
+            renumbered=self.cache.renumbered,
         )
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
         """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those

@@ -202,8 +202,8 @@ class _Target:
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            rotated, device = renumbered and not alibi, self.device().type
-            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, rotated=rotated)
+            device = self.device().type
+            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered)
 
     def device(self) -> torch.device:
         return next(self.decoder.parameters()).device

@@ -73,11 +73,13 @@ def test_every_architecture_on_the_kernels(name, policy, padded):
         ("scissorhands", {"block": 16}),
         ("snapkv", {"block": 16, "window": 4}),
         ("tova", {"heads": "each"}),
+        ("h2o", {"positions": "renumbered"}),
     ],
     ids=str,
 )
 def test_options_on_the_kernels(policy, options):
-    alike("mistral_sliding", policy, padded=True, **options)
+    for name in ("mpt", "mistral_sliding") if "positions" in options else ("mistral_sliding",):
+        alike(name, policy, padded=True, **options)
 
 
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
@@ -230,7 +232,7 @@ def test_missing_triton_is_a_reason(monkeypatch):
         (Case("cuda", torch.float32, 320), "head sizes up to 256"),
         (Case("cuda", torch.float32, 64, fresh=True), "noise"),
         (Case("cuda", torch.float32, 64, gradients=True), "gradients"),
-        (Case("cuda", torch.float32, 64, rotated=True), "renumbered"),
+        (Case("cuda", torch.float32, 64, renumbered=True), "renumbered"),
         (Case("cuda", torch.float32, 64, group=128), "query heads"),
         (Case("mps", torch.float32, 64), "mps"),
     ],

@@ -54,7 +54,7 @@ class Case:
 
     device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
     came before this piece of a prompt. gradients: the output must be differentiable. scores: a step's probabilities are
-    wanted. fresh: so is noise drawn for every query and key. rotated: keys are cached without their positions.
+    wanted. fresh: so is noise drawn for every query and key. renumbered: positions are ranks, new at every step.
     """
 
     device: str
@@ -68,7 +68,7 @@ class Case:
     gradients: bool = False
     scores: bool = False
     fresh: bool = False
-    rotated: bool = False
+    renumbered: bool = False
 
 
 class Backend(Protocol):

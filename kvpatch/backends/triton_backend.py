@@ -42,8 +42,8 @@ def reason(task: Task, case: Case) -> str | None:
         return triton_columns.reason(case.dtype, case.head_dim)
     if case.gradients:
         return "its decode step has no gradients"
-    if case.rotated:
-        return "it reads keys as they are cached, and renumbered positions turn them at every step"
+    if case.renumbered:
+        return "it reads keys and positions as they are cached, and renumbered positions change at every step"
     from . import triton_decode
 
     return triton_decode.reason(case.dtype, case.head_dim, case.group)
