@@ -87,7 +87,7 @@ def _observed_prompt(
             sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
     # a pass that is repeated with gradients must be computed alike without them
-    if torch_backend.fuses(q_BHGQD, keys) and not call.now.repeatable:
+    if torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
         call.backend("prompt", q_BHGQD, keys)  # for the report
         out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)

@@ -4,8 +4,9 @@ A prompt is Q query columns against `past` columns that came before and the Q co
 0 .. past + r, minus what is empty and what has left the sliding window.
 
 Statistics are made of probabilities a[t,i], recomputed for a block of rows at a time: from attention's own log-sum-exp
-where the kernel returns it (a = exp(x - lse)), else by a softmax over the block's rows. Up to FUSED keys on the CPU one
-pass over such blocks is cheaper than a flash kernel followed by a second Q K^T, so it makes the output too.
+where the kernel returns it (a = exp(x - lse)), else by a softmax over the block's rows. In full precision on the CPU one
+pass over such blocks is cheaper than a flash kernel followed by a second Q K^T (measured up to 16,384 keys), so it makes
+the output too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from ..ragged import Extents
 from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"
-FUSED = 4096  # keys: beyond it the log-sum-exp path is faster on the CPU (see docs of tools/bench.py)
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26  # and elsewhere: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask
@@ -52,11 +52,11 @@ def reason(task: Task, case: Case) -> str | None:
     return None
 
 
-def fuses(q_BHGQD: Tensor, keys: Keys) -> bool:
+def fuses(q_BHGQD: Tensor) -> bool:
     """Whether `observe` makes a prompt's output along with its probabilities, for less than both cost apart."""
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
     on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
-    return on_cpu and full_precision and not keeps_graph and keys.k_BHTD.shape[2] <= FUSED
+    return on_cpu and full_precision and not keeps_graph
 
 
 # ---- attention ----
