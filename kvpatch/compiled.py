@@ -52,8 +52,13 @@ def can_trace(cache: EvictingCache, B: int, Q: int) -> bool:
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
     score = cache.policy.score
-    if (score is not None and score.across_layers) or (cache.renumbered and cache.table is None):
+    if score is not None and score.across_layers:
         return False
+    if cache.renumbered:
+        if cache.table is None:
+            return False
+        if cache.table[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
+            return False  # the rotary table is that of the ranks there are now
     return all(layer.free_BH is not None and (layer.evicting or layer.slack > 0) for layer in cache.layers)
 
 

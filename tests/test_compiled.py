@@ -213,21 +213,27 @@ def test_what_makes_no_graph_says_what_to_do():
 
 def test_whatever_is_compiled_gives_the_same():
     """Prompts, growing caches and shared scores break the graph and go on outside it."""
-    model, ids, more = make("mpt", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 4, seed=3)
+    ids, more = prompt(ROWS, COLUMNS), prompt(ROWS, 4, seed=3)
 
-    def run(compiled, policy, **options):
-        with kvpatch.patched(model, policy, 0.5, **options):
+    def run(compiled, name, policy, **options):
+        model = make(name, layers=1)
+        with kvpatch.patched(model, policy, 0.5, **options) as patch:
             step = torch.compile(model.forward, backend="eager") if compiled else model
-            out = step(ids)
+            out = step(ids, past_key_values=patch.new_cache(room=4))
             outs = [out.logits[:, -1]]
             for t in range(4):
                 out = step(more[:, t : t + 1], past_key_values=out.past_key_values)
                 outs.append(out.logits[:, -1])
         return torch.stack(outs)
 
-    for policy, options in (("snapkv", {}), ("keyformer", {"shared": True})):
+    for name, policy, options in (
+        ("mpt", "snapkv", {"window": 5}),
+        ("mpt", "keyformer", {"shared": True}),
+        ("llama_gqa", "snapkv", {"positions": "renumbered", "window": 5}),  # its ranks outgrow the rotary table
+    ):
         torch._dynamo.reset()
-        torch.testing.assert_close(run(True, policy, **options), run(False, policy, **options), atol=2e-5, rtol=0)
+        want, got = (run(compiled, name, policy, **options) for compiled in (False, True))
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
 # ---- generate() ----
