@@ -126,7 +126,7 @@ class EvictingCache(Cache):
         """A score's temperature at a decode step, `ahead` of what this pass began with."""
         score = self.policy.score
         assert score is not None and self.now is not None
-        if torch.compiler.is_compiling() and self.clock is not None:
+        if self.now.traced and self.clock is not None:
             return score.temperature(self.clock.steps + ahead, self.clock.span)
         return score.temperature(self.now.first_step + ahead, self.new_tokens)
 
@@ -298,20 +298,21 @@ class EvictingCache(Cache):
         """The pass is whole."""
         now = self.now
         assert now is not None and self.seen_B is not None
-        if torch.compiler.is_compiling():
+        if now.traced:
             compiled.end(self)
             return
         self.unfinished = False
         Q = now.positions_BQ.shape[1]
+        begun = self.clock is None or now.ends_prompt
         if self.clock is None:
             self.clock = compiled.Clock(self.seen_B.device)
             self.clock.advance(self.layers[0].seen, self.steps, False)
         else:
             self.clock.advance(Q, Q - now.prompt, now.ends_prompt)
-        if now.ends_prompt or self.room is not None:
+        if begun or self.room is not None:
             growing = (layer.seen + layer.slack - layer.grown for layer in self.layers if not layer.evicting)
             self.clock.limit.fill_(min(growing, default=0))
-        if now.ends_prompt:
+        if begun:
             self.clock.span.fill_(self.new_tokens or int(getattr(self.policy.score, "generation_length", 1)))
             if self.make_table is not None:
                 self._rotary_table(1, prompt=False)  # for a step that is compiled

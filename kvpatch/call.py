@@ -72,7 +72,7 @@ class Call:
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
-        if self.score is None or not self.score.entry_by_position or torch.compiler.is_compiling():
+        if self.score is None or not self.score.entry_by_position or self.now.traced:
             return self.entry(k_BH1D, v_BH1D, positions_B1, None)
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
@@ -87,7 +87,7 @@ class Call:
         """The used slots, as a backend takes them."""
         slots = self.slots
         keys, values, positions = slots.view()
-        if torch.compiler.is_compiling():
+        if self.now.traced:
             grown = None  # known to the positions alone
         else:
             grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
@@ -147,7 +147,7 @@ class Call:
         if score.across_layers:
             assert self.cache.shared is not None
             state = {**state, score.statistics[0]: self.cache.shared.gather(-1, positions + 1)}
-        shared = None if torch.compiler.is_compiling() else self.now.recent
+        shared = None if self.now.traced else self.now.recent
         recent_B11 = None if shared is None else shared.get((id(slots.limits), t))
         if recent_B11 is None:
             recent_B11 = newest_B11 - slots.limits.newest

@@ -3,7 +3,8 @@
 A Python number that a traced step read would be compiled in, and the next step would compile again. So a traced step moves
 the tensors of the cache's Clock instead of the counters, names free slots in place, and asks no tensor for its value. The
 counters are brought up to date when untraced code next uses the cache. Only a step of one token over slots can be traced:
-prompts, roll-back and a score that layers share run as ever, outside the graph.
+prompts, roll-back and a score that layers share run as ever, outside the graph. What a pass is, the decoder's pre-hook
+decides (`Forward.traced`): torch.compile may give up on any function and run it as it stands, in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def begin(cache: EvictingCache, max_positions: int | None, real_BT: Tensor | Non
     if not all(layer.evicting for layer in cache.layers):
         torch._assert_async(cache.clock.columns < cache.clock.limit, NO_ROOM)
     cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
+    for layer in cache.layers:
+        layer.traced = True
     cache.now.table = None if cache.table is None else cache.table[1]
 
 
@@ -110,3 +113,4 @@ def catch_up(cache: EvictingCache) -> None:
         layer.filling = max(layer.filling - count, 0)
         layer.grown += 0 if layer.evicting else count
         layer.free_at = layer.ahead = None
+        layer.traced = False

@@ -21,7 +21,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     newest_B11 = positions_B1[:, None]
     evicting, wanted = score is not None and slots.evicting, call.observes
     with torch.no_grad():
-        if not torch.compiler.is_compiling():
+        if not call.now.traced:
             slots.make_room()
             if call.now.recording:
                 slots.note(call.cache.shared)
@@ -142,5 +142,5 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     at = lowest[..., None]
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
     slots.set_free(slots.positions.argmin(-1))
-    if not torch.compiler.is_compiling():
+    if not slots.traced:
         slots.filling = max(slots.filling - 1, 0)

@@ -70,15 +70,11 @@ def attention_forward(
             )
         hidden_BQE = call.pop("hidden_states")
         q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
-        run = attend_untraced if torch.compiler.is_compiling() and not _traced(cache) else attend
+        run = attend if cache.now is not None and cache.now.traced else attend_untraced
         y_BQE = run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
         return adapter.output(self, y_BQE.to(v.dtype)), None
 
     return forward
-
-
-def _traced(cache: EvictingCache) -> bool:
-    return cache.now is not None and cache.now.traced
 
 
 class Courier(Tensor):
@@ -127,10 +123,14 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(settings.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
-    if torch.compiler.is_compiling():
-        if isinstance(past, EvictingCache) and _step(call, past, settings):
-            return (), call
-        return before_untraced(decoder, (), call, settings)
+    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(call, past, settings):
+        return (), call
+    return _begin_untraced(decoder, call, settings)
+
+
+def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
+    """`before_decoder` of any pass but a step that torch.compile sees through."""
+    past = call.get("past_key_values")
     use_cache = call.get("use_cache")
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
@@ -332,5 +332,5 @@ def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) ->
 
 
 # what torch.compile must not look into: prompts, and whatever moves the cache's counters
-before_untraced = torch.compiler.disable(before_decoder, reason=compiled.ONE_GRAPH)
+_begin_untraced = torch.compiler.disable(_begin, reason=compiled.ONE_GRAPH)
 attend_untraced = torch.compiler.disable(attend, reason=compiled.ONE_GRAPH)

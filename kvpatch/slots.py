@@ -70,6 +70,7 @@ class SlotLayer(CacheLayerMixin):
         self.geometry: Geometry | None = None
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
+        self.traced = False  # the pass is a traced step (compiled.py)
         self.extents: Extents | None = None
         self.slack = self.grown = 0  # of a ragged layer that does not evict: free slots when it was made, and taken since
         # keys and values of the used columns with their graph, while a pass computes gradients
@@ -232,7 +233,7 @@ class SlotLayer(CacheLayerMixin):
     def free_slots(self) -> Tensor:
         """free_BH as indices [B*H] into the flattened slots, computed once."""
         assert self.free_BH is not None
-        if torch.compiler.is_compiling():
+        if self.traced:
             return self.free_BH.reshape(-1) + self._heads()
         if self.free_at is None or self.free_at[0] is not self.free_BH:
             self.free_at = (self.free_BH, self.free_BH.reshape(-1) + self._heads())
@@ -248,7 +249,7 @@ class SlotLayer(CacheLayerMixin):
     def _heads(self) -> Tensor:
         """Where each head's slots begin, flattened [B*H]."""
         shape = tuple(self.positions.shape)
-        if torch.compiler.is_compiling():
+        if self.traced:
             return torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=self.positions.device)
         if self.heads_at is None or self.heads_at[0] != shape:
             B, H, C = shape
@@ -342,7 +343,7 @@ class SlotLayer(CacheLayerMixin):
         """A token was written and none goes: each head's next slot is the one behind it."""
         assert self.free_BH is not None
         self.set_free(self.free_BH + 1)
-        if not torch.compiler.is_compiling():
+        if not self.traced:
             self.grown += 1
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
@@ -351,8 +352,8 @@ class SlotLayer(CacheLayerMixin):
                 self.graph = (_taken(self.graph[0], index_BHK), _taken(self.graph[1], index_BHK))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """The next token goes there; in place under torch.compile, whose graphs know tensors by their memory."""
-        if torch.compiler.is_compiling():
+        """The next token goes there; in place in a traced step, for graphs know tensors by their memory."""
+        if self.traced:
             assert self.free_BH is not None
             self.free_BH.copy_(slot_BH)
         else:
@@ -361,7 +362,7 @@ class SlotLayer(CacheLayerMixin):
     def forget_places(self) -> None:
         """A kernel has named the next slots in place: what was computed from the ones before is void."""
         self.contiguous = False
-        if not torch.compiler.is_compiling():
+        if not self.traced:
             self.free_at = None
             self.filling = max(self.filling - 1, 0)
 

@@ -236,6 +236,31 @@ def test_whatever_is_compiled_gives_the_same():
         torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
+def test_functions_that_torch_compile_gives_up_on(tmp_path):
+    """It then runs them as they stand and compiles what they call: a step must not be half of either kind."""
+    model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 8, seed=3)
+
+    def run(compiled):
+        torch._dynamo.reset()
+        outs, step = [], torch.compile(model.forward, backend="eager") if compiled else model
+        with kvpatch.patched(model, "snapkv", 0.5, window=5) as patch:
+            cache = patch.new_cache(room=20)
+            model(ids, past_key_values=cache)
+            for t in range(8):
+                if t == 2:  # a loaded cache has no clock yet
+                    patch.save_cache(cache, tmp_path / "cache")
+                    cache = patch.load_cache(tmp_path / "cache")
+                if t == 6:
+                    cache.activate_past_recording()
+                one = model if t in (0, 3) else step
+                outs.append(one(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+        return torch.stack(outs), cache.get_seq_length()
+
+    want, got = run(False), run(True)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
+    assert got[1] == want[1]
+
+
 # ---- generate() ----
 
 
