@@ -646,6 +646,8 @@ def test_a_refusal_of_ragged_heads_is_said_once(own, caplog):
 
 # ---- whole models ----
 
+KERNELS = {"flash_attn": "flash_attn 2", "cute": "flash_attn.cute", "torch": "torch's"}
+
 
 @pytest.mark.parametrize(
     ("kernel", "name", "policy"),
@@ -675,6 +677,7 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
 
     want, got = run("torch"), run("auto")
     assert got[2].backends["prompt"][0] == "flash" and flash._refused == {}
+    assert got[2].backends["prompt"][1].startswith(KERNELS[kernel])
     if policy == "adakv" and name == "llama_gqa" and not padded:
         assert got[2].backends["ragged"][0] == "flash"
     torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
@@ -699,9 +702,6 @@ def only(monkeypatch):
         monkeypatch.setattr(flash_kernels, "_kernels", found)
 
     return keep
-
-
-KERNELS = {"flash_attn": "flash_attn 2", "cute": "flash_attn.cute", "torch": "torch's"}
 
 
 @gpu

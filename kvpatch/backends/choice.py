@@ -89,7 +89,8 @@ class Choice:
                 continue
             reason = backend(name).reason(task, case)
             if reason is None:
-                return name, "; ".join(passed)
+                kernel = [backend(name).which(case)] if name == "flash" and task == "prompt" else []
+                return name, "; ".join(kernel + passed)
             passed.append(f"{name}: {reason}")
             if name == self.wanted and passed[-1] not in _said:
                 _said.add(passed[-1])

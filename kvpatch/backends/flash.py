@@ -87,7 +87,7 @@ def which(case: Case) -> str:
     """The kernel that a prompt would run on, with its version; "none" where reason() says why."""
     if reason("prompt", case) is not None:
         return "none"
-    return next(kernel.name for kernel in kernels() if _lack(kernel, case) is None)
+    return next((kernel.name for kernel in kernels() if _lack(kernel, case) is None), "none")
 
 
 def misfit(keys: Keys, geometry: Geometry) -> str | None:
