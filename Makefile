@@ -17,7 +17,7 @@ demo: .venv/ok
 	.venv/bin/kvpatch demo
 
 test: .venv/ok
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist worksteal
 
 check: .venv/ok
 	.venv/bin/ruff check
