@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -61,8 +62,8 @@ def foresee(call: Call, q_BHGD: Tensor) -> None:
     """Choose who will take the steps to come."""
     if call.slots.free_BH is not None:
         task, case = _case(call, q_BHGD)
-        for one in (case, replace(case, padding=True)):
-            call.cache.choice.foresee(task, one)
+        for padding, gradients in product((case.padding, True), (case.gradients, False)):
+            call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
 
 
 def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:

@@ -215,8 +215,9 @@ def test_only_what_can_run_may_be_asked_for(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(kvpatch.KVPatchError, match="backend='triton' cannot run here: .*a GPU"):
         kvpatch.patch(model, backend="triton")
-    with pytest.raises(kvpatch.KVPatchError, match=r"Unknown backend 'tritn'.*'triton'"):
-        kvpatch.patch(model, backend="tritn")
+    for wrong, said in (("tritn", r"Unknown backend 'tritn'.*'triton'"), (None, "backend None"), (["flash"], "Unknown")):
+        with pytest.raises(kvpatch.KVPatchError, match=said):
+            kvpatch.patch(model, backend=wrong)
     assert not [name for name in vars(model) if "kvpatch" in name]
 
 

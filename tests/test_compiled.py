@@ -172,6 +172,25 @@ def test_a_prompt_on_top_of_a_cache_that_fills_up():
     torch.testing.assert_close(run(12), run(None), atol=2e-5, rtol=0)
 
 
+def test_a_prompt_with_gradients_and_a_loaded_cache_before_compiled_steps(tmp_path):
+    """Who takes a step is chosen before it is traced, also for a cache that no prompt of this process filled."""
+    model, more = make("llama_gqa", layers=1), prompt(ROWS, 6, seed=3)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    with kvpatch.patched(model, "snapkv", 0.5, window=5) as patch:
+        cache = patch.new_cache(room=8)
+        with torch.enable_grad():
+            model(prompt(ROWS, COLUMNS), past_key_values=cache)
+        patch.save_cache(cache, tmp_path / "cache")
+        loaded = patch.load_cache(tmp_path / "cache")
+        model(more[:, :1], past_key_values=loaded)  # a loaded cache needs one step that is not compiled
+        model(more[:, :1], past_key_values=cache)
+        step = torch.compile(model.forward, fullgraph=True, backend="eager")
+        for t in range(1, 6):
+            got, want = (step(more[:, t : t + 1], past_key_values=one).logits for one in (loaded, cache))
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
 def test_prompts_of_other_lengths_do_not_compile_anew():
     model, more = make("llama_gqa"), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, "h2o", 20) as patch, torch._dynamo.config.patch(error_on_recompile=True):

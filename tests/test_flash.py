@@ -447,6 +447,8 @@ REASONS = [
     ("ragged", {"alibi": True}, "takes no ALiBi"),
     ("ragged", {"window": True}, "takes no sliding window"),
     ("ragged", {"gradients": True}, "takes no gradients"),
+    ("ragged", {"padding": True}, "takes no empty slots"),
+    ("ragged", {"scores": True}, "returns no probabilities"),
 ]
 
 
@@ -464,7 +466,7 @@ def test_what_is_taken(install):
     install("torch")
     assert [flash.reason("prompt", Case(**half, **more)) for more in served] == [None] * 6
     assert flash.reason("prompt", Case("cuda", torch.float16, 128, gradients=True)) is None
-    assert flash.reason("ragged", Case(**half, padding=True, past=True)) is None
+    assert flash.reason("ragged", Case(**half, past=True)) is None
     install("flash_attn")
     assert flash.reason("prompt", Case(**half, alibi=True, window=True, padding=True, gradients=True)) is None
     assert "used lengths" in flash.reason("ragged", Case(**half))
@@ -647,6 +649,23 @@ def test_a_refusal_of_ragged_heads_is_said_once(own, caplog):
 # ---- whole models ----
 
 KERNELS = {"flash_attn": "flash_attn 2", "cute": "flash_attn.cute", "torch": "torch's"}
+
+
+@pytest.mark.parametrize("kernel", ["cute", "torch"])
+def test_steps_whose_scores_count_are_not_flash_s(install, monkeypatch, kernel):
+    """A kernel gives no probabilities: taken for such a step, it would leave the scores as they were, without a word."""
+    install(kernel)
+    answer = flash.reason
+    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    model, ids, fed = make("llama_gqa", dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
+    with kvpatch.patched(model, "adaptive(h2o)", 0.4) as patch:
+        _, cache = force(model, ids, fed)
+        assert patch.report().backends["ragged"][0] == "torch"
+        ragged = [layer for layer in cache.layers if layer.extents is not None]
+        newest = cache.get_seq_length() - 1
+        for layer in ragged:  # the newest token has been attended to by itself
+            assert bool((layer.state["sum"][layer.positions == newest] > 0).all())
+        assert ragged
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,11 @@ def _lack(kernel: Kernel, case: Case) -> str | None:
 
 
 def _ragged_reason(case: Case) -> str | None:
-    for asked, word in ((case.alibi, "ALiBi"), (case.window, "sliding window"), (case.gradients, "gradients")):
+    if case.scores:
+        return "a flash kernel returns no probabilities, and the scores of this step need them"
+    for asked, word in (
+        (case.alibi, "ALiBi"), (case.window, "sliding window"), (case.gradients, "gradients"), (case.padding, "empty slots"),
+    ):  # fmt: skip
         if asked:
             return f"over heads of different lengths a flash kernel takes no {word}"
     if (capability() or 8) < 8:

@@ -2,10 +2,11 @@
 
 There are four tasks. A backend is a module that does some of them, and says of the others and of what it cannot take why not:
 
-    prompt      attend(q, keys, rows, geometry) -> output and, where the kernel gives it, the log-sum-exp of every row
-    statistics  statistics(q, keys, rows, geometry, lse, asked) -> sums of the probabilities beside each key
-    decode      one token over dense slots: attention, score and victim
-    ragged      one token over heads that hold different numbers of tokens
+    prompt      torch, flash: attend() -> output and, where the kernel gives it, the log-sum-exp of every row
+    statistics  triton: statistics() -> sums of the probabilities beside each key; torch: observe() hands the probabilities
+                over block by block instead, for what only a policy can sum; both: tail(), of a few rows
+    decode      one token over dense slots. triton: step() writes, attends, observes and evicts; torch: step() attends
+    ragged      one token over heads that hold different numbers of tokens: the same, and flash: ragged_step() attends
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Case:
 
 
 class Backend(Protocol):
-    """`reason` is all that every backend has; the functions of its tasks are named at the top of this file."""
+    """`reason` is what every backend has; the functions of its tasks are named at the top of this file."""
 
     NAME: str
 
