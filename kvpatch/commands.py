@@ -1,4 +1,4 @@
-"""The commands of `kvpatch`: demo, generate, check, policies, architectures. Needs the extra `tools`."""
+"""The commands of `kvpatch`: demo, generate, check, compare, policies, architectures. Needs the extra `tools`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Options = Annotated[
 
 
 @contextmanager
-def _in_words() -> Iterator[None]:
+def in_words() -> Iterator[None]:
     """A mistake of the caller becomes one line and exit code 2."""
     logging.set_verbosity_error()
     getLogger("huggingface_hub").setLevel("ERROR")
@@ -57,7 +57,7 @@ def _in_words() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
+def parse_options(given: list[str] | None) -> dict[str, Any]:
     options = {}
     for text in given or ():
         name, equals, value = text.partition("=")
@@ -110,8 +110,8 @@ def generate(
     option: Options = None,
 ) -> None:
     """Write on from a prompt under a budget, then say what was kept. Greedy."""
-    with _in_words():
-        get_policy(policy).with_options(schedule, **_options(option))  # typing errors cost no loading
+    with in_words():
+        get_policy(policy).with_options(schedule, **parse_options(option))  # typing errors cost no loading
         text = read_prompt(prompt_file)
         lm, tokenizer = load_model(model, dtype, device), load_tokenizer(model)
         ids, note = encode(lm, tokenizer, text, max_new_tokens)
@@ -120,7 +120,7 @@ def generate(
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         padding = lm.generation_config.pad_token_id
         how: dict[str, Any] = {"schedule": schedule, "block": block, "positions": positions, "backend": backend, "seed": seed}
-        how |= _options(option)
+        how |= parse_options(option)
         with patched(lm, policy, parse_k(k), **how) as patch:
             lm.generate(
                 ids,
@@ -146,7 +146,7 @@ def check(
     """Test on your own model, in seconds and on random ids, that the patch does what it promises."""
     from .check import Checks
 
-    with _in_words():
+    with in_words():
         get_policy(policy)
         checks = Checks(load_model(model, dtype, device), policy, parse_k(k), seed)
         results = checks.run()
@@ -158,6 +158,51 @@ def check(
 
 
 @app.command()
+def compare(
+    model: Model,
+    prompt_file: Annotated[str, typer.Option(help="Your own prompt; - reads standard input.")],
+    continuation_file: Annotated[
+        str | None,
+        typer.Option(help="A text to feed after the prompt; else what the unpatched model itself writes on, greedily."),
+    ] = None,
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated, as for --policy of generate; random is always measured beside them.")
+    ] = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv",
+    budgets: Annotated[str, typer.Option("--budgets", "-k", help="Comma-separated, as -k of generate.")] = "0.7,0.5,0.3,0.2",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed after the prompt, at most.")] = 64,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="KL to advise, nats per token: 0.05 adds 5% perplexity on the full model's own text.")
+    ] = 0.05,
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of likeliest tokens as full, to advise.")] = 0.95,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    schedule: Schedule = None,
+    seed: Seed = 0,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="As in -o window=16, for every policy that has it.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("kvpatch-compare"),
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file too, a JSON object per line.")] = None,
+) -> None:
+    """On your own prompt: how far policies and budgets move the next-token distributions from the full cache's.
+
+    The unpatched and the patched model are fed the same tokens after the prompt, one by one, and every prediction is
+    compared: KL, agreement, bytes, time; a table, a picture, and one sentence of advice.
+    """
+    from . import compare as comparing
+
+    with in_words():
+        get_policy("full").with_options(schedule)  # whether there is such a word; a policy that refuses it gets a row
+        chosen, ks = comparing.choose(policies, parse_options(option), max_new_tokens), comparing.budgets(budgets)
+        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, seed, tolerance, agreement, out, json)
+        own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
+        prompt = read_prompt(prompt_file)
+        comparing.prepare(out, json)
+        lm, tokenizer = load_model(model, dtype, device), load_tokenizer(model)
+        comparing.run(asked, lm, tokenizer, prompt, own, model)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("kvpatch-demo"),
     model: Annotated[str | None, typer.Option(help="Your own model instead of the repository's.")] = None,
@@ -165,5 +210,5 @@ def demo(
     """Several policies on prompts that need their cache: answers right, text kept, bytes, speed, and a picture."""
     from .demo import run
 
-    with _in_words():
+    with in_words():
         run(out, model)

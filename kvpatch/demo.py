@@ -108,13 +108,13 @@ def _shipped(console: Console) -> dict[str, Stage]:
 def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
     fed = {name: _feed(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.answer}
-    outcome = Outcome(policy, k, right["needles"], _nbytes(fed["needles"].cache), later=right.get("later"))
+    outcome = Outcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
     if "source" not in stages:
         return outcome
     text, source = stages["source"].text, fed["source"]
     logits_BSV, next_BS = source.logits_BSV[:, :-1], text.ids_BN[:, text.n :]
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), next_BS.flatten())
-    nbytes = _nbytes(source.cache)
+    nbytes = source.nbytes
     return replace(outcome, nbytes=nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1), seconds=source.seconds)
 
 
@@ -136,9 +136,3 @@ def _after_prompt(policy: str, k: float, stage: Stage) -> Report:
         ids_1N = ids_1N[:, text.mask_BN[0, : text.n].bool()]
     with patched(stage.model, policy, k, **POLICIES[policy]):
         return Report.of(feed(stage.model, ids_1N, ids_1N.shape[1]).cache)
-
-
-def _nbytes(cache: Any) -> int:
-    if hasattr(cache, "nbytes"):
-        return cache.nbytes
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))

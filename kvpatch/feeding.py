@@ -19,6 +19,13 @@ class Fed:
     seconds: float
     cache: Any
 
+    @property
+    def nbytes(self) -> int:
+        """Keys and values that the cache holds, transformers' own too."""
+        if hasattr(self.cache, "nbytes"):
+            return self.cache.nbytes
+        return sum(t.numel() * t.element_size() for layer in self.cache.layers for t in (layer.keys, layer.values))
+
 
 @torch.no_grad()
 def feed(model: Any, ids_BN: Tensor, n: int, mask_BN: Tensor | None = None) -> Fed:

@@ -61,7 +61,7 @@ def _device(device: str) -> torch.device:
 def load_tokenizer(name: str) -> Any:
     """The tokenizer beside a model. Raises KVPatchError where there is none that knows any token."""
     _refuse_missing_folder(name)
-    missing = f"--model {name} comes without a tokenizer: generate needs one."
+    missing = f"--model {name} comes without a tokenizer, which text needs."
     if Path(name).is_dir() and not any(any(Path(name).glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")):
         raise KVPatchError(missing)
     try:
@@ -84,16 +84,16 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def read_prompt(name: str) -> str:
+def read_prompt(name: str, option: str = "--prompt-file") -> str:
     """The text of a file, or of standard input for "-". Raises KVPatchError where there is none."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise KVPatchError(f"--prompt-file {name} cannot be read: {error.strerror}") from error
+        raise KVPatchError(f"{option} {name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise KVPatchError(f"--prompt-file {name} is no UTF-8 text (byte {error.start}).") from error
+        raise KVPatchError(f"{option} {name} is no UTF-8 text (byte {error.start}).") from error
     if not text.strip():
-        raise KVPatchError(f"--prompt-file {name} is empty: there is nothing to go on from.")
+        raise KVPatchError(f"{option} {name} is empty: there is nothing to go on from.")
     return text
 
 

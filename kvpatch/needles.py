@@ -19,7 +19,7 @@ from .loading import REPOSITORY, positions_of
 from .pictures import Marks
 
 SOURCE = "calendar.py"
-"""A file of the library that tools/train.py holds out: llama-python has never seen it."""
+"""A file of the library that tools/train_text.py holds out: llama-python has never seen it."""
 
 _OFFICES = ("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Riga", "Accra", "Delhi")
 _FILLER = (

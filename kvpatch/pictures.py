@@ -1,11 +1,11 @@
-"""Pictures of what was kept.
+"""Pictures of what was kept, and of what that changed.
 
 matplotlib is imported when one is drawn; no window is opened and no global state touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -37,7 +37,7 @@ class Marks:
     question: Sequence[tuple[int, int]] = ()
 
 
-def _figure(**options: Any) -> Any:
+def new_figure(**options: Any) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def _figure(**options: Any) -> Any:
 def every_head(kept_LHN: Tensor, title: str) -> Any:
     """A line per layer and head, a column per token, filled where the head holds the token."""
     L, H, n = kept_LHN.shape
-    axes = _figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained").add_subplot()
+    axes = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained").add_subplot()
     from matplotlib.colors import ListedColormap
 
     turn = torch.arange(L) % 2 + 1
@@ -72,7 +72,7 @@ def every_head(kept_LHN: Tensor, title: str) -> Any:
 def budgets(held_LH: Tensor, title: str) -> Any:
     """Tokens that each head holds, a line per layer and a cell per head."""
     L, H = held_LH.shape
-    axes = _figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained").add_subplot()
+    axes = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained").add_subplot()
     image = axes.imshow(held_LH.numpy(), cmap="Blues", vmin=0, aspect="auto")
     middle = held_LH.max() / 2
     for layer in range(L if H * L <= 512 else 0):
@@ -91,7 +91,7 @@ def budgets(held_LH: Tensor, title: str) -> Any:
 def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     """Policies below one another, a column per budget; colour: the share of a layer's heads that kept a token."""
     depth = max(map(len, columns))
-    figure = _figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
+    figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
     grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
     image = None
     for axes, panel in ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column)):
@@ -110,6 +110,36 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     _explain(figure, marks, title)
     figure.colorbar(image, ax=grid, label="share of heads that kept the token", shrink=0.5, pad=0.01)
     return figure
+
+
+def divergence(
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    chance: str,
+    ticks: Mapping[int, str],
+    tolerance: float,
+    title: str,
+) -> Any:
+    """Nats against tokens per head, a line per policy; `chance` is drawn dashed. `ticks`: budgets as they were typed.
+
+    The axis of nats is a logarithm above 1e-4 and linear below, so that 0, which nothing evicted gives, has a place.
+    """
+    axes = new_figure(figsize=(8.5, 5), layout="constrained").add_subplot()
+    for i, (name, points) in enumerate(curves.items()):
+        look: dict[str, Any] = {"color": f"C{i % 10}", "ls": "-", "marker": "osD^v"[i // 10 % 5]}
+        if name == chance:
+            look, name = {"color": "black", "ls": "--", "marker": "x"}, f"{name} (chance)"
+        axes.plot(*zip(*points, strict=True), label=name, ms=5, lw=1.4, **look)
+    axes.axhline(tolerance, color=_NEEDLE, lw=1, ls=":", label=f"tolerance, {tolerance:g}")
+    axes.set_yscale("symlog", linthresh=1e-4)
+    drawn = [tolerance, *(nats for points in curves.values() for _, nats in points)]
+    axes.set_ylim(min(drawn) / 2 if min(drawn) > 2e-4 else 0, 2 * max(drawn) or 1e-4)
+    axes.set_xticks(list(ticks), [f"{tokens:,}\nk={k}" for tokens, k in ticks.items()])
+    axes.set_xlabel("budget, tokens per head (policies that evict once, after the prompt, keep all later tokens besides)")
+    axes.set_ylabel("KL(full || evicted), nats per token")
+    axes.grid(alpha=0.3)
+    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)
+    axes.figure.legend(loc="outside right center", frameon=False, fontsize=9)
+    return axes.figure
 
 
 def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:

@@ -107,4 +107,4 @@ def test_links_and_tree():
 
 def test_only_true_commands():
     for command in re.findall(r"`?kvpatch (\w+) ?", re.sub(r"```python.*?```", "", README, flags=re.DOTALL)):
-        assert command in {"demo", "check", "generate", "policies", "architectures", "keeps", "says"}, command
+        assert command in {"demo", "check", "compare", "generate", "policies", "architectures", "keeps", "says"}, command
