@@ -1,25 +1,24 @@
-"""Train the small models of tools/models on one CPU core, measure them, and write their cards.
+"""Train the small models of tools/models, measure them, and write their cards.
 
     python -m tools.train llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.train --retrain          train every shipped model again (about 35 minutes); compare with the cards
     python -m tools.train --evaluate         measure the committed weights again; compare with the cards
 
-Nothing touches the committed weights but `--out tools/models`.
+Nothing touches the committed weights but `--out tools/models`. The -1k recipes and llama-code are for a GPU:
+`--device cuda`, or all of them at once with tools/train_gpu.py. The others train on one CPU core.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
 rows stays for very long on the plateau of guessing among the values it has seen. Muon makes that plateau shorter still.
+The text that language models read is train_text's and train_code's business, cards in words are train_cards'.
 Dimension key: B rows, T tokens, E width, V vocabulary.
 """
 
-import hashlib
-import itertools
 import json
 import math
 import platform
 import random
-import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,20 +27,27 @@ import torch
 import torch.nn.functional as F
 import transformers
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools import tasks
+from tools import tasks, train_code
+from tools.train_ahead import Stages, training_rows
+from tools.train_cards import describe
+from tools.train_text import (
+    TEXT_LENGTH,
+    TEXT_ROWS,
+    held_out_loss,
+    python_sources,
+    text_rows,
+    text_stream,
+    text_tokenizer,
+)
 
 STAGES = ((16, 1024), (24, 1024), (32, 1024), (48, 1024), (64, 1024), (96, 1024), (128, 2048), (192, 2048), (256, 4096))
 """Row length and tokens per step of the synthetic curriculum."""
+
+LONG_STAGES = (*STAGES, (384, 6144), (512, 8192), (768, 12288), (1024, 16384))
+"""The same, continued to longer contexts."""
 
 _TOKENS = {"bos_token_id": tasks.BOS, "eos_token_id": tasks.EOS, "pad_token_id": tasks.PAD, "vocab_size": 400}
 _LLAMA = {
@@ -56,10 +62,9 @@ _GPT: dict[str, Any] = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 512
 _GPT |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 _TEXT = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": 2048}
 _TEXT_SIZE = {"num_hidden_layers": 4, "intermediate_size": 352}
-
-
-USABLE = 0.95
-"""A task on which a model is below this share of right answers is not to be used with it."""
+_CODE = _TEXT | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 624, "num_hidden_layers": 8}
+_CODE |= {"num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True}
+_POSITIONS = {"mpt": "max_seq_len", "gptj": "n_positions", "gpt2": "n_positions"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Recipe:
     `max_steps` in all; a language model for exactly `max_steps`. Over the last 60% of final_steps (50% of a language
     model's steps) the learning rate falls linearly to 0. `summaries` is the share of summary rows. `sinusoid` is the
     amplitude of the waves that a table of learned positions starts from, instead of noise: what the model learns at
-    short lengths then carries over to positions that it meets later.
+    short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
+    train_code, which trains for so long by the clock.
     """
 
     architecture: str
@@ -81,6 +87,8 @@ class Recipe:
     summaries: float = 0.3
     sinusoid: float = 0.0
     language: bool = False
+    stages: Stages = STAGES
+    seconds: float | None = None
 
 
 RECIPES = {
@@ -92,19 +100,24 @@ RECIPES = {
     ),
     "gpt2": Recipe("gpt2", _TOKENS | _GPT, sinusoid=0.1, final_steps=350),
     "llama-python": Recipe("llama", _TEXT | _LLAMA | _TEXT_SIZE, max_steps=3200, language=True),
+    "llama-code": Recipe("llama", _CODE, language=True, seconds=270),
 }
 
-SHIPPED = {
-    "llama-0": ("llama", 0),
-    "llama-1": ("llama", 1),
-    "llama-2": ("llama", 2),
-    "mistral-0": ("mistral", 0),
-    "mpt-0": ("mpt", 0),
-    "gptj-0": ("gptj", 0),
-    "gpt2-0": ("gpt2", 0),
-    "llama-python": ("llama-python", 0),
-}
-"""The committed folders of tools/models: recipe and seed."""
+
+def longer(recipe: Recipe) -> Recipe:
+    """The recipe continued to rows of 1024 tokens, with as many positions."""
+    positions = _POSITIONS.get(recipe.architecture, "max_position_embeddings")
+    config = recipe.config | {positions: LONG_STAGES[-1][0]}
+    return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000)
+
+
+RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if not recipe.language}
+
+_SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3)}
+SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
+SHIPPED |= {"llama-python": ("llama-python", 0), "llama-python-1": ("llama-python", 1), "llama-python-2": ("llama-python", 2)}
+"""The committed folders of tools/models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
+summary, and mpt's 1 and gpt2's 1 ended just below 0.99 in a task: they are not here."""
 
 
 def build(recipe: Recipe, seed: int) -> PreTrainedModel:
@@ -152,7 +165,7 @@ def weighted_loss(model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor)
     In bfloat16: on the AVX-512 core that trained the shipped models a step at T=256 is 1.2 (GPT-2) to 2.0 (MPT) times
     as fast as in float32; at T=16 it is 0.8 (Llama) to 1.4 times.
     """
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(tokens_BT.device.type, torch.bfloat16):
         logits_BTV = model(tokens_BT[:, :-1], use_cache=False).logits.float()
     target_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
     nats_BT = F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), reduction="none").view_as(weights_BT)
@@ -167,171 +180,129 @@ def report(step: int, **values: float) -> None:
     typer.echo(f"step {step:5d}  {shown}  cpu {time.process_time():.0f}")
 
 
-def train_synthetic(recipe: Recipe, seed: int) -> tuple[PreTrainedModel, int]:
-    """The trained model and its number of steps."""
-    model, rng = build(recipe, seed), random.Random(seed)
-    optimizer = Optimizer(model, recipe.learning_rate)
-    stage, ema, left = 0, 0.0, None
-    for step in range(1, recipe.max_steps + 1):
-        length, n_tokens = STAGES[stage]
-        tokens_BT, weights_BT = tasks.training_batch(rng, length, n_tokens, recipe.summaries)
-        loss, accuracy = weighted_loss(model, tokens_BT, weights_BT)
-        scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
-        optimizer.step(loss, scale)
-        ema = 0.9 * ema + 0.1 * accuracy
-        if step % 20 == 0:
-            report(step, T=length, loss=loss.item(), hard=ema)
-        if left is None and ema > 0.85:
-            stage, left = (stage + 1, None) if stage + 1 < len(STAGES) else (stage, recipe.final_steps)
-        elif left is not None:
-            left -= 1
-            if not left:
+def train_synthetic(
+    recipe: Recipe, seed: int, device: str = "cpu", seconds: float = math.inf
+) -> tuple[PreTrainedModel, int, int]:
+    """The trained model, its number of steps, and the longest rows it saw; stopped after `seconds`, finished or not."""
+    stage, ema, left, ends = 0, 0.0, None, time.monotonic() + seconds
+    with training_rows(recipe.stages, recipe.summaries, seed, device) as rows:
+        model = build(recipe, seed).to(device)
+        optimizer = Optimizer(model, recipe.learning_rate)
+        for step in range(1, recipe.max_steps + 1):
+            length, _ = recipe.stages[stage]
+            tokens_BT, weights_BT = rows(step, stage)
+            loss, accuracy = weighted_loss(model, tokens_BT, weights_BT)
+            scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
+            optimizer.step(loss, scale)
+            ema = 0.9 * ema + 0.1 * accuracy
+            if step % 20 == 0:
+                report(step, T=length, loss=loss.item(), hard=ema)
+            if left is None and ema > 0.85:
+                stage, left = (stage + 1, None) if stage + 1 < len(recipe.stages) else (stage, recipe.final_steps)
+            elif left is not None:
+                left -= 1
+                if not left:
+                    break
+            if time.monotonic() > ends:
                 break
-    return model.eval(), step
+    return model.eval(), step, length
 
 
-TEXT_LENGTH, TEXT_ROWS = 256, 8
-"""Tokens per row, <bos> included, and rows per step of the language model."""
-
-POSITIONS = (1, 16, 32, 64, 128, 192, 256)
-"""Edges of the ranges of positions over which the held-out loss is reported."""
-
-
-def python_sources(held_out: bool) -> list[str]:
-    """The text of this Python's own library; one file in twenty, by the hash of its path, is held out.
-
-    Another version of Python has other sources: losses compare within one version only.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "encodings", "lib2to3", "__pycache__"}
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    chosen = [
-        name
-        for name in names
-        if skipped.isdisjoint(name.split("/")) and (hashlib.sha256(name.encode()).digest()[0] % 20 == 0) == held_out
-    ]
-    return [(root / name).read_text(encoding="utf-8", errors="ignore") for name in chosen]
-
-
-def text_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 2048 tokens, trained on every fourth text."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    special = ["<bos>", "<eos>", "<pad>"]
-    core.train_from_iterator(
-        texts[::4],
-        trainers.BpeTrainer(
-            vocab_size=2048,
-            special_tokens=special,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
-    names = dict(zip(("bos_token", "eos_token", "pad_token"), special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
-
-
-def text_stream(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
-    """All texts as one sequence of token ids, <eos> after each."""
-    eos = tokenizer.eos_token_id
-    return torch.tensor([i for ids in tokenizer(texts).input_ids for i in (*ids, eos)])
-
-
-def text_rows(stream: Tensor, starts: list[int], bos: int) -> Tensor:
-    """<bos> and the TEXT_LENGTH - 1 tokens from each start, [B, T]."""
-    rows_BT = torch.stack([stream[start : start + TEXT_LENGTH - 1] for start in starts])
-    return F.pad(rows_BT, (1, 0), value=bos)
-
-
-def train_language(recipe: Recipe, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
-    model, rng, texts = build(recipe, seed), random.Random(seed), python_sources(held_out=False)
+def train_language(recipe: Recipe, seed: int, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
+    model, rng, texts = build(recipe, seed).to(device), random.Random(seed), python_sources(held_out=False)
     tokenizer = text_tokenizer(texts)
     stream, optimizer = text_stream(tokenizer, texts), Optimizer(model, recipe.learning_rate)
     for step in range(1, recipe.max_steps + 1):
         starts = [rng.randrange(len(stream) - TEXT_LENGTH) for _ in range(TEXT_ROWS)]
-        tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id)
-        loss, accuracy = weighted_loss(model, tokens_BT, torch.ones(tokens_BT.shape))
+        tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id).to(device)
+        loss, accuracy = weighted_loss(model, tokens_BT, torch.ones(tokens_BT.shape, device=device))
         optimizer.step(loss, min(1.0, 2 * (recipe.max_steps - step + 1) / recipe.max_steps))
         if step % 100 == 0:
             report(step, loss=loss.item(), top1=accuracy)
     return model.eval(), tokenizer, recipe.max_steps
 
 
-@torch.no_grad()
-def nats(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor:
-    """Cross entropy of every token but the first, [B, T - 1]."""
-    return torch.cat(
-        [
-            F.cross_entropy(model(chunk, use_cache=False).logits[:, :-1].mT, chunk[:, 1:], reduction="none")
-            for chunk in tokens_BT.split(32)
-        ]
-    )
+def train_by_clock(
+    recipe: Recipe, seed: int, device: str, seconds: float, compiled: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
+    """`seconds` are counted from here on: reading and encoding the text takes its share of them."""
+    ends = time.monotonic() + seconds
+    texts = train_code.training_sources()
+    tokenizer = text_tokenizer(train_code.sample(texts), recipe.config["vocab_size"])
+    stream = train_code.encode(tokenizer, texts)
+    typer.echo(f"{len(texts)} files, {len(stream):,} tokens, {ends - time.monotonic():.0f} s left")
+    model = build(recipe, seed).to(device)
+    optimizer = Optimizer(model, recipe.learning_rate, warmup=100)
+    loss_of = torch.compile(train_code.loss) if compiled else train_code.loss
+    length = model.config.max_position_embeddings
+    batches = train_code.batches(stream.to(device), tokenizer.bos_token_id, length, seed)
+    steps = train_code.fit(model, optimizer, batches, ends - time.monotonic(), loss_of)
+    return model.eval(), tokenizer, steps
 
 
-def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Any]:
-    """Nats per token on `rows` windows spread evenly over the held-out files: in all, by position, and what it costs the
-    last 64 tokens, with its standard error over windows, when only <bos> and the 64 tokens before them are left."""
-    texts = python_sources(held_out=True)
-    stream = text_stream(tokenizer, texts)
-    starts = torch.linspace(0, len(stream) - TEXT_LENGTH, rows).long().tolist()
-    tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id)
-    nats_BT = nats(model, tokens_BT)
-    recent_BT = torch.cat([tokens_BT[:, :1], tokens_BT[:, -128:]], 1)
-    cost_B = (nats(model, recent_BT)[:, -64:] - nats_BT[:, -64:]).mean(1)
-    bytes_per_token = sum(len(text.encode()) for text in texts) / (len(stream) - len(texts))
-    spans = itertools.pairwise(POSITIONS)
+def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str = "cpu") -> dict[str, Any]:
+    """What the card of a saved model reports: its accuracies, or the losses of the language model."""
+    model, tokenizer = tasks.load(name, folder)
+    model.to(device)
+    if recipe.seconds:
+        return train_code.examine(model, tokenizer, train_code.sources(held_out=True), sequences)
+    if recipe.language:
+        return {"held_out": held_out_loss(model, tokenizer, sequences)}
+    return {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
+
+
+def long_accuracies(model: PreTrainedModel, sequences: int, recipe: Recipe) -> dict[str, float]:
+    """Recall and needle in rows of 512 and 1024 tokens, questions included, if the recipe goes so far."""
     return {
-        "nats_per_token": nats_BT.mean().item(),
-        "bits_per_byte": nats_BT.mean().item() / math.log(2) / bytes_per_token,
-        "bytes_per_token": bytes_per_token,
-        "cost_of_recent_64": cost_B.mean().item(),
-        "standard_error": (cost_B.std() / rows**0.5).item(),
-        "bos_attention": bos_attention(model, tokens_BT[:16]),
-        "nats_by_position": {f"{a}-{b - 1}": nats_BT[:, a - 1 : b - 1].mean().item() for a, b in spans},
+        f"{task}-{length}": tasks.exact_match(model, batch).float().mean().item()
+        for length in (512, 1024)
+        if length <= recipe.stages[-1][0]
+        for task in ("recall", "needle")
+        for batch in (tasks.TASKS[task](random.Random(1234), sequences, context=length - 40),)
     }
 
 
-@torch.no_grad()
-def bos_attention(model: PreTrainedModel, tokens_BT: Tensor) -> float:
-    """The share of attention that <bos> gets from positions 64 on, in the head that gives it most: is there a sink?"""
-    model.set_attn_implementation("eager")
-    attentions = model(tokens_BT, output_attentions=True).attentions
-    model.set_attn_implementation("sdpa")
-    return max(a_BHTT[:, :, 64:, 0].mean((0, 2)).max().item() for a_BHTT in attentions)
-
-
-def measure(name: str, folder: Path, sequences: int) -> dict[str, Any]:
-    """What the card of a saved model reports: its accuracies, or the losses of the language model."""
-    model, tokenizer = tasks.load(name, folder)
-    if tasks.WORDS[tasks.QUESTION] not in tokenizer.get_vocab():
-        return {"held_out": held_out_loss(model, tokenizer, sequences)}
-    return {"accuracy": tasks.accuracies(model, sequences)}
-
-
-def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, Any]:
-    """Train, save float16 weights, measure what was saved, write both cards; the machine-readable card."""
+def train(
+    recipe_name: str,
+    seed: int,
+    out: Path,
+    sequences: int,
+    device: str = "cpu",
+    seconds: float | None = None,
+    compiled: bool = False,
+) -> dict[str, Any]:
+    """Train, save 16-bit weights, measure what was saved, write both cards; the machine-readable card."""
     recipe = RECIPES[recipe_name]
     name = recipe_name if recipe.language and seed == 0 else f"{recipe_name}-{seed}"
     torch.set_num_threads(1)
-    began = time.process_time()
-    if recipe.language:
-        model, tokenizer, steps = train_language(recipe, seed)
+    began, wall = time.process_time(), time.monotonic()
+    seen: dict[str, Any] = {}
+    if recipe.seconds:
+        model, tokenizer, steps = train_by_clock(recipe, seed, device, seconds or recipe.seconds, compiled)
+        seen = {"stored": "bfloat16"}
+    elif recipe.language:
+        model, tokenizer, steps = train_language(recipe, seed, device)
     else:
-        (model, steps), tokenizer = train_synthetic(recipe, seed), tasks.tokenizer()
-    cpu_seconds = round(time.process_time() - began)
-    model.half().save_pretrained(out / name)
+        model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf)
+        tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}
+    cost: dict[str, Any] = {"cpu_seconds": round(time.process_time() - began)}
+    if device == "cuda":
+        cost = {"seconds": round(time.monotonic() - wall), "device": torch.cuda.get_device_name()}
+    (model.bfloat16() if recipe.seconds else model.half()).save_pretrained(out / name)
     tokenizer.save_pretrained(out / name)
+    options = " --device cuda" if device == "cuda" else ""
+    options += f" --seconds {seconds:.0f}" if seconds else ""
     card = {
         "name": name,
         "architecture": recipe.architecture,
         "seed": seed,
         "parameters": model.num_parameters(),
         "steps": steps,
-        "cpu_seconds": cpu_seconds,
-        "command": f"python -m tools.train {recipe_name} --seed {seed} --out tools/models",
+        **cost,
+        **seen,
+        "command": f"python -m tools.train {recipe_name} --seed {seed}{options} --out tools/models",
         "sequences": sequences,
-        **measure(name, out, sequences),
+        **measure(name, out, sequences, recipe, device),
         "versions": {
             "python": platform.python_version(),
             **{m.__name__: m.__version__ for m in (torch, transformers, tokenizers)},
@@ -342,64 +313,14 @@ def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, A
     return card
 
 
-SYNTHETIC_TEXT = """\
-A {architecture} model of {parameters:,} parameters that looks things up in its context: the tasks of `tools/tasks.py`.
-It answers `<bos> w00 w23 k07 v12 v31 v05 w01 <q> k07` with `v12 v31 v05`. It is a test object for KV-cache eviction,
-not a language model. Rows of up to 256 tokens were seen in training; nothing is promised beyond.
-
-| task (full cache, {sequences} sequences) | share of right answers |
-|---|---|
-{table}
-
-An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
-"""
-
-LANGUAGE_TEXT = """\
-A {architecture} model of {parameters:,} parameters, trained on the Python {python} library's own source text (one file
-in twenty held out), rows of 256 tokens. A test object for KV-cache eviction: its text is no better than its size.
-
-On {sequences} held-out windows of 256 tokens: {nats_per_token:.3f} nats per token, {bits_per_byte:.3f} bits per byte
-({bytes_per_token:.2f} bytes per token). By position:
-
-| position | nats per token |
-|---|---|
-{table}
-
-When only `<bos>` and the 64 tokens before position 192 are left, the last 64 tokens cost {cost_of_recent_64:+.3f} nats
-each (standard error {standard_error:.3f}): above zero, context further back is used. Of all heads, the one that looks
-most at `<bos>` gives it {bos_attention:.3f} of its attention from position 64 on; an attention sink would get most.
-"""
-
-FACTS = """\
-
-Made by `{command}`:
-{steps} steps, {cpu_seconds} CPU seconds on one core, in bfloat16 autocast.
-Stored in float16; the figures were measured on the stored weights in float32.
-Python {python}, torch {torch}, transformers {transformers}. The same facts are in `card.json`.
-"""
-
-
-def describe(card: dict[str, Any]) -> str:
-    """The model card in words."""
-    facts = card | card["versions"] | card.get("held_out", {})
-    if "accuracy" in card:
-        scores = card["accuracy"]
-        table = "\n".join(f"| {task} | {share:.4f} |" for task, share in scores.items())
-        poor = [task for task, share in scores.items() if share < USABLE]
-        verdict = f"Below {USABLE}, so not to be used: {', '.join(poor)}." if poor else f"Every task is above {USABLE}."
-        body = SYNTHETIC_TEXT
-    else:
-        positions = card["held_out"]["nats_by_position"]
-        table = "\n".join(f"| {span} | {nats:.3f} |" for span, nats in positions.items())
-        verdict, body = "", LANGUAGE_TEXT
-    return f"# {card['name']}\n\n" + (body + FACTS).format(**facts, table=table, verdict=verdict)
-
-
 def compare(old: dict[str, Any], new: dict[str, Any]) -> float:
     """Print card against measurement; the largest absolute difference, 0 where the two are not comparable."""
     key = "accuracy" if "accuracy" in old else "held_out"
     if key == "held_out" and old["versions"]["python"] != platform.python_version():
         typer.echo(f"{old['name']:14} was measured on the library of Python {old['versions']['python']}: not compared")
+        return 0.0
+    if old[key].get("windows_hash") != new[key].get("windows_hash"):
+        typer.echo(f"{old['name']:14} was measured on other packages than those installed here: not compared")
         return 0.0
     gaps = [0.0]
     for what, before in old[key].items():
@@ -413,6 +334,14 @@ def card_of(name: str) -> dict[str, Any]:
     return json.loads((tasks.MODELS / name / "card.json").read_text())
 
 
+def pick(device: str) -> str:
+    """cpu or cuda; auto is cuda where there is one."""
+    there = torch.cuda.is_available()
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not there):
+        raise typer.BadParameter(f"{device!r}: auto or cpu{' or cuda' if there else '; there is no CUDA device'}")
+    return "cuda" if there and device != "cpu" else "cpu"
+
+
 def main(
     name: Annotated[str | None, typer.Argument(help=f"one of {', '.join(RECIPES)}")] = None,
     seed: Annotated[int, typer.Option(help="of the first weights and of the training rows")] = 0,
@@ -422,20 +351,30 @@ def main(
         bool, typer.Option("--retrain", help="train every shipped model; compare with its card")
     ] = False,
     evaluate: Annotated[bool, typer.Option("--evaluate", help="measure the committed models; compare")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; a CPU's and a GPU's weights differ")] = "cpu",
+    seconds: Annotated[float | None, typer.Option(help="stop training after so long; llama-code fills them")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile, for llama-code")] = False,
 ) -> None:
     """Train one small model, or check the shipped ones."""
     transformers.logging.set_verbosity_error()
+    device = pick(device)
     if sum((name is not None, retrain, evaluate)) != 1:
         raise typer.BadParameter("give one of: a NAME, --retrain, --evaluate")
     if name is not None:
         if name not in RECIPES:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(RECIPES)}", param_hint="NAME")
-        typer.echo(json.dumps(train(name, seed, out, sequences), indent=2))
+        typer.echo(json.dumps(train(name, seed, out, sequences, device, seconds, compiled), indent=2))
         return
     gap = 0.0
     for shipped, (recipe, its_seed) in SHIPPED.items():
         old = card_of(shipped)
-        new = train(recipe, its_seed, out, sequences) if retrain else measure(shipped, tasks.MODELS, old["sequences"])
+        if retrain and ("device" in old) != (device == "cuda"):
+            typer.echo(f"{shipped:14} was trained on a {'GPU' if 'device' in old else 'CPU'}: left out")
+            continue
+        if retrain:
+            new = train(recipe, its_seed, out, sequences, device)
+        else:
+            new = measure(shipped, tasks.MODELS, old["sequences"], RECIPES[recipe], device)
         gap = max(gap, compare(old, new))
     typer.echo(f"largest difference {gap:.4f}")
     raise typer.Exit(int(evaluate and gap > 0.01))
