@@ -2,6 +2,7 @@
 # make check        ruff and mypy
 # make demo         what policies keep, on the small models of tools/models
 # make test-matrix  the tests under several versions of transformers
+# make results      every experiment of tools/evaluate.py on those models, and docs/results.md
 # make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 #
 # Every target makes .venv first. TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids torch's CUDA packages.
@@ -11,7 +12,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check test-matrix peer-env
+.PHONY: demo test check test-matrix results peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -25,6 +26,9 @@ check: .venv/ok
 
 test-matrix: .venv/ok
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python tools/test_matrix.py
+
+results: .venv/ok
+	.venv/bin/python -m tools.results --fresh
 
 # kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
 peer-env: .venv/ok .venv-kvpress/ok

@@ -1,0 +1,1 @@
+"""What `python -m tools.evaluate` measures: tasks.py has the table, runs.py the loop, the rest one subject each."""

@@ -1,0 +1,199 @@
+"""docs/results.md: every task's means and orders, and what the papers say beside what is seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import plots
+from .ablate import FAMILIES, label
+from .claims import order, table_of
+from .lines import versions
+from .papers import CLAIMS
+from .summary import INTERVALS, budget, grid, markdown, remarks, shown
+from .table import Table
+from .task import Task
+from .tasks import get_task
+
+INTRODUCTION = """\
+# Results
+
+Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
+million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
+each) look things up in some two hundred tokens; three write Python. What they show exactly is which tokens a policy drops and
+what that breaks. How policies rank on a large model they show only as far as the mechanism is the same; measure yours with
+`python -m tools.evaluate` or `kvpatch compare`.
+
+{intervals} Models weigh the same within an architecture, and architectures weigh the same. Three training seeds are few: an
+interval over one architecture alone is narrower than it should be. Of some hundred comparisons a few will be separated by luck.
+
+Versions: {versions}.
+"""
+
+CLAIMED = """\
+## What the papers say
+
+agrees, contradicts: the interval of the difference leaves zero out, and of three models or more all but one in eight have that
+sign. Else: not separated. The papers' models are four orders of magnitude larger than these.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """parts: the groups that get a table each, {} being all samples. ranked: whether settings are ordered, too."""
+
+    task: str
+    title: str
+    text: str
+    parts: tuple[dict[str, Any], ...] = ({},)
+    ranked: bool = True
+    metrics: tuple[str, ...] = ()
+    """Besides the headline."""
+
+
+_IN, _AFTER, _STREAM = ({"scenario": name} for name in ("in", "after", "stream"))
+_NEEDLES = tuple({"scenario": scenario, "kind": kind} for scenario in ("regular", "context") for kind in ("single", "multi"))
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "recall",
+        "Recall",
+        "A context of 216 tokens mentions sixteen keys with three values each, some often (Zipf). in: one question at the "
+        "prompt's end. after: eight questions after compression. stream: the context is read in blocks of eight, with eviction "
+        "all along.",
+        (_IN, _AFTER, _STREAM),
+    ),
+    Section(
+        "needle",
+        "Needles",
+        "Four records, each written once, in 64, 128 or 232 tokens. regular: the question is compressed with the context. "
+        "context: it comes later. single: one is asked, at five depths. multi: all four.",
+        _NEEDLES,
+    ),
+    Section("summarize", "Summaries", "Six marked values in a context of 216 tokens, to be listed. Evicted after the prompt."),
+    Section("reconstruct", "Reconstruction", "64 distinct tokens, to be written again. Evicted after the prompt."),
+    Section(
+        "perplexity",
+        "Perplexity",
+        "Windows of 256 tokens of held-out Python source; nats of the last 128. token: a prompt of half, then one by one. "
+        "block: one pass that evicts every 16 tokens. What a window costs says how far these models look back.",
+        ({"way": "token"}, {"way": "block"}),
+    ),
+    Section(
+        "instruct",
+        "Long answers",
+        "The code models go on from 128 tokens of held-out source for 96; only generated tokens are evicted, k of them stay.",
+    ),
+    Section(
+        "longbench",
+        "LongBench's form",
+        "Not LongBench itself: lcc and repobench-p in its format, made from held-out Python source, in two hundred tokens. "
+        "This shows that the task runs, and little else.",
+        ({"scenario": "regular"}, {"scenario": "context"}),
+    ),
+    Section("jaccard", "Consistency of scores", "Kept sets beside the full cache's choice by the same score; none protected."),
+    Section(
+        "perturbation",
+        "Perturbation of attention's output",
+        "How far heads' outputs move, in how many heads two-stage selection moves them less, and what becomes of the answers. "
+        "[perturbation.md](perturbation.md) says why.",
+        ({"scenario": "recall in"}, {"scenario": "recall after"}, {"scenario": "needle in"}, {"scenario": "needle after"}),
+        metrics=("heads_lower", "right"),
+    ),
+    Section(
+        "sparsity",
+        "Sparsity of attention",
+        "Which share of keys hardly counts, and how much attention is kept. Policies that evict once hold every generated "
+        "token, so that they hold more: see `held`.",
+        metrics=("held",),
+    ),
+    Section(
+        "robustness",
+        "Deviation over steps",
+        "When the deviation of a token's attention peaks, and the same with its queries in random order: what survives that is "
+        "no property of time.",
+        ranked=False,
+    ),
+)
+
+_FACTS = {
+    "sparsity": ("sparsity", "tokens_for_90", "top_10", "top_20", "top_40"),
+    "robustness": ("share_early", "share_fifth", "declines", "peak_step", "shuffled_early", "shuffled_declines"),
+}
+"""Findings about models, one row each."""
+
+
+
+def write(tables: dict[str, Table], docs: Path) -> None:
+    """docs/results.md and docs/results/*.png."""
+    pictures = docs / "results"
+    pictures.mkdir(parents=True, exist_ok=True)
+    text = INTRODUCTION.format(intervals=INTERVALS, versions=", ".join(f"{name} {which}" for name, which in versions().items()))
+    blocks = [text, CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
+    for section in SECTIONS:
+        if section.task in tables:
+            blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
+    if "ablate" in tables:
+        blocks.append(_ablations(tables["ablate"]))
+    (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+
+
+def _facts(table: Table, task: Task, names: tuple[str, ...]) -> list[str]:
+    """What the full cache shows, by model."""
+    rows = []
+    for model in table.models:
+        here = table.where(model=model)
+        rows.append([model, *(shown(here.mean(("full", 1.0), name)) for name in names)])
+    return [*(f"- `{name}`: {task.metrics[name]}" for name in names), "", markdown(("", *names), rows), ""]
+
+
+def _ablations(table: Table) -> str:
+    """A table per family, with each variant's difference from the first."""
+    lines = ["## One choice at a time", "", "Recall's `right`, all else as published; differences are from the first row.", ""]
+    for family, (about, variants) in FAMILIES.items():
+        names = [label(family, variant) for variant, _, _ in variants]
+        rows = []
+        for name in names:
+            cells = [name.partition(": ")[2]]
+            for scenario in ("in", "after"):
+                here = table.where(scenario=scenario)
+                for k in here.budgets:
+                    step = here.difference((name, k), (names[0], k), "right") if name != names[0] else None
+                    cells.append(shown(here.mean((name, k), "right")) + (f", {shown(step, signed=True)}" if step else ""))
+            rows.append(cells)
+        columns = ["", *(f"{scenario}, k = {budget(k)}" for scenario in ("in", "after") for k in table.budgets)]
+        lines += [f"### {family}", "", f"{about}.", "", markdown(columns, rows), ""]
+    return "\n".join([*lines, *remarks(table)])
+
+
+def _section(section: Section, table: Table, task: Task, pictures: Path) -> str:
+    samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
+    lines = [f"## {section.title}", "", section.text, ""]
+    lines += [f"`python -m tools.evaluate {task.name}`. {samples:,} samples, {len(table.models)} models. {task.source}", ""]
+    for part in section.parts:
+        lines += _part(section, table.where(**part) if part else table, task, part)
+    if section.task in _FACTS:
+        lines += _facts(table, task, _FACTS[section.task])
+    said = remarks(table)
+    lines += [*said, ""] if said else []
+    if section.ranked:
+        plots.curves(table, task, pictures / f"{task.name}.png")
+        lines += [f"![{section.title}](results/{task.name}.png)", ""]
+    before = set(pictures.iterdir())
+    task.pictures(table, pictures)
+    lines += [f"![{section.title}](results/{path.name})\n" for path in sorted(set(pictures.iterdir()) - before)]
+    return "\n".join(lines)
+
+
+def _part(section: Section, table: Table, task: Task, part: dict[str, Any]) -> list[str]:
+    name = ", ".join(str(value) for value in part.values())
+    lines = [f"### {name}", ""] if name else []
+    for metric in (task.metric, *section.metrics):
+        full = table.mean(("full", 1.0), metric)
+        lines += [f"`{metric}`: {task.metrics[metric]}." + (f" Full cache: {shown(full)}." if full else ""), ""]
+        if table.names:
+            lines += [grid(table, lambda cell, metric=metric: shown(table.mean(cell, metric))), ""]  # type: ignore[misc]
+    if section.ranked:
+        lines += ["From best to worst:", "", order(table, task.metric, task.better), ""]
+    return lines

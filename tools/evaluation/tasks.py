@@ -1,0 +1,32 @@
+"""The table of tasks."""
+
+from __future__ import annotations
+
+from kvpatch.errors import KVPatchError, suggest
+
+from .ablate import Ablate
+from .generation import Instruct, Reconstruct, Summarize
+from .jaccard import Jaccard
+from .longbench import LongBench
+from .needle import Needle
+from .perplexity import Perplexity
+from .perturb import Perturbation
+from .recall import Recall
+from .robustness import Robustness
+from .sparsity import Sparsity
+from .task import Task
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, LongBench,
+        Jaccard, Perturbation, Sparsity, Robustness, Ablate,
+    )
+}  # fmt: skip
+
+
+def get_task(name: str) -> Task:
+    """Raises KVPatchError for a name that is no task's."""
+    if name not in TASKS:
+        raise KVPatchError(f"Unknown task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
+    return TASKS[name]()
