@@ -238,7 +238,9 @@ def test_verdicts(toy, tmp_path):
     said = {
         "agrees": Claim("P", "worse", "toy", "score", "window", "full", sign=-1, budgets=(0.5,)),
         "contradicts": Claim("P", "better", "toy", "score", "window", level=5.0, caveat="so small"),
-        "not separated": Claim("P", "better", "toy", "score", "random", "window", where={"scenario": "odd"}),
+        "agrees on average": Claim("P", "better", "toy", "score", "random", "window", where={"scenario": "odd"}),
+        "contradicts on average": Claim("P", "better", "toy", "score", "window", "random"),
+        "not separated": Claim("P", "level", "toy", "score", "full", level=0.15),
         "not measured": Claim("P", "better", "toy", "extra", "random", "window"),
     }
     for verdict, claim in said.items():
@@ -246,12 +248,14 @@ def test_verdicts(toy, tmp_path):
     text = claims.table_of([*said.values(), Claim("P", "x", "other", "y", "a")], tables)
     assert "| contradicts (so small) |" in text
     assert "| P | worse | `window` below `full`, score, k = 0.5 | **-0.100 [-0.100, -0.100]** | 3 of 3 | agrees |" in text
-    assert "| `random` above `window`, score, odd | +0.050 [0.050, 0.050] | 2 of 3 | not separated |" in text
+    assert "| `random` above `window`, score, odd | +0.050 [0.050, 0.050] | 2 of 3 | agrees on average |" in text
     assert text.count("not measured") == 2
 
 
 def test_the_order_is_by_the_mean_over_budgets(toy, tmp_path):
     table = measured(toy, tmp_path)
+    assert "| `random` | 0.150 [0.0" in claims.by_recipe(table, "score")
+    assert "] | 0.050 [" in claims.by_recipe(table, "score"), "under random the second recipe loses a tenth"
     down, up = (claims.order(table, "score", better).splitlines()[2:] for better in ("higher", "lower"))
     assert [row.split("`")[1] for row in down] == ["random", "window"]
     assert "-0.050" in down[1]

@@ -40,11 +40,13 @@ class Claim:
         return here.over(self.a, self.b, self.metric, wanted, self.level)
 
     def verdict(self, estimate: Estimate | None) -> str:
-        """agrees, contradicts: carried by three models or more and an interval without zero; else not separated."""
+        """Agrees, contradicts; on average, where the interval leaves zero out but models disagree; not separated."""
         if estimate is None:
             return "not measured"
-        side = estimate.carried * self.sign
-        return {1: "agrees", -1: "contradicts", 0: "not separated"}[side]
+        side = self.sign if estimate.low > 0 else -self.sign if estimate.high < 0 else 0
+        if not side:
+            return "not separated"
+        return ("agrees" if side > 0 else "contradicts") + ("" if estimate.carried else " on average")
 
 
 def table_of(claims: Sequence[Claim], tables: dict[str, Table]) -> str:
@@ -60,6 +62,15 @@ def table_of(claims: Sequence[Claim], tables: dict[str, Table]) -> str:
         verdict = claim.verdict(estimate) + (f" ({claim.caveat})" if claim.caveat else "")
         rows.append([claim.source, claim.says, what, shown(estimate, signed=True), agreeing, verdict])
     return markdown(("paper", "says", "measured", "difference", "models as said", "here"), rows)
+
+
+def by_recipe(table: Table, metric: str) -> str:
+    """A column per architecture: each setting's mean over budgets and that architecture's trained models."""
+    parts = {recipe: table.where(recipe=recipe) for recipe in table.recipes}
+    rows = [
+        [f"`{name}`", *(shown(here.over(name, "", metric, here.budgets)) for here in parts.values())] for name in table.names
+    ]
+    return markdown(["", *parts], rows)
 
 
 def order(table: Table, metric: str, better: str, budgets: Sequence[Any] = ()) -> str:

@@ -71,6 +71,10 @@ class Table:
         return list(dict.fromkeys(key.model for found in self.values.values() for key in found))
 
     @property
+    def recipes(self) -> list[str]:
+        return list(dict.fromkeys(line["recipe"] for line in self.lines))
+
+    @property
     def groups(self) -> dict[str, list[Any]]:
         """What the samples are split by, with the values it takes."""
         found: dict[str, dict[Any, None]] = {}
