@@ -19,7 +19,7 @@ from . import compare_view as view
 from .compare_view import CHANCE
 from .divergence import Comparison, Result, Row
 from .errors import KVPatchError, suggest
-from .loading import encode, parse_k, read_prompt
+from .loading import encode, parse_k
 from .policies import Policy, get_policy
 from .policies.budgets import check_k
 
