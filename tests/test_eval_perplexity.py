@@ -156,6 +156,9 @@ def test_windows_take_several_draws(python, text, monkeypatch):
     monkeypatch.setattr(kvpatch, "patched", lambda *args, **more: seeds.append(more["seed"]) or real(*args, **more))
     measured(python, Setting("random", 0.3), [s for s in of(python, text, count=9) if s.data.way == "block"], seed=1)
     assert seeds == [100003, 100004]
+    seeds.clear()
+    measured(python, Setting("h2o", 0.3), [s for s in of(python, text) if s.data.way == "block"], batch=2)
+    assert len(seeds) == 2, "three windows, two at a time"
 
 
 def test_what_only_knows_prompts_is_measured_block_by_block_before_it_is_refused(python, text):

@@ -4,6 +4,7 @@ import itertools
 import json
 import statistics
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,16 @@ def test_a_setting_that_cannot_run_says_so_and_the_rest_goes_on(toy, tmp_path):
     assert ("random", 0.5) in table.cells
 
 
+def test_a_setting_that_could_not_run_is_tried_again_with_other_samples(toy, tmp_path, monkeypatch):
+    measured(toy, tmp_path)
+    run, toy.runs = toy.run, []
+    able = lambda setting: replace(setting, policy="h2o") if setting.policy == "tova" else setting  # noqa: E731
+    monkeypatch.setattr(toy, "run", lambda subject, setting, *rest: run(subject, able(setting), *rest))
+    assert "tova" in [name for name, _ in measured(toy, tmp_path).errors]
+    assert not toy.runs
+    assert len(measured(toy, tmp_path, count=5).values["tova", 0.5]) == 3 * 5
+
+
 def test_results_of_other_versions_or_samples_are_not_mixed(toy, tmp_path, monkeypatch):
     measured(toy, tmp_path)
     path = tmp_path / "toy.jsonl"
@@ -275,7 +286,7 @@ def test_the_ablations_change_one_option_of_a_real_policy():
             kvpatch.get_policy(policy).with_options(**own)
     made = Ablate().settings(Request(options={"families": "block,alpha"}), None)
     assert [setting.name for setting in made[:4]] == ["full", "block: whole", "block: 1", "block: 4"]
-    assert len(made) == 1 + 2 * (5 + 5)
+    assert len(made) == 1 + 5 + 5
     with pytest.raises(kvpatch.KVPatchError, match="families=alfa is unknown. Did you mean 'alpha'"):
         Ablate().settings(Request(options={"families": "alfa"}), None)
     scenarios = {one.group["scenario"] for one in Ablate().samples(SimpleNamespace(synthetic=True), Request(count=1), 0)}

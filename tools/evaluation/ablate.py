@@ -76,8 +76,8 @@ class Ablate(Recall):
         "one choice of a policy at a time: noise, tau, recent, shared, positions, damping, scope, block, alpha, pooling"
     )
     source = "[Keyformer Tables 3, 4, Figure 5, A.4, A.8; RoCo Figure 4, Table 6; CriticalKV 4.3]"
-    budgets = (0.2, 0.4)
-    count = 16
+    budgets = (0.3,)
+    count = 8
     options: ClassVar[dict[str, Any]] = Recall.options | {"scenarios": "in,after", "families": "all"}
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:

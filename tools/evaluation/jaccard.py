@@ -161,9 +161,9 @@ class Jaccard(Observing):
         if type(policy.score) not in FORMULAS or policy.selection is not None:
             known = ", ".join(self.policies)
             raise KVPatchError(f"{setting.policy!r} has no score that a full cache would go on with: try {known}.")
-        score = policy.with_options(**setting.options).score
         for chunk in alike(samples, request.batch):
             tokens, n = self.tokens(subject, chunk), chunk[0].n
+            score = policy.with_options(**setting.told(tokens.shape[1] - n).options).score
             layers, _ = self.look(subject, chunk, 0)
             watched = watch(subject.model, setting, tokens, n, seed)
             found: dict[str, list[Tensor]] = {}

@@ -56,6 +56,7 @@ class LongBench(Task):
     source = "[CriticalKV 4.2, 4.5, Tables 1, 2, Appendix D, H]"
     metric = "score"
     metrics: ClassVar[dict[str, str]] = {"score": "LongBench's own measure of the set, 0 to 100"}
+    split = ("scenario", "set")
     models, count, budgets = (PYTHON,), 32, (0.2, 0.4)
     policies = ("random", "window", "streaming_llm", "h2o", "snapkv", "critical_snapkv", "adakv", "critical_adakv")
     options: ClassVar[dict[str, Any]] = {

@@ -88,8 +88,9 @@ class Needle(Task):
     about = "What was hidden in a context is found again, by depth and length."
     source = "[CriticalKV 4.4, Figures 1 and 2]"
     metric = "right"
+    split = ("scenario", "kind")
     metrics: ClassVar[dict[str, str]] = {"right": "share of what was asked for that is given back in full"}
-    budgets = (0.1, 0.2, 0.3, 0.5)
+    budgets = (0.1, 0.3)
     count = 3  # of each scenario, kind, length and depth
     options: ClassVar[dict[str, Any]] = {"lengths": None, "depths": DEPTHS, "template": "auto", "max_new_tokens": 64}
 

@@ -69,7 +69,7 @@ def watch(model: Any, setting: Setting, tokens_BT: Tensor, n: int, seed: int = 0
     """Feed rows without padding as kvpatch.feeding does, and note after every forward what is held."""
     T = tokens_BT.shape[1]
     past, logits, moments = None, [], []
-    with setting.patched(model, seed):
+    with setting.told(T - n).patched(model, seed):
         for start, stop in [(0, n), *((t, t + 1) for t in range(n, T))]:
             out = model(tokens_BT[:, start:stop], past_key_values=past, use_cache=True)
             past = out.past_key_values

@@ -84,6 +84,7 @@ class Perplexity(Task):
     source = "[RoCo Figure 5]"
     metric = "nats"
     better = "lower"
+    split = ("way",)
     metrics: ClassVar[dict[str, str]] = {
         "nats": "nats per counted token, a window's mean; perplexity is exp of the mean over windows"
     }
@@ -145,7 +146,8 @@ class Perplexity(Task):
             size = max(1, min(request.batch, MOST_LOGITS // (vocabulary * counted)))
             for part, draw in together(here, size, setting):
                 ids_BT = torch.stack([sample.data.ids_T for sample in part]).to(subject.model.device)
-                with in_way(setting, way, ids_BT.shape[1], block).patched(subject.model, seed_of(seed, draw)):
+                own = in_way(setting, way, ids_BT.shape[1], block).told(counted - 1)
+                with own.patched(subject.model, seed_of(seed, draw)):
                     nats_BC = nats(subject.model, ids_BT, counted, way)
                 yield from ({self.metric: one} for one in nats_BC.mean(1).tolist())
 

@@ -13,18 +13,13 @@ from .task import Task
 _STYLES = ("-", "--", "-.", ":")
 
 
-def curves(table: Table, task: Task, path: Path, split: str = "scenario") -> None:
-    """A panel per scenario, a line with its interval per setting; full, random and chance are always there."""
-    parts = table.groups.get(split, [None])
+def curves(table: Table, task: Task, path: Path) -> None:
+    """A panel per part, a line with its interval per setting; full, random and chance are always there."""
+    parts = table.parts(task.split)
     drawing = new_figure(figsize=(6.2 * len(parts), 4.6), layout="constrained")
     grid = drawing.subplots(1, len(parts), squeeze=False, sharey=True)[0]
-    for axes, value in zip(grid, parts, strict=True):
-        _panel(
-            axes,
-            table if value is None else table.where(**{split: value}),
-            task,
-            {} if value is None else {split: value},
-        )
+    for axes, group in zip(grid, parts, strict=True):
+        _panel(axes, table.where(**group), task, group)
     grid[0].set_ylabel(f"{task.metric}: {task.metrics[task.metric]}", fontsize=8)
     handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     drawing.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8)

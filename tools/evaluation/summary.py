@@ -75,7 +75,18 @@ def part(table: Table, task: Task, metric: str, baseline: str) -> list[str]:
     return lines
 
 
-def report(table: Table, task: Task, baseline: str, split: str = "scenario") -> str:
+def _others(table: Table, task: Task, title: str) -> list[str]:
+    """What else was measured."""
+    lines = []
+    for metric in task.metrics:
+        found = [(name, k) for name, k in table.cells if table.mean((name, k), metric) is not None]
+        if found and metric != task.metric:
+            rows = [[f"`{name}`", budget(k), shown(table.mean((name, k), metric))] for name, k in found]
+            lines += [f"### {title}{metric}", "", f"{task.metrics[metric]}.", "", markdown(("", "k", metric), rows), ""]
+    return lines
+
+
+def report(table: Table, task: Task, baseline: str) -> str:
     """The whole page of one task."""
     samples = {(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line}
     lines = [f"# {task.name}", "", f"{task.about} {task.source}".strip(), ""]
@@ -85,16 +96,10 @@ def report(table: Table, task: Task, baseline: str, split: str = "scenario") -> 
         + (f" ({task.better} is better)." if task.better else "."),
         "",
     ]
-    for value in table.groups.get(split, [None]):
-        here = table if value is None else table.where(**{split: value})
-        lines += [f"## {split} {value}", ""] if value is not None else []
-        lines += part(here, task, task.metric, baseline)
-        lines += [""]
-    others = [name for name in task.metrics if name != task.metric]
-    for metric in others:
-        found = [(name, k) for name, k in table.cells if table.mean((name, k), metric) is not None]
-        if found:
-            rows = [[f"`{name}`", budget(k), shown(table.mean((name, k), metric))] for name, k in found]
-            lines += [f"## {metric}", "", f"{task.metrics[metric]}.", "", markdown(("", "k", metric), rows), ""]
+    for group in table.parts(task.split):
+        here, name = table.where(**group), ", ".join(f"{name} {value}" for name, value in group.items())
+        lines += [f"## {name}", ""] if name else []
+        lines += [*part(here, task, task.metric, baseline), ""]
+        lines += _others(here, task, f"{name}: " if name else "")
     lines += remarks(table)
     return "\n".join(lines).rstrip() + "\n"

@@ -83,6 +83,15 @@ class Table:
                 found.setdefault(name, {})[value] = None
         return {name: list(values) for name, values in found.items()}
 
+    def parts(self, split: Iterable[str]) -> list[dict[str, Any]]:
+        """The combinations of these parts of a group that samples have, in order; [{}] where they have none of them."""
+        found: dict[tuple[Any, ...], None] = {}
+        names = list(split)
+        for line in self.lines:
+            if "sample" in line:
+                found[tuple((name, line["group"][name]) for name in names if name in line["group"])] = None
+        return [dict(one) for one in found] or [{}]
+
     def where(self, **wanted: Any) -> Table:
         """Only the lines whose group (or model, recipe) has these values. Errors belong to every part."""
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,6 +63,13 @@ class Setting:
         if self.policy == "full":
             return nullcontext()
         return kvpatch.patched(model, self.policy, self.k, seed=seed, **self.options)
+
+    def told(self, new: int) -> Setting:
+        """What generate() would tell a policy whose temperature rises with the new tokens, where they are fed instead."""
+        name = "generation_length"
+        if self.policy == "full" or name in self.options or name not in kvpatch.get_policy(self.policy).options():
+            return self
+        return replace(self, options=self.options | {name: new})
 
 
 FULL = Setting("full")
@@ -139,6 +146,8 @@ class Task:
     budgets: ClassVar[tuple[Any, ...]] = (0.1, 0.2, 0.3, 0.5, 0.7)
     count: ClassVar[int] = 32
     options: ClassVar[dict[str, Any]] = {}
+    split: ClassVar[tuple[str, ...]] = ("scenario",)
+    """The parts of `Sample.group` that tables and pictures keep apart; means are over the rest."""
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
         """In the order in which they run: `FULL` first, for `run` may compare with it."""

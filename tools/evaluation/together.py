@@ -78,6 +78,7 @@ def feed_answers(
         first = part[0].data.rows
         tokens_BT = torch.cat([sample.data.rows.tokens_BT for sample in part])
         batch = tasks.Batch(tokens_BT, first.prompt_length, first.answers_AW)
-        with setting.patched(subject.model, seed_of(seed, draw)):
+        told = setting.told(tokens_BT.shape[1] - 1 - batch.prompt_length)
+        with told.patched(subject.model, seed_of(seed, draw)):
             fed = feed(subject.model, tokens_BT[:, :-1].to(subject.model.device), batch.prompt_length)
         yield from zip(part, batch.correct(fed.logits_BSV.argmax(-1).cpu()), strict=True)
