@@ -37,13 +37,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
     "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
     "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},
-    "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 32},
-    "summarize": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 32},
+    "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},
+    "summarize": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},
     "jaccard": {"models": FIFTEEN},
     "perturbation": {"models": FIFTEEN},
     "sparsity": {"models": (*FIFTEEN, *CODE)},
-    "instruct": {"models": CODE, "count": 64},
-    "longbench": {"models": CODE},
+    "instruct": {"models": CODE, "count": 32},
+    "longbench": {"models": CODE, "count": 8},
     "robustness": {"models": (*FIFTEEN, *CODE)},
 }
 """What differs from the tasks' own defaults."""

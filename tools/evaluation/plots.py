@@ -10,6 +10,7 @@ from kvpatch.pictures import new_figure, save
 from .table import Table
 from .task import Task
 
+_COLOURS = [f"C{i}" for i in range(10) if i != 7]  # grey is random's
 _STYLES = ("-", "--", "-.", ":")
 
 
@@ -35,7 +36,7 @@ def _panel(axes: Any, table: Table, task: Task, group: dict[str, Any]) -> None:
         look = (
             {"color": "0.45", "ls": ":", "lw": 2.5}
             if name == "random"
-            else {"color": f"C{i % 10}", "ls": _STYLES[i // 10 % 4]}
+            else {"color": _COLOURS[i % 9], "ls": _STYLES[i // 9 % 4]}
         )
         budgets = [k for k, _ in found]
         axes.plot(budgets, [one.mean for _, one in found], label=name, marker="o", ms=3, **look)

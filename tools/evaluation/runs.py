@@ -73,7 +73,7 @@ def _cell(
     """The lines of one setting: those that are in the book, then those that are missing."""
     whole = digest(*(sample.digest for sample in samples))
     failed = book.find(subject.name, setting.key, seed, None)
-    if failed is not None and failed["digest"] == whole:  # with other samples it may run
+    if failed is not None and failed.get("digest") == whole:  # with other samples it may run
         yield failed
         return
     known = {s.name: book.find(subject.name, setting.key, seed, s.name, s.digest) for s in samples}
