@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import kvpatch
-from tools import results, train
+from tools import evaluate, results, train
 from tools import tasks as synthetic
 from tools.evaluation import claims, lines, page, plots, runs, summary
 from tools.evaluation.ablate import FAMILIES, Ablate, label
@@ -357,3 +359,39 @@ def test_an_ablation_is_shown_against_its_first_variant():
     text = page._ablations(Table(made))
     assert "| per layer | 0.500 [0.500, 0.500] | 0.500 [0.500, 0.500] |" in text
     assert "| shared | 0.250 [0.250, 0.250], -0.250 [-0.250, -0.250] |" in text
+
+
+@pytest.fixture
+def command():
+    app = typer.Typer()
+    app.command()(evaluate.main)
+    return lambda *words: CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["needel"], "Unknown task 'needel'. Did you mean 'needle'?"),
+        (["needle", "--policies", "h2o,snapvk"], "Unknown policy 'snapvk'. Did you mean 'snapkv'?"),
+        (["needle", "-o", "depth=0.5"], "Task needle has no option 'depth'. It has: lengths="),
+        (["needle", "--budgets", ","], "',' names nothing"),
+        (["recall", "--models", "./nowhere"], "there is no such folder"),
+        (["perplexity", "--models", "llama-0"], "llama-0 is no language model: give --models llama-python"),
+    ],
+)
+def test_mistakes_are_said_in_words(command, tmp_path, words, said):
+    found = command(*words, "--out", str(tmp_path))
+    assert found.exit_code == 2
+    assert said in found.stderr
+
+
+def test_the_command_measures_and_goes_on(command, tmp_path):
+    assert all(name in command().stdout for name in TASKS)
+    words = ["recall", "--models", "llama-0", "--policies", "window", "--samples", "2", "-o", "scenarios=in"]
+    words += ["--out", str(tmp_path)]
+    first = command(*words, "--budgets", "0.5")
+    assert "## scenario in" in first.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"recall.jsonl", "recall.md", "recall.png"}
+    command(*words, "--budgets", "0.5,0.2")
+    found = lines.read(tmp_path / "recall.jsonl")
+    assert [(line["name"], line["k"]) for line in found] == [("full", 1.0)] * 2 + [("window", 0.5)] * 2 + [("window", 0.2)] * 2
