@@ -40,7 +40,7 @@ class Recall(Task):
     source = "[CriticalKV 4.2; RoCo 5.3]"
     metric = "right"
     metrics: ClassVar[dict[str, str]] = {"right": "share of a sequence's answers that are right in all three values"}
-    budgets = (0.1, 0.2, 0.4)
+    budgets = (0.1, 0.3)
     count = 16
     options: ClassVar[dict[str, Any]] = {"scenarios": ",".join(SCENARIOS)}
 
