@@ -330,12 +330,13 @@ def test_every_task_has_a_size_a_section_and_known_models():
         recipes = Counter(train.SHIPPED[model][0] for model in size["models"])
         assert not ranked or min(recipes.values()) >= 3, "policies are ranked over three training seeds"
     for section in page.SECTIONS:
-        assert set(section.metrics) | set(page._FACTS.get(section.task, ())) <= set(get_task(section.task).metrics)
+        assert set(section.metrics) | set(section.facts) <= set(get_task(section.task).metrics)
 
 
 def test_the_page_is_made_from_lines_alone_and_again_the_same(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "SECTIONS", (page.Section("toy", "A toy", "It plays.", ({"scenario": "odd"},)),))
     monkeypatch.setattr(page, "get_task", lambda name: toy)
+    monkeypatch.setattr(toy, "pictures", lambda table, out: (out / "more.png").write_bytes(b""))
     monkeypatch.setattr(page, "CLAIMS", {"P": [Claim("T1", "worse", "toy", "score", "window", "full", sign=-1)]})
     tables = {"toy": measured(toy, tmp_path)}
     page.write(tables, tmp_path)
@@ -345,6 +346,7 @@ def test_the_page_is_made_from_lines_alone_and_again_the_same(toy, tmp_path, mon
     assert "| `window` | 0.100" in first
     assert "![A toy](results/toy.png)" in first
     assert (tmp_path / "results" / "toy.png").is_file()
+    assert "![A toy](results/more.png)" in first
     page.write(tables, tmp_path)
     assert (tmp_path / "results.md").read_text() == first
 
@@ -375,6 +377,7 @@ def command():
         (["needle", "--policies", "h2o,snapvk"], "Unknown policy 'snapvk'. Did you mean 'snapkv'?"),
         (["needle", "-o", "depth=0.5"], "Task needle has no option 'depth'. It has: lengths="),
         (["needle", "--budgets", ","], "',' names nothing"),
+        (["needle", "--budgets", "0.5,lots"], "--budgets='lots' is not a size"),
         (["recall", "--models", "./nowhere"], "there is no such folder"),
         (["perplexity", "--models", "llama-0"], "llama-0 is no language model: give --models llama-python"),
     ],
@@ -393,5 +396,7 @@ def test_the_command_measures_and_goes_on(command, tmp_path):
     assert "## scenario in" in first.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"recall.jsonl", "recall.md", "recall.png"}
     command(*words, "--budgets", "0.5,0.2")
+    wrong = command(*words, "--budgets", "0.5", "--baseline", "windw")
+    assert "--baseline windw is none of the settings. Did you mean 'window'?" in wrong.stderr
     found = lines.read(tmp_path / "recall.jsonl")
     assert [(line["name"], line["k"]) for line in found] == [("full", 1.0)] * 2 + [("window", 0.5)] * 2 + [("window", 0.2)] * 2

@@ -20,8 +20,9 @@ import typer
 
 from kvpatch import get_policy
 from kvpatch.commands import in_words, parse_options
-from kvpatch.errors import KVPatchError
+from kvpatch.errors import KVPatchError, suggest
 from kvpatch.loading import parse_k
+from kvpatch.policies.budgets import check_k
 from tools.evaluation import plots, runs, summary
 from tools.evaluation.table import Table
 from tools.evaluation.task import Request, Task
@@ -42,6 +43,8 @@ def checked(task: Task, request: Request) -> Request:
     """Raise KVPatchError for what the task cannot take, before a model is loaded."""
     for name in request.policies or ():
         get_policy(name)
+    for k in request.budgets or ():
+        check_k(k, "--budgets")
     for name in request.options:
         if name not in task.options:
             known = ", ".join(f"{name}={value}" for name, value in task.options.items()) or "none"
@@ -49,8 +52,12 @@ def checked(task: Task, request: Request) -> Request:
     return request
 
 
-def evaluate(task: Task, request: Request, baseline: str, fresh: bool = False) -> Table:
-    """Run what is missing, then write the summary and the picture."""
+def evaluate(task: Task, request: Request, baseline: str | None, fresh: bool = False) -> Table:
+    """Run what is missing, then write the summary and the picture. baseline: a setting's name; None is `random`.
+
+    Raises:
+        KVPatchError: no setting has that name; what was measured stays.
+    """
     book = runs.book_of(task, request.out, fresh)
     try:
         with runs.bars() as progress:
@@ -58,7 +65,10 @@ def evaluate(task: Task, request: Request, baseline: str, fresh: bool = False) -
     finally:
         book.close()
     table = Table(book.lines)
-    (request.out / f"{task.name}.md").write_text(summary.report(table, task, baseline), encoding="utf-8")
+    if baseline is not None and baseline not in table.names:
+        known = ", ".join(table.names)
+        raise KVPatchError(f"--baseline {baseline} is none of the settings.{suggest(baseline, table.names)} They are: {known}.")
+    (request.out / f"{task.name}.md").write_text(summary.report(table, task, baseline or "random"), encoding="utf-8")
     plots.curves(table, task, request.out / f"{task.name}.png")
     task.pictures(table, request.out)
     return table
@@ -83,9 +93,7 @@ def main(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="the task's own, as in -o window=512")
     ] = None,
-    baseline: Annotated[
-        str, typer.Option(help="the policy that the others are compared with, besides full")
-    ] = "random",
+    baseline: Annotated[str | None, typer.Option(help="what the others are compared with besides full; else random")] = None,
     batch: Annotated[int, typer.Option(min=1, help="rows at a time")] = 32,
     dtype: Annotated[str, typer.Option(help="of models that are not shipped")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",

@@ -10,9 +10,6 @@ from .stats import Estimate
 from .summary import budget, markdown, shown
 from .table import Table
 
-NO_SINKS = "these models have no attention sinks, so they cannot judge it"
-SMALL_TEXT = "a model of a million parameters that hardly uses its context beyond 64 tokens"
-
 
 @dataclass(frozen=True)
 class Claim:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copy
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from . import plots
 from .ablate import FAMILIES, label
 from .claims import by_recipe, order, table_of
-from .lines import versions
 from .papers import CLAIMS
 from .summary import INTERVALS, budget, grid, markdown, remarks, shown
 from .table import Table
@@ -51,6 +52,8 @@ class Section:
     ranked: bool = True
     metrics: tuple[str, ...] = ()
     """Besides the headline."""
+    facts: tuple[str, ...] = ()
+    """What the full cache shows of each model, a row per model."""
 
 
 _IN, _AFTER, _STREAM = ({"scenario": name} for name in ("in", "after", "stream"))
@@ -108,6 +111,7 @@ SECTIONS: tuple[Section, ...] = (
         "Which share of keys hardly counts, and how much attention is kept. Policies that evict once hold every generated "
         "token, so that they hold more: see `held`.",
         metrics=("held",),
+        facts=("sparsity", "tokens_for_90", "top_10", "top_20", "top_40"),
     ),
     Section(
         "robustness",
@@ -115,22 +119,16 @@ SECTIONS: tuple[Section, ...] = (
         "When the deviation of a token's attention peaks, and the same with its queries in random order: what survives that is "
         "no property of time.",
         ranked=False,
+        facts=("share_early", "share_fifth", "declines", "peak_step", "shuffled_early", "shuffled_declines"),
     ),
 )
-
-_FACTS = {
-    "sparsity": ("sparsity", "tokens_for_90", "top_10", "top_20", "top_40"),
-    "robustness": ("share_early", "share_fifth", "declines", "peak_step", "shuffled_early", "shuffled_declines"),
-}
-"""Findings about models, one row each."""
-
 
 
 def write(tables: dict[str, Table], docs: Path) -> None:
     """docs/results.md and docs/results/*.png."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
-    text = INTRODUCTION.format(intervals=INTERVALS, versions=", ".join(f"{name} {which}" for name, which in versions().items()))
+    text = INTRODUCTION.format(intervals=INTERVALS, versions=_versions(tables))
     blocks = [text, CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     for section in SECTIONS:
         if section.task in tables:
@@ -138,6 +136,12 @@ def write(tables: dict[str, Table], docs: Path) -> None:
     if "ablate" in tables:
         blocks.append(_ablations(tables["ablate"]))
     (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+
+
+def _versions(tables: dict[str, Table]) -> str:
+    """What the lines were made with."""
+    found = {", ".join(f"{name} {which}" for name, which in t.lines[0]["versions"].items()) for t in tables.values()}
+    return "; ".join(sorted(found))
 
 
 def _facts(table: Table, task: Task, names: tuple[str, ...]) -> list[str]:
@@ -174,16 +178,18 @@ def _section(section: Section, table: Table, task: Task, pictures: Path) -> str:
     lines += [f"`python -m tools.evaluate {task.name}`. {samples:,} samples, {len(table.models)} models. {task.source}", ""]
     for part in section.parts:
         lines += _part(section, table.where(**part) if part else table, task, part)
-    if section.task in _FACTS:
-        lines += _facts(table, task, _FACTS[section.task])
+    if section.facts:
+        lines += _facts(table, task, section.facts)
     said = remarks(table)
     lines += [*said, ""] if said else []
     if section.ranked:
         plots.curves(table, task, pictures / f"{task.name}.png")
         lines += [f"![{section.title}](results/{task.name}.png)", ""]
-    before = set(pictures.iterdir())
-    task.pictures(table, pictures)
-    lines += [f"![{section.title}](results/{path.name})\n" for path in sorted(set(pictures.iterdir()) - before)]
+    with TemporaryDirectory() as folder:  # so that all it draws is found, also where an earlier page left its pictures
+        task.pictures(table, Path(folder))
+        for path in sorted(Path(folder).iterdir()):
+            copy(path, pictures)
+            lines += [f"![{section.title}](results/{path.name})", ""]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from kvpatch.policies.budgets import share
 from tools import tasks as synthetic
 
 from .lines import Book, Line, versions
-from .task import FULL, PYTHON, Request, Sample, Setting, Subject, Task, digest
+from .task import PYTHON, Request, Sample, Setting, Subject, Task, digest
 
 
 def load(name: str, request: Request) -> Subject:
@@ -108,7 +108,7 @@ def _cell(
 
 def clamped(setting: Setting, n: int) -> str:
     """What of a policy's protection did not fit a budget, in words; "" where all of it did."""
-    if setting is FULL or setting.policy == "full" or not isinstance(setting.k, int | float):
+    if setting.policy == "full" or not isinstance(setting.k, int | float):
         return ""
     own = {
         name: value
