@@ -31,8 +31,11 @@ class Call:
         if self.slots.geometry is None:
             self.slots.geometry = site.geometry(device)
         self.geometry: Geometry = self.slots.geometry
-        self.policy = cache.policy
-        self.score = cache.policy.score if cache.acting[layer] else None
+        self.policy = cache.policies[layer]
+        self.score = self.policy.score if cache.acting[layer] else None
+        if cache.bounds[layer] is not None and (now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None):
+            # what the user asks of the policy does not concern a layer that bounds itself
+            self.now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.positions_BQ = self.now.on(device)
 
     @property
@@ -113,7 +116,9 @@ class Call:
             scores=scores,
             fresh=self.score is not None and self.score.fresh,
             renumbered=self.cache.renumbered,
+            special=not self.geometry.plain,
         )
+
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
         """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
         that its head holds: keys are cached without positions and get them here, as do the queries."""

@@ -50,7 +50,7 @@ class Deck:
     def of(cls, cache: EvictingCache, group: int) -> Deck | None:
         """A Deck for `cache`, or None where its layers differ or do not evict one token per step."""
         first, score = cache.layers[0], cache.policy.score
-        if score is None or not all(cache.acting) or score.across_layers:
+        if score is None or not all(cache.acting) or score.across_layers or len(cache.free) < len(cache.layers):
             return None
         if len(cache.layers) * first.positions.numel() * group > BUFFER:
             return None

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
 
-    def __init__(self, owner: Patch, adapter: Adapter, max_positions: int | None) -> None:
+    def __init__(
+        self, owner: Patch, adapter: Adapter, max_positions: int | None, bounds: tuple[int | None, ...]
+    ) -> None:
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
-        self.adapter, self.max_positions = adapter, max_positions
+        self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
         self.decoder_parameters: tuple[str, ...] = ()
         self._owner = weakref.ref(owner)
 
@@ -39,8 +41,9 @@ class Settings:
 
     def new_cache(self) -> EvictingCache:
         return EvictingCache(
-            self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend
-        )
+            self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend,
+            bounds=self.bounds,
+        )  # fmt: skip
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
         owner = self._owner()
@@ -68,11 +71,15 @@ def attention_forward(
                 f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
                 "in the config (attention_dropout or attn_pdrop), or train without block=."
             )
-        hidden_BQE = call.pop("hidden_states")
-        q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
-        run = attend if cache.now is not None and cache.now.traced else attend_untraced
-        y_BQE = run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
-        return adapter.output(self, y_BQE.to(v.dtype)), None
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            run = attend if cache.now is not None and cache.now.traced else attend_untraced
+            return run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1])).to(v.dtype)
+
+        # a bound method belongs to the model that was patched, not to a copy of it
+        bound = previous is not None and getattr(previous, "__func__", None) is not cls.forward
+        own: Callable[..., Any] = previous if bound else functools.partial(cls.forward, self)  # type: ignore[assignment]
+        return adapter.run(self, own, core, call, positioned=not cache.renumbered)
 
     return forward
 
@@ -162,6 +169,9 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         repeatable = scratch and decoder.training
         B, Q = tokens.shape[:2]
         cache.begin(B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
+    if settings.adapter.positions_from_mask and call.get("position_ids") is None:
+        assert cache.now is not None
+        call["position_ids"] = cache.now.positions_BQ
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:

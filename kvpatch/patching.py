@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
-from .arch import Adapter, adapter_of, architectures
+from .arch import Adapter, adapter_of, architectures, routes_through_interface
 from .arch.adapter import dtype_bytes
 from .backends.choice import check, check_name
 from .backends.protocol import Case
@@ -112,7 +112,11 @@ def patch(
             f"k is a list, but policy {chosen.name!r} divides one budget over the layers itself: give one k, or use a policy "
             "without the pyramid."
         )
-    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token())
+    if chosen.selection is not None:
+        target.check_projection()
+    budget = Budget.parse(
+        k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(), bounds=target.bounds()
+    )
     for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
         check(backend, case)
     return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend)
@@ -156,11 +160,7 @@ class _Target:
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
         found = [(module, adapter) for module in model.modules() if (adapter := adapter_of(module)) is not None]
         if not found:
-            raise KVPatchError(
-                f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}. To add one, "
-                "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
-                "kvpatch.register_arch(MyAdapter())."
-            )
+            raise KVPatchError(_unknown(model))
         for module in model.modules():
             if "_kvpatch" in vars(module):
                 raise KVPatchError(
@@ -175,6 +175,19 @@ class _Target:
             adapter.check(decoder)
         generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         return cls(sorted(found, key=lambda pair: pair[0].layer_idx), decoder, generators)  # type: ignore[arg-type, return-value]
+
+    def bounds(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
+        windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
+        return windows if None in windows else (None,) * len(windows)
+
+    def check_projection(self) -> None:
+        for _, adapter in self.attentions:
+            if adapter.projection is None and type(adapter).output is Adapter.output:
+                raise KVPatchError(
+                    f"Two-stage selection weighs values by the output projection, but in {adapter.name} more than that stands "
+                    "between attention and its output: use the policy without critical."
+                )
 
     def check_renumbering(self) -> None:
         for _, adapter in self.attentions:
@@ -212,6 +225,24 @@ class _Target:
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         return 2 * heads * head_dim * dtype_bytes(self.decoder)
+
+
+def _unknown(model: nn.Module) -> str:
+    """No adapter serves `model`: what to type instead."""
+    known = f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}. To add one, "
+    for module in model.modules():
+        if routes_through_interface(module):
+            cls = type(module)
+            name = cls.__module__.split(".")[-2]
+            return known + (
+                "register a row, for its attention goes through transformers' attention interface: "
+                f"kvpatch.register_arch(kvpatch.InterfaceAdapter({name!r}, '{cls.__module__}.{cls.__qualname__}')); then let "
+                "kvpatch.check.Checks(model).run() compare it with the unpatched model."
+            )
+    return known + (
+        "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
+        "kvpatch.register_arch(MyAdapter())."
+    )
 
 
 def _contains(module: nn.Module, wanted: set[int]) -> bool:
@@ -255,12 +286,15 @@ class Patch:
     def _install(self, target: _Target) -> None:
         for module, adapter in target.attentions:
             self._set(module, "_kvpatch", self.policy.name)
+            for name, value in adapter.attributes(module).items():
+                self._set(module, name, value)
             name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
             self._set(
                 module, name, MethodType(attention_forward(type(module), adapter, vars(module).get(name)), module)
             )
         adapter = target.attentions[0][1]
-        settings = Settings(self, adapter, adapter.max_positions(getattr(target.decoder, "config", None)))
+        limit = adapter.max_positions(getattr(target.decoder, "config", None))
+        settings = Settings(self, adapter, limit, target.bounds())
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
         self._settings = settings
         hook = functools.partial(before_decoder, settings=settings)

@@ -38,7 +38,13 @@ class Site:
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
-        return Geometry(self.adapter.scale(self.attn), slopes, self.adapter.sliding(self.attn))
+        sinks = self.adapter.sinks(self.attn)
+        if sinks is not None:
+            sinks = sinks.to(device).unflatten(0, (self.H, -1))
+            sinks = sinks if torch.is_grad_enabled() else sinks.detach()
+        return Geometry(
+            self.adapter.scale(self.attn), slopes, self.adapter.sliding(self.attn), self.adapter.softcap(self.attn), sinks
+        )
 
     def rotate(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         """Keys or queries with the positions `places` applied."""
