@@ -70,6 +70,7 @@ class EvictingCache(Cache):
         self.shared: Tensor | None = None
         self.steps = 0
         self.unfinished = False
+        self.drafts = False  # of an assistant: what cannot be rolled back is read again, for drafts are only tried
         self.deck: Deck | None = None
         self.deck_due = False
         self.clock: compiled.Clock | None = None
@@ -424,6 +425,8 @@ class EvictingCache(Cache):
         if count == 0:
             return
         if not all(layer.can_crop(count) for layer in self.layers):
+            if self.drafts:
+                return self.reset()
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."

@@ -1,7 +1,8 @@
-"""What is put on a patched model: the attention modules' forward, the decoder's pre-hook, and generate()."""
+"""What is put on a patched model: the attention modules' forward and the decoder's pre-hook. generation.py has the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, masking_utils
+from transformers import Cache
 
 from . import compiled
 from .arch import Adapter
@@ -34,15 +35,21 @@ class Settings:
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
         self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
         self.decoder_parameters: tuple[str, ...] = ()
+        # nothing is ever evicted and every position is the model's own: what cannot be served may run the model's own code
+        acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
+        acting = acting and self.policy.score is not None
+        self.transparent = not acting and self.block is None and not self.renumbered
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copied model evicts by the same settings
 
-    def new_cache(self) -> EvictingCache:
+    def new_cache(self, layers: int | None = None) -> EvictingCache:
+        """layers: so many of the first ones, for a model that leaves early."""
+        budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:layers])
         return EvictingCache(
-            self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend,
-            bounds=self.bounds,
+            self.policy, budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend,
+            bounds=self.bounds[:layers],
         )  # fmt: skip
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
@@ -139,21 +146,22 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     """`before_decoder` of any pass but a step that torch.compile sees through."""
     past = call.get("past_key_values")
     use_cache = call.get("use_cache")
+    if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
+        return None
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
     scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
     if scratch and (settings.block is None or past is not None):
         return None  # without block=, training and cache-less forwards run the model's own code
-    cache = settings.new_cache() if past is None else _own_cache(past)
+    cache = settings.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
-    if len(cache.layers) != len(settings.budget.per_layer):
+    n_layers = min(len(settings.budget.per_layer), getattr(decoder.config, "num_hidden_layers", len(cache.layers)))
+    if len(cache.layers) != n_layers:
         raise KVPatchError(
-            f"The cache was made for a model of {len(cache.layers)} layers, but this one has "
-            f"{len(settings.budget.per_layer)}: make one with this model's own patch.new_cache()."
+            f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
+            "model's own patch.new_cache()."
         )
-    if call.get("output_attentions") or (
-        call.get("output_attentions") is None and getattr(decoder.config, "output_attentions", False)
-    ):
+    if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
             "Leave it out, or look at cache.positions(layer) for what is attended to."
@@ -182,6 +190,17 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     return (), call
 
 
+def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
+    asked = call.get("output_attentions")
+    return bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
+
+
+def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
+    """A pass that wants attention matrices, or brings an attention pattern of its own."""
+    mask = call.get("attention_mask")
+    return _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
+
+
 def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
     """Begin a decode step that torch.compile can see through; False where it is none."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
@@ -196,7 +215,7 @@ def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> boo
     return True
 
 
-def _own_cache(past: object) -> EvictingCache:
+def own_cache(past: object) -> EvictingCache:
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
@@ -236,109 +255,6 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
             f"The text needs {last} positions, but this model has {limit}. Evicting tokens does not give new positions: "
             "shorten the prompt or generate fewer tokens."
         )
-
-
-# ---- generate() ----
-
-
-def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Callable[..., Any]:
-    """generate() that brings its own EvictingCache, told the prompt's length and the number of new tokens."""
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(type(self).generate, self) if previous is None else previous
-        config = kwargs.get("generation_config")
-        _refuse_cache_implementation(kwargs, config, getattr(self, "generation_config", None))
-        compiling = _compile_wanted(kwargs, config, getattr(self, "generation_config", None))
-        if _no_cache_wanted(kwargs, config):
-            return run(*args, **kwargs)
-        past = kwargs.get("past_key_values")
-        if past is None:
-            cache = settings.new_cache()
-        elif isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
-            cache = settings.new_cache()
-            cache.absorb(past, kwargs.get("attention_mask"))
-        else:
-            cache = _own_cache(past)
-        columns = _prompt_columns(args, kwargs)
-        if columns is not None:
-            # ids that only continue a cache do not count what it has seen
-            seen = cache.get_seq_length()
-            cache.prompt_len = columns if columns > seen else seen + columns
-            cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len)
-            if compiling:
-                cache.room = cache.new_tokens
-        kwargs.update(past_key_values=cache, use_cache=True)
-        kwargs.pop("cache_implementation", None)
-        try:
-            return run(*args, **kwargs)
-        finally:
-            cache.prompt_len = cache.new_tokens = None
-            settings.note(cache, finished=True)
-
-    return functools.wraps(GenerationMixin.generate)(generate)
-
-
-def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
-    asked = [kwargs.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
-    for implementation in asked:
-        if implementation not in (None, "dynamic"):
-            compiled_instead = " To compile the decode step give a compile_config." if implementation == "static" else ""
-            raise KVPatchError(
-                f"cache_implementation={implementation!r} asks for another cache; inside the block kvpatch brings its own. "
-                f"Leave it out (also in generation_config).{compiled_instead}"
-            )
-
-
-def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """generate() was asked to compile the decode step."""
-    if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
-        return False
-    asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
-    return any(one is not None for one in asked)
-
-
-def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The masks that generate() makes before a step that may be compiled: the padding mask itself, for our caches. Of a decode
-    step only the newest column, so that its shape stays."""
-
-    def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
-        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        if not isinstance(past, EvictingCache):
-            return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
-        Q = kwargs["inputs_embeds"].shape[1]
-        if mask is None or Q > 1 or past.seen_B is None:
-            return mask
-        return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides too must stay
-
-    return create_masks_for_generate
-
-
-def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
-    asked = kwargs.get("use_cache")
-    return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
-
-
-def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    for tokens in (
-        kwargs.get("inputs_embeds"),
-        args[0] if args else None,
-        kwargs.get("inputs"),
-        kwargs.get("input_ids"),
-    ):
-        if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
-            return tokens.shape[1]
-    return None
-
-
-def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
-    """generate()'s own number of new tokens, as it will resolve it."""
-    sources = [kwargs, vars(config) if config is not None else {}, vars(getattr(model, "generation_config", object()))]
-    for source in sources:
-        if source.get("max_new_tokens") is not None:
-            return int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return max(int(source["max_length"]) - prompt, 1)
-    return None
 
 
 # what torch.compile must not look into: prompts, and whatever moves the cache's counters

@@ -25,7 +25,8 @@ from .backends.choice import check, check_name
 from .backends.protocol import Case
 from .cache import EvictingCache
 from .errors import KVPatchError
-from .hooks import Settings, attention_forward, before_decoder, masks_for_generate, parameters, wrap_generate
+from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
+from .hooks import Settings, attention_forward, before_decoder, parameters
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
@@ -304,6 +305,10 @@ class Patch:
             self._set(generator, "generate", MethodType(generate, generator))
             masks = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
             self._set(generator, "create_masks_for_generate", masks)
+            prepare = wrap_prepare_cache(vars(generator).get(PREPARE), settings)
+            self._set(generator, PREPARE, MethodType(prepare, generator))
+            for name in BATCHED if not settings.transparent else ():
+                self._set(generator, name, MethodType(refuse_batched(name), generator))
             for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
                 self._set(generator, name, _MISSING)
 
