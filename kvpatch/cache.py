@@ -14,6 +14,7 @@ from . import compiled
 from .backends.choice import Choice
 from .errors import KVPatchError
 from .forward import Forward, cut
+from .parallel import WHOLE, Parallel
 from .policies import Policy
 from .policies.budgets import Budget
 from .policies.moment import Limits
@@ -41,12 +42,14 @@ class EvictingCache(Cache):
         block: int | None = None,
         renumbered: bool = False,
         backend: str = "auto",
+        parallel: Parallel = WHOLE,
     ) -> None:
         n_layers = len(budget.per_layer)
         acting = [policy.score is not None and budget.evicts(layer) for layer in range(n_layers)]
         super().__init__(layers=[SlotLayer(policy.statistics if on else ()) for on in acting])
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.choice = block, renumbered, Choice(backend)
+        self.parallel = parallel
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.table: tuple[int, Any] | None = None
@@ -153,7 +156,7 @@ class EvictingCache(Cache):
         self.catch_up()
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
-        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B
+        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B.to(device)
         prompt = self._prompt_columns(seen, Q)
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt

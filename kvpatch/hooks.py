@@ -30,7 +30,7 @@ class Settings:
     def __init__(self, owner: Patch, adapter: Adapter, max_positions: int | None) -> None:
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
-        self.adapter, self.max_positions = adapter, max_positions
+        self.adapter, self.max_positions, self.parallel = adapter, max_positions, owner.parallel
         self.decoder_parameters: tuple[str, ...] = ()
         self._owner = weakref.ref(owner)
 
@@ -39,7 +39,13 @@ class Settings:
 
     def new_cache(self) -> EvictingCache:
         return EvictingCache(
-            self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend
+            self.policy,
+            self.budget,
+            seed=self.seed,
+            block=self.block,
+            renumbered=self.renumbered,
+            backend=self.backend,
+            parallel=self.parallel,
         )
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:

@@ -26,7 +26,8 @@ class Report:
     slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
     lengths: tokens of each row, padding left out. backends: by task, who did it
     and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
-    policy looked at it, that fell on what was kept; None where it did not look, or kept all.
+    policy looked at it, that fell on what was kept; None where it did not look, or kept all. part: whose heads these are,
+    where several processes share a model: every number here is this process' own.
     """
 
     policy: str
@@ -40,6 +41,7 @@ class Report:
     lengths: tuple[int, ...] = ()
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     mass: list[Tensor | None] = field(default_factory=list)
+    part: str = ""
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -63,6 +65,7 @@ class Report:
             full_nbytes=full,
             positions=[cache.positions(index) for index in filled],
             lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
+            part="" if cache.parallel.size == 1 else str(cache.parallel),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
         )
 
@@ -102,6 +105,7 @@ class Report:
             "budget": list(self.budget),
             "backend": self.backend,
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
+            "part": self.part,
             "seen": self.seen,
             "lengths": list(self.lengths),
             "nbytes": self.nbytes,
@@ -116,6 +120,8 @@ class Report:
             seen += f" columns; the rows' own: {_range(self.lengths)}"
         rows = [("policy", f"{self.policy} (evicts: {_WHEN.get(self.schedule, self.schedule)})"), ("tokens seen", seen)]
         rows.insert(1, ("budget", self._budget()))
+        if self.part:
+            rows.append(("counted here", self.part))
         held = self.held()
         if held.numel():
             per_layer = [_range(layer.flatten().tolist()) for layer in held]
