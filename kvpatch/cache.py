@@ -14,6 +14,7 @@ from . import compiled
 from .backends.choice import Choice
 from .errors import KVPatchError
 from .forward import Forward, cut
+from .parallel import WHOLE, Parallel
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .policies.moment import Limits
@@ -44,6 +45,7 @@ class EvictingCache(Cache):
         renumbered: bool = False,
         backend: str = "auto",
         bounds: tuple[int | None, ...] = (),
+        parallel: Parallel = WHOLE,
     ) -> None:
         n_layers = len(budget.per_layer)
         # a layer that bounds itself by its sliding window, beside others that do not, holds that window whatever the policy
@@ -56,6 +58,7 @@ class EvictingCache(Cache):
         super().__init__(layers=[SlotLayer(one.statistics if on else ()) for one, on in own])
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.choice = block, renumbered, Choice(backend)
+        self.parallel = parallel
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.table: tuple[int, Any] | None = None
@@ -171,7 +174,7 @@ class EvictingCache(Cache):
         self.catch_up()
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
-        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B
+        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B.to(device)
         prompt = self._prompt_columns(seen, Q)
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
@@ -426,7 +429,8 @@ class EvictingCache(Cache):
             return
         if not all(layer.can_crop(count) for layer in self.layers):
             if self.drafts:
-                return self.reset()
+                self.reset()
+                return
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."

@@ -34,6 +34,7 @@ class Settings:
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
         self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
+        self.parallel = owner.parallel
         self.decoder_parameters: tuple[str, ...] = ()
         # nothing is ever evicted and every position is the model's own: what cannot be served may run the model's own code
         acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
@@ -48,9 +49,15 @@ class Settings:
         """layers: so many of the first ones, for a model that leaves early."""
         budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:layers])
         return EvictingCache(
-            self.policy, budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend,
+            self.policy,
+            budget,
+            seed=self.seed,
+            block=self.block,
+            renumbered=self.renumbered,
+            backend=self.backend,
             bounds=self.bounds[:layers],
-        )  # fmt: skip
+            parallel=self.parallel,
+        )
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
         owner = self._owner()

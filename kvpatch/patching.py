@@ -27,6 +27,8 @@ from .cache import EvictingCache
 from .errors import KVPatchError
 from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
 from .hooks import Settings, attention_forward, before_decoder, parameters
+from .parallel import Parallel, check_layers, local, parallel_of
+from .placement import device_of, replace_forward, weights
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
@@ -150,8 +152,14 @@ def _check_options(positions: object, seed: object) -> None:
 class _Target:
     """The parts of a model that are touched, found and checked."""
 
-    def __init__(self, attentions: list[tuple[nn.Module, Adapter]], decoder: nn.Module, generators: list[nn.Module]):
-        self.attentions, self.decoder, self.generators = attentions, decoder, generators
+    def __init__(
+        self,
+        attentions: list[tuple[nn.Module, Adapter]],
+        decoder: nn.Module,
+        generators: list[nn.Module],
+        parallel: Parallel,
+    ):
+        self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
 
     @classmethod
     def find(cls, model: nn.Module) -> _Target:
@@ -175,7 +183,9 @@ class _Target:
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
         generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
-        return cls(sorted(found, key=lambda pair: pair[0].layer_idx), decoder, generators)  # type: ignore[arg-type, return-value]
+        found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
+        check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
+        return cls(found, decoder, generators, parallel_of(model, found))  # type: ignore[arg-type]
 
     def bounds(self) -> tuple[int | None, ...]:
         """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
@@ -200,14 +210,16 @@ class _Target:
     def identity(self) -> dict[str, Any]:
         """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
         digest = hashlib.sha256()
-        for name, parameter in self.decoder.named_parameters():
-            few = parameter.detach().flatten()[:16]
+        for name, weight in weights(self.decoder):
+            few = local(weight).flatten()[:16]
             digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         kind = type(self.decoder).__name__
         shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
-        return {"class": kind, **shape, "dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
+        numbers = {"dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
+        part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
+        return {"class": kind, **shape, **numbers, **part}
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """What every layer will ask of a backend."""
@@ -216,11 +228,11 @@ class _Target:
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            device = self.device().type
-            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered)
+            yield Case(device_of(module).type, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered)
 
-    def device(self) -> torch.device:
-        return next(self.decoder.parameters()).device
+    def devices(self) -> list[torch.device]:
+        """Where each layer's cache lies."""
+        return [device_of(module) for module, _ in self.attentions]
 
     def bytes_per_token(self) -> int:
         module, adapter = self.attentions[0]
@@ -274,7 +286,7 @@ class Patch:
     ) -> None:
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.backend = block, renumbered, backend
-        self._target = target
+        self.parallel, self._target = target.parallel, target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
         self._undo = ExitStack()
@@ -289,10 +301,7 @@ class Patch:
             self._set(module, "_kvpatch", self.policy.name)
             for name, value in adapter.attributes(module).items():
                 self._set(module, name, value)
-            name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-            self._set(
-                module, name, MethodType(attention_forward(type(module), adapter, vars(module).get(name)), module)
-            )
+            self._undo.callback(replace_forward(module, functools.partial(attention_forward, type(module), adapter)))
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         settings = Settings(self, adapter, limit, target.bounds())
@@ -358,7 +367,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        return load(self, path, self._target.identity(), self._target.device())
+        return load(self, path, self._target.identity(), self._target.devices())
 
     def report(self) -> Report:
         """What the last run kept and cost.

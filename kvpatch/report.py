@@ -27,7 +27,8 @@ class Report:
     lengths: tokens of each row, padding left out. backends: by task, who did it
     and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
     policy looked at it, that fell on what was kept; None where it did not look, or kept all. bounds: per layer, the sliding
-    window of a layer that bounds itself, on which the policy does not act; None for the others.
+    window of a layer that bounds itself, on which the policy does not act; None for the others. part: whose heads these are,
+    where several processes share a model: every number here is this process' own.
     """
 
     policy: str
@@ -42,6 +43,7 @@ class Report:
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     mass: list[Tensor | None] = field(default_factory=list)
     bounds: tuple[int | None, ...] = ()
+    part: str = ""
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -65,6 +67,7 @@ class Report:
             full_nbytes=full,
             positions=[cache.positions(index) for index in filled],
             lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
+            part="" if cache.parallel.size == 1 else str(cache.parallel),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
             bounds=tuple(cache.bounds[index] for index in filled),
         )
@@ -105,6 +108,7 @@ class Report:
             "budget": list(self.budget),
             "backend": self.backend,
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
+            "part": self.part,
             "seen": self.seen,
             "lengths": list(self.lengths),
             "nbytes": self.nbytes,
@@ -122,6 +126,8 @@ class Report:
         rows.insert(1, ("budget", self._budget()))
         if any(bound is not None for bound in self.bounds):
             rows.append(("sliding layers", self._bounds()))
+        if self.part:
+            rows.append(("counted here", self.part))
         held = self.held()
         if held.numel():
             per_layer = [_range(layer.flatten().tolist()) for layer in held]

@@ -64,8 +64,8 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     save_file(tensors, path, metadata={"kvpatch": text, "checksum": _checksum(text, tensors)})
 
 
-def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device: torch.device) -> EvictingCache:
-    """The cache saved at `path`, under `patch`.
+def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], devices: list[torch.device]) -> EvictingCache:
+    """The cache saved at `path`, under `patch`, each layer on its own device.
 
     Raises:
         KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
@@ -76,10 +76,10 @@ def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device:
     _compare("settings", about["settings"], json.loads(json.dumps(_settings(cache))), path)
     for name, value in about["cache"].items():
         setattr(cache, name, value)
-    cache.seen_B = tensors["seen_B"].to(device)
-    cache.shared = tensors["shared"].to(device) if "shared" in tensors else None
+    cache.seen_B = tensors["seen_B"].to(devices[0])
+    cache.shared = tensors["shared"].to(devices[0]) if "shared" in tensors else None
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-        own = {name.split(".", 1)[1]: t.to(device) for name, t in tensors.items() if name.startswith(f"{index}.")}
+        own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described)
     cache.deck_due = True
     return cache
