@@ -154,6 +154,11 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
         return None  # the model's own error is the right one
+    if not tokens.shape[1]:
+        raise KVPatchError(
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids the "
+            "whole text, or what is new together with an attention_mask [B, seen + new] over both."
+        )
     mask = _padding_mask(call.get("attention_mask"))
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
     if cache.joined and not settings.renumbered:
