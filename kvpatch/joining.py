@@ -108,10 +108,10 @@ def _check(caches: Sequence[EvictingCache]) -> None:
 
 
 def _check_one(index: int, cache: EvictingCache) -> None:
-    if not cache.turns or cache.seen_B is None:
-        raise KVPatchError(f"Cache {index} has read no prompt: run one through it first.")
     if cache.unfinished or cache.turn_open:
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
+    if not cache.turns or cache.seen_B is None:
+        raise KVPatchError(f"Cache {index} has read no prompt: run one through it first.")
     if cache.room is not None:
         raise KVPatchError(
             f"Cache {index} was made with room={cache.room} (or by a generate() that compiles), for buffers that never change: "
