@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +77,9 @@ class EvictingCache(Cache):
         self.deck: Deck | None = None
         self.deck_due = False
         self.clock: compiled.Clock | None = None
+        self.joined = False  # rows are at different places of their texts
+        self.lag_B: Tensor | None = None  # decode steps of each row less than `steps`, where a temperature asks
+        self.padded = self.by_columns = False  # some prompt was; and its positions counted the padding
         self.behind = False  # steps were taken under torch.compile that the counters here do not know of
         self.room: int | None = None  # tokens to decode in buffers of their final size
         self.limits_of: dict[tuple[object, ...], Limits] = {}
@@ -131,6 +134,36 @@ class EvictingCache(Cache):
         twin.deck_due = deck is not None or self.deck_due
         return twin
 
+    @staticmethod
+    def concatenate(caches: Sequence[EvictingCache], consume: bool = False) -> EvictingCache:
+        """One cache with the rows of several, in their order, for texts that are continued together from here on.
+
+        Their texts may have any lengths: get_seq_length() of the result is the longest's, and nothing is padded. A forward
+        takes one token per row, no attention_mask (or one of the new columns alone), and position_ids only if they are
+        `next_positions()`: where they are left out they are filled in. Drop rows with batch_select_indices().
+
+        Args:
+            caches: made under one patch, each at the end of a prompt or behind generated tokens.
+            consume: empty each of them layer by layer, so that no more than one layer is held twice.
+
+        Raises:
+            KVPatchError: other settings or another model's shapes, a cache that is empty or in the middle of a prompt, that
+                was made with room=, or that read padding without position_ids.
+        """
+        from .joining import join
+
+        return join(caches, consume)
+
+    def next_positions(self, Q: int = 1) -> Tensor:
+        """Positions of each row's next Q tokens, int64 [B,Q]: the position_ids of a forward over rows of different texts.
+
+        Raises:
+            KVPatchError: the cache is empty.
+        """
+        if self.seen_B is None:
+            raise KVPatchError("The cache is empty, so that it has no rows yet: run a prompt through it first.")
+        return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
+
     def tokens(self, layer: int, n: int) -> int:
         """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
         bound = self.bounds[layer]
@@ -144,12 +177,19 @@ class EvictingCache(Cache):
         return policy.over_layers.split(budget, len(self.free), least, most)[self.free.index(layer)]
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """A score's temperature at a decode step, `ahead` of what this pass began with."""
-        score = self.policy.score
+        """A score's temperature at a decode step, `ahead` of what this pass began with; [B] where rows differ."""
+        score, lag_B = self.policy.score, self.lag_B
         assert score is not None and self.now is not None
         if self.now.traced and self.clock is not None:
-            return score.temperature(self.clock.steps + ahead, self.clock.span)
-        return score.temperature(self.now.first_step + ahead, self.new_tokens)
+            steps = self.clock.steps + ahead
+            return score.temperature(steps if lag_B is None else steps - lag_B, self.clock.span)
+        if lag_B is None:
+            return score.temperature(self.now.first_step + ahead, self.new_tokens)
+        return score.temperature(self.now.first_step + ahead - lag_B, lag_B.new_tensor(self._span()))
+
+    def _span(self) -> int:
+        """Decode steps over which a score's temperature moves."""
+        return self.new_tokens or int(getattr(self.policy.score, "generation_length", 1))
 
     # ---- one forward pass ----
 
@@ -194,13 +234,13 @@ class EvictingCache(Cache):
             self._check_rows(n_B, real[:, prompt - 1])
         protect = self._protect(positions, input_ids, seen) if prompt else None
         # all is well: from here on the cache changes
-        self.seen_B, self.unfinished = after, True
+        self.seen_B, self.unfinished, self.padded = after, True, self.padded or padded
         if prompt:
             self.deck = None
             if not self.turn_open:
                 self.turn_from_B, self.turn_open = before.tolist(), True
         if ends:
-            self.steps, self.deck_due = 0, self.room is None
+            self.steps, self.lag_B, self.deck_due = 0, None, self.room is None
             self.limits_of.clear()
         journalled = any(layer.record_past for layer in self.layers)
         if not journalled:
@@ -334,7 +374,7 @@ class EvictingCache(Cache):
             growing = (layer.seen + layer.slack - layer.grown for layer in self.layers if not layer.evicting)
             self.clock.limit.fill_(min(growing, default=0))
         if begun:
-            self.clock.span.fill_(self.new_tokens or int(getattr(self.policy.score, "generation_length", 1)))
+            self.clock.span.fill_(self._span())
             if self.make_table is not None:
                 self._rotary_table(1, prompt=False)  # for a step that is compiled
             if self.room is not None:
@@ -390,14 +430,21 @@ class EvictingCache(Cache):
         self.deck, self.deck_due = None, False
         self.seen_B = None if self.seen_B is None else change(self.seen_B)
         self.shared = None if self.shared is None else change(self.shared)
+        self.lag_B = None if self.lag_B is None else change(self.lag_B)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if self.seen_B is not None and not len(self.seen_B[indices]):
+            raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
         super().batch_select_indices(indices)
         self._map_rows(lambda tensor: tensor[indices, ...])
+        if self.joined and self.seen_B is not None:  # no mask counts its columns
+            self.clock, columns = None, int(self.seen_B.max())
+            for layer in self.layers:
+                layer.seen = columns
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -408,6 +455,8 @@ class EvictingCache(Cache):
         self.seen_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
         self.steps, self.unfinished = 0, False
         self.turns, self.turn_open = 0, False
+        self.joined = self.padded = self.by_columns = False
+        self.lag_B = None
         self.deck, self.deck_due = None, False
         self.clock, self.behind = None, False
         self.choice = Choice(self.choice.wanted)

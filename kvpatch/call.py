@@ -187,6 +187,8 @@ class Call:
         """The policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
         assert self.score is not None
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
+        if isinstance(tau, Tensor) and tau.ndim:  # of rows at different steps
+            tau = tau.to(rows_BQ.device).repeat_interleave(slots.positions.shape[1])[heads, None, None, None]
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:

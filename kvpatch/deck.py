@@ -171,12 +171,15 @@ class Deck:
             row_N1 = self.newest_B11.expand(-1, self.H, 1).reshape(N, 1)
             return head_HG.repeat(self.L * self.B, 1), row_N1, self.positions.view(N, -1)
 
+        tau = call.cache.temperature(1)
+        if isinstance(tau, Tensor) and tau.ndim:
+            tau = tau.repeat(self.L).repeat_interleave(self.H)[:, None, None, None]
         block = Block(
             self.p.view(N, call.group, 1, self.C),
             keys_NR=self._visible_count().view(N, 1) if "count" in self.policy.statistics else None,
             noise_NMG=None if noise is None else noise.flatten(0, 1),
             place=place,
-            tau=call.cache.temperature(1),
+            tau=tau,
             layer=self.layer_of.repeat_interleave(self.H)[:, None, None, None],
             seed=self.seed,
         )

@@ -9,9 +9,8 @@ from .call import Call
 from .parallel import WHOLE
 from .policies.moment import Limits
 from .policies.selection import top
+from .ragged import wasteful
 from .slots import SLACK, slack
-
-SPARE = 50  # a layer becomes ragged where dense slots would waste more than a fiftieth
 
 
 def end_prompt(call: Call, past: int) -> None:
@@ -48,7 +47,12 @@ def end_prompt(call: Call, past: int) -> None:
             assert slots.limits is not None
             moment.keep_BH1 = None  # heads share by score alone
             shared_BH = call.policy.over_heads.counts(
-                call.policy.order(moment, empty), empty, fixed_BH, budget_B, slots.limits.nominal, everyone
+                call.policy.order(moment, empty),
+                empty,
+                fixed_BH,
+                budget_B,
+                slots.limits.nominal.flatten().tolist(),
+                everyone,
             )
             count_BH = torch.where(over_B[:, None], shared_BH, held_BH)
         moment.keep_BH1 = everyone.own(count_BH)[..., None]
@@ -92,7 +96,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
     needs = [k + 1 for k in keeps] if slots.evicting else counts
     if not slots.evicting:
         slots.state.pop("tail", None)
-    if index is not None and kept is not None and max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1):
+    if index is not None and kept is not None and wasteful(needs):
         slots.slack = 0 if slots.evicting else _room(call) or slack(held)
         # an evicting head's slots are all in use while it attends, once it is full
         filled = needs if slots.evicting else counts

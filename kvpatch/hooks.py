@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compiled
+from . import compiled, joining
 from .arch import Adapter
 from .arch.site import Site
 from .attention import attend
@@ -176,8 +176,15 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
         return None  # the model's own error is the right one
+    if not tokens.shape[1]:
+        raise KVPatchError(
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids the "
+            "whole text, or what is new together with an attention_mask [B, seen + new] over both."
+        )
     mask = _padding_mask(call.get("attention_mask"))
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
+    if cache.joined and not settings.renumbered:
+        joining.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
     if table is None:
         _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
@@ -187,6 +194,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     if settings.adapter.positions_from_mask and call.get("position_ids") is None:
         assert cache.now is not None
         call["position_ids"] = cache.now.positions_BQ
+    if cache.padded and table is None and "position_ids" in settings.decoder_parameters:
+        cache.by_columns |= call.get("position_ids") is None
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:
@@ -216,6 +225,8 @@ def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> boo
         return False  # the untraced hook has the words for it
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
+    if cache.joined and not settings.renumbered:
+        joining.place(call, cache, 1, mask, settings.decoder_parameters)
     compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)

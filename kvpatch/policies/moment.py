@@ -70,6 +70,9 @@ class Moment:
         return self._mean
 
 
+SIZES = ("first", "newest", "prompt", "deviation", "tail", "nominal")
+
+
 @dataclass
 class Limits:
     """Sizes in tokens, clamped row by row so that the kept set is exactly the budget; int64 [B,1,1].
@@ -85,7 +88,7 @@ class Limits:
     prompt: Tensor
     deviation: Tensor
     tail: Tensor
-    nominal: list[int]
+    nominal: Tensor
     any_first: bool
     any_newest: bool
     any_prompt: bool
@@ -94,11 +97,19 @@ class Limits:
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
         """From one tuple (first, newest, prompt, deviation, tail, nominal) per row."""
-        first, newest, prompt, deviation, _, nominal = zip(*rows, strict=True)
+        first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
-        return cls(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], list(nominal), *flags, count)
+        return cls(*sizes, *flags, count)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Limits]) -> Limits:
+        """The rows of several."""
+        sizes = (torch.cat([getattr(part, name) for part in parts]) for name in SIZES)
+        flags = (any(getattr(part, name) for part in parts) for name in ("any_first", "any_newest", "any_prompt"))
+        counts = {part.deviation_count for part in parts}
+        return cls(*sizes, *flags, counts.pop() if len(counts) == 1 else None)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
         """The same with every tensor changed along its batch axis."""
