@@ -26,7 +26,8 @@ class Report:
     slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
     lengths: tokens of each row, padding left out. backends: by task, who did it
     and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
-    policy looked at it, that fell on what was kept; None where it did not look, or kept all.
+    policy looked at it, that fell on what was kept; None where it did not look, or kept all. felt: whether any token was
+    computed after the first eviction; those before it are as a full cache gives them.
     """
 
     policy: str
@@ -40,6 +41,7 @@ class Report:
     lengths: tuple[int, ...] = ()
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     mass: list[Tensor | None] = field(default_factory=list)
+    felt: bool = True
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -64,6 +66,7 @@ class Report:
             positions=[cache.positions(index) for index in filled],
             lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
+            felt=cache.turns > 1 or cache.steps > 0 or 0 < (cache.block or 0) < cache.get_seq_length(),
         )
 
     @property
@@ -108,6 +111,7 @@ class Report:
             "full_nbytes": self.full_nbytes,
             "held": self.held().tolist(),
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
+            "felt": self.felt,
         }
 
     def __str__(self) -> str:
@@ -123,6 +127,8 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({self.share:.0%})"))
+        if not self.felt and self.nbytes < self.full_nbytes:
+            rows.append(("felt by", "no token: all were computed before the first eviction, as with a full cache"))
         masses = [mass for mass in self.mass if mass is not None]
         if masses:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
