@@ -95,7 +95,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _warn_unfelt(self, count: int) -> None:
         if self._evicts and self.patch.block is None:
             eval_logger.warning(
-                f"{count} log-likelihoods will not feel policy {self.patch.policy.name!r}: one forward pass computes all of its "
+                f"{count} log-likelihoods will not feel policy {self.patch.policy.name!r}: a forward pass computes all of its "
                 "tokens before it evicts. Give block=, fewer tokens than a request has."
             )
 

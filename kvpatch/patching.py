@@ -331,7 +331,7 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             return Report.of(cache)
         if self._report is None:
-            gone = " The caches of the forward passes so far are gone: hold on to a pass's output." if self._settings.ran else ""
+            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._settings.ran else ""
             raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
         return self._report
 
