@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from .report import Report
 if TYPE_CHECKING:
     from .patching import Patch
 
+_LOG = logging.getLogger(__name__)
+
 
 class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
@@ -40,6 +43,8 @@ class Settings:
         acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
         acting = acting and self.policy.score is not None
         self.transparent = not acting and self.block is None and not self.renumbered
+        self.ran = self.felt = False
+        self.unfelt = self.longest = 0
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -57,6 +62,29 @@ class Settings:
             backend=self.backend,
             bounds=self.bounds[:layers],
             parallel=self.parallel,
+        )
+
+    def count(self, call: dict[str, Any], training: bool) -> None:
+        """Whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the longest of
+        those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+        Q, self.ran = 0 if tokens is None else tokens.shape[1], True
+        if call.get("past_key_values") is not None or (self.block is not None and Q > self.block):
+            self.felt = True
+        elif not call.get("use_cache") and not training:
+            self.unfelt, self.longest = self.unfelt + 1, max(self.longest, Q)
+
+    def warn_if_unfelt(self) -> None:
+        """Log that an evaluation measured the unpatched model, which nothing in its figures shows."""
+        acting = self.policy.score is not None and any(map(self.budget.evicts, range(len(self.budget.per_layer))))
+        count, self.unfelt = self.unfelt, 0
+        if not acting or self.felt or count < 2:  # one pass alone is to look at what a policy keeps
+            return
+        budgets = ", ".join(dict.fromkeys(map(str, self.budget.per_layer)))
+        _LOG.warning(
+            f"policy {self.policy.name!r}, k={budgets}: none of {count} forward passes felt the budget, so their figures "
+            "are the unpatched model's: a pass computes all of its tokens before it evicts, and nothing went on from there. "
+            f"For log-likelihoods and perplexity give block=, fewer than the {self.longest} tokens of the longest pass."
         )
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
@@ -151,6 +179,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     """`before_decoder` of any pass but a step that torch.compile sees through."""
+    settings.count(call, decoder.training)
     past = call.get("past_key_values")
     use_cache = call.get("use_cache")
     if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
@@ -178,8 +207,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         return None  # the model's own error is the right one
     if not tokens.shape[1]:
         raise KVPatchError(
-            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids the "
-            "whole text, or what is new together with an attention_mask [B, seen + new] over both."
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids "
+            "the whole text, or what is new together with an attention_mask [B, seen + new] over both."
         )
     mask = _padding_mask(call.get("attention_mask"))
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None

@@ -33,11 +33,19 @@ def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
     _check(caches)
     first, seen = caches[0], [cache.seen_B for cache in caches if cache.seen_B is not None]
     new = type(first)(
-        first.policy, first.budget, seed=first.seed, block=first.block, renumbered=first.renumbered, backend=first.choice.wanted
+        first.policy,
+        first.budget,
+        seed=first.seed,
+        block=first.block,
+        renumbered=first.renumbered,
+        backend=first.choice.wanted,
+        bounds=first.bounds,
+        parallel=first.parallel,
     )
     new.make_table, new.joined = first.make_table, True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
-    new.turns, new.turn_from_B = max(cache.turns for cache in caches), sum((cache.turn_from_B for cache in caches), [])
+    new.turns = max(cache.turns for cache in caches)
+    new.turn_from_B = [start for cache in caches for start in cache.turn_from_B]
     new.shared = _shared(caches)
     _set_steps(new, caches)
     columns, limits = int(new.seen_B.max()), _Limits()
@@ -128,7 +136,8 @@ def _check_same(index: int, first: EvictingCache, cache: EvictingCache) -> None:
     mine, theirs = settings_of(cache), settings_of(first)
     differ = [name for name in theirs if mine[name] != theirs[name]]
     shapes = [[_shape(layer) for layer in one.layers] for one in (first, cache)]
-    for words, old, new in zip(("KV heads", "head size", "dtype", "device"), *(zip(*one, strict=True) for one in shapes), strict=True):
+    names = ("KV heads", "head size", "dtype", "device")
+    for words, old, new in zip(names, *(zip(*one, strict=True) for one in shapes), strict=True):
         if old != new:
             differ.append(words)
             theirs, mine = {**theirs, words: old[0]}, {**mine, words: new[0]}
@@ -197,13 +206,17 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     if all(part.keep_BH1 is not None for part in parts):
         new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
-        of_all = [torch.ones(part.positions.shape[:2], device=part.positions.device) for part in parts]
-        new.mass_BH = torch.cat([one if part.mass_BH is None else part.mass_BH for part, one in zip(parts, of_all, strict=True)])
+        new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
     with torch.no_grad():
         _lay_out(new, parts, counts)
         _fill(new, parts)
     _open(new, counts)
+
+
+def _mass(layer: SlotLayer) -> Tensor:
+    shape, device = layer.positions.shape[:2], layer.positions.device
+    return torch.ones(shape, device=device) if layer.mass_BH is None else layer.mass_BH
 
 
 def _needs(layer: SlotLayer, counts: list[int]) -> tuple[list[int], int]:

@@ -379,7 +379,8 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             return Report.of(cache)
         if self._report is None:
-            raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
+            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._settings.ran else ""
+            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
         return self._report
 
     def remove(self) -> None:
@@ -388,3 +389,4 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             self._report, self._cache = Report.of(cache), None
         self._undo.close()
+        self._settings.warn_if_unfelt()

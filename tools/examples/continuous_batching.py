@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with kvpatch.patched(model, args.policy, args.k) as patch:
         memory = serve(model, patch, requests, args.rows, end)
     for number, one in enumerate(requests):
-        print(f"request {number}: {one.ids_1T.shape[1]:4} tokens read, {len(one.tokens):3} written, {one.steps:3} steps in the batch")
+        read, written = one.ids_1T.shape[1], len(one.tokens)
+        print(f"request {number}: {read:4} tokens read, {written:3} written, {one.steps:3} steps in the batch")
     for step in range(0, len(memory), 4):
         print(f"step {step:3}: {memory[step][0]} rows, {memory[step][1] / 1024:7.1f} KiB held")
     alone = sum(one.steps for one in requests)
