@@ -264,10 +264,12 @@ def _contains(module: nn.Module, wanted: set[int]) -> bool:
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
     for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
-        if "PREFIX" in str(getattr(config, "peft_type", "")):
+        kind = str(getattr(config, "peft_type", ""))
+        if "PREFIX" in kind or "CARTRIDGE" in kind:
+            name = "cartridges" if "CARTRIDGE" in kind else "prefix tuning"
             raise KVPatchError(
-                "PEFT's prefix tuning brings a KV cache of its own, which cannot be put on a budget; LoRA and other "
-                "adapters that change weights work."
+                f"PEFT's {name} brings a KV cache of its own, which cannot be put on a budget; LoRA and other adapters that "
+                "change weights work, and so does prompt tuning."
             )
 
 
