@@ -29,7 +29,7 @@ class Decoder:
     layers: int
     query_heads: int
     kv_heads: int
-    window: int | None = None  # row t sees key i only where t - i < window
+    window: int | None = None  # row t sees key i only where t - i < window, in every layer
     renumbers = True  # False where the position is inside the hidden state, so that a key cannot be given another one
 
     def __init__(self, model: Any) -> None:
@@ -41,6 +41,18 @@ class Decoder:
 
     def scale(self, l: int) -> float:
         raise NotImplementedError
+
+    def softcap(self, l: int) -> float | None:
+        """c, where logits become c * tanh(logit / c)."""
+        return None
+
+    def sink(self, l: int, h: int) -> Tensor | None:
+        """A logit of query head h that is in every row's softmax and belongs to no key."""
+        return None
+
+    def reach(self, l: int) -> int | None:
+        """The window of layer l."""
+        return self.window
 
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         raise NotImplementedError
