@@ -23,6 +23,8 @@ from .report import Report
 if TYPE_CHECKING:
     from .patching import Patch
 
+MISSING = object()
+
 
 class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
@@ -32,6 +34,7 @@ class Settings:
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
         self.adapter, self.max_positions = adapter, max_positions
         self.decoder_parameters: tuple[str, ...] = ()
+        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder: its own, and during a pass of ours
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -72,7 +75,7 @@ def attention_forward(
         q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
         run = attend if cache.now is not None and cache.now.traced else attend_untraced
         y_BQE = run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
-        return adapter.output(self, y_BQE.to(v.dtype)), None
+        return adapter.finish(self, adapter.output(self, y_BQE.to(v.dtype)), **call), None
 
     return forward
 
@@ -123,7 +126,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(settings.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
-    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(call, past, settings):
+    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(decoder, call, past, settings):
         return (), call
     return _begin_untraced(decoder, call, settings)
 
@@ -136,6 +139,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
     scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
     if scratch and (settings.block is None or past is not None):
+        set_aside(decoder, settings, False)
         return None  # without block=, training and cache-less forwards run the model's own code
     cache = settings.new_cache() if past is None else _own_cache(past)
     cache.scratch = scratch
@@ -162,6 +166,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         repeatable = scratch and decoder.training
         B, Q = tokens.shape[:2]
         cache.begin(B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
+    set_aside(decoder, settings, True)
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:
@@ -172,18 +177,29 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     return (), call
 
 
-def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
+def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
     """Begin a decode step that torch.compile can see through; False where it is none."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
         return False  # the untraced hook has the words for it
+    if any(getattr(decoder, name) is not ours for name, (_, ours) in settings.aside.items()):
+        return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return True
+
+
+def set_aside(decoder: nn.Module, settings: Settings, ours: bool) -> None:
+    """Give the decoder's attributes that an adapter puts aside the values of a pass of ours, or their own."""
+    for name, values in settings.aside.items():
+        if values[ours] is MISSING:
+            vars(decoder).pop(name, None)
+        else:
+            vars(decoder)[name] = values[ours]
 
 
 def _own_cache(past: object) -> EvictingCache:

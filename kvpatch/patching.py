@@ -25,13 +25,11 @@ from .backends.choice import check, check_name
 from .backends.protocol import Case
 from .cache import EvictingCache
 from .errors import KVPatchError
-from .hooks import Settings, attention_forward, before_decoder, masks_for_generate, parameters, wrap_generate
+from .hooks import MISSING, Settings, attention_forward, before_decoder, masks_for_generate, parameters, wrap_generate
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
 from .storage import load, save
-
-_MISSING = object()
 
 
 @contextmanager
@@ -262,6 +260,9 @@ class Patch:
         adapter = target.attentions[0][1]
         settings = Settings(self, adapter, adapter.max_positions(getattr(target.decoder, "config", None)))
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
+        for name, ours in adapter.aside(target.decoder).items():
+            settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
+            self._set(target.decoder, name, settings.aside[name][0])
         self._settings = settings
         hook = functools.partial(before_decoder, settings=settings)
         self._undo.callback(target.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -271,15 +272,15 @@ class Patch:
             masks = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
             self._set(generator, "create_masks_for_generate", masks)
             for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
-                self._set(generator, name, _MISSING)
+                self._set(generator, name, MISSING)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
-        before = vars(module).pop(name, _MISSING)
-        if value is not _MISSING:
+        before = vars(module).pop(name, MISSING)
+        if value is not MISSING:
             vars(module)[name] = value
 
         def undo() -> None:
-            if before is _MISSING:
+            if before is MISSING:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = before

@@ -1,13 +1,23 @@
 """One short adapter per architecture, and the table of them."""
 
 from .adapter import Adapter, adapter_of, architectures, register_arch
+from .bloom import BloomAdapter
+from .falcon import FalconAdapter
 from .gpt2 import GPT2Adapter
 from .gptj import GPTJAdapter
 from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter
 
-for _adapter in (LlamaAdapter(), MistralAdapter(), MptAdapter(), GPTJAdapter(), GPT2Adapter()):
+for _adapter in (
+    LlamaAdapter(),
+    MistralAdapter(),
+    MptAdapter(),
+    GPTJAdapter(),
+    GPT2Adapter(),
+    FalconAdapter(),
+    BloomAdapter(),
+):
     register_arch(_adapter)
 
 __all__ = ["Adapter", "adapter_of", "architectures", "register_arch"]
