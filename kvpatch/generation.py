@@ -185,7 +185,7 @@ def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
 def _virtual_tokens(model: Any) -> int:
     """Tokens that PEFT's prompt tuning will put before the prompt: while it generates, it prepares the model's inputs."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    config = getattr(wrapper, "active_peft_config", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
     return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .patching import Patch
 
 _LOG = logging.getLogger(__name__)
+MISSING = object()
 
 
 class Settings:
@@ -45,6 +46,7 @@ class Settings:
         self.transparent = not acting and self.block is None and not self.renumbered
         self.ran = self.felt = False
         self.unfelt = self.longest = 0
+        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder: its own, and during a pass of ours
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -172,7 +174,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(settings.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
-    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(call, past, settings):
+    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(decoder, call, past, settings):
         return (), call
     return _begin_untraced(decoder, call, settings)
 
@@ -183,11 +185,13 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     past = call.get("past_key_values")
     use_cache = call.get("use_cache")
     if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
+        set_aside(decoder, settings, False)
         return None
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
     scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
     if scratch and (settings.block is None or past is not None):
+        set_aside(decoder, settings, False)
         return None  # without block=, training and cache-less forwards run the model's own code
     cache = settings.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
@@ -225,6 +229,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         call["position_ids"] = cache.now.positions_BQ
     if cache.padded and table is None and "position_ids" in settings.decoder_parameters:
         cache.by_columns |= call.get("position_ids") is None
+    set_aside(decoder, settings, True)
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:
@@ -246,12 +251,14 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
     return _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
-def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
+def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
     """Begin a decode step that torch.compile can see through; False where it is none."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
         return False  # the untraced hook has the words for it
+    if any(getattr(decoder, name) is not ours for name, (_, ours) in settings.aside.items()):
+        return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.joined and not settings.renumbered:
@@ -260,6 +267,15 @@ def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> boo
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return True
+
+
+def set_aside(decoder: nn.Module, settings: Settings, ours: bool) -> None:
+    """Give the decoder's attributes that an adapter puts aside the values of a pass of ours, or their own."""
+    for name, values in settings.aside.items():
+        if values[ours] is MISSING:
+            vars(decoder).pop(name, None)
+        else:
+            vars(decoder)[name] = values[ours]
 
 
 def own_cache(past: object) -> EvictingCache:

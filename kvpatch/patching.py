@@ -26,15 +26,13 @@ from .backends.protocol import Case
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
-from .hooks import Settings, attention_forward, before_decoder, parameters
+from .hooks import MISSING, Settings, attention_forward, before_decoder, parameters
 from .parallel import Parallel, check_layers, local, parallel_of
 from .placement import device_of, replace_forward, weights
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
 from .storage import load, save
-
-_MISSING = object()
 
 
 @contextmanager
@@ -308,6 +306,9 @@ class Patch:
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         settings = Settings(self, adapter, limit, target.bounds())
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
+        for name, ours in adapter.aside(target.decoder).items():
+            settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
+            self._set(target.decoder, name, settings.aside[name][0])
         self._settings = settings
         hook = functools.partial(before_decoder, settings=settings)
         self._undo.callback(target.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -321,15 +322,15 @@ class Patch:
             for name in BATCHED if not settings.transparent else ():
                 self._set(generator, name, MethodType(refuse_batched(name), generator))
             for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
-                self._set(generator, name, _MISSING)
+                self._set(generator, name, MISSING)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
-        before = vars(module).pop(name, _MISSING)
-        if value is not _MISSING:
+        before = vars(module).pop(name, MISSING)
+        if value is not MISSING:
             vars(module)[name] = value
 
         def undo() -> None:
-            if before is _MISSING:
+            if before is MISSING:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = before

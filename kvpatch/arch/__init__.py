@@ -1,6 +1,8 @@
 """One short adapter per architecture, and the table of them."""
 
 from .adapter import Adapter, adapter_of, architectures, register_arch
+from .bloom import BloomAdapter
+from .falcon import FalconAdapter
 from .families import FAMILIES
 from .gpt2 import GPT2Adapter
 from .gptj import GPTJAdapter
@@ -9,7 +11,16 @@ from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter
 
-for _adapter in (LlamaAdapter(), MistralAdapter(), MptAdapter(), GPTJAdapter(), GPT2Adapter(), *FAMILIES):
+for _adapter in (
+    LlamaAdapter(),
+    MistralAdapter(),
+    MptAdapter(),
+    GPTJAdapter(),
+    GPT2Adapter(),
+    FalconAdapter(),
+    BloomAdapter(),
+    *FAMILIES,
+):
     register_arch(_adapter)
 
 __all__ = ["Adapter", "InterfaceAdapter", "adapter_of", "architectures", "register_arch", "routes_through_interface"]

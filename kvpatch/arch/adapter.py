@@ -41,7 +41,8 @@ class Adapter:
         """
         rest = {name: value for name, value in call.items() if name != "hidden_states"}
         project = self.project if positioned else self.plain
-        return self.output(attn, core(*project(attn, call["hidden_states"], **rest))), None
+        y_BQE = core(*project(attn, call["hidden_states"], **rest))
+        return self.finish(attn, self.output(attn, y_BQE), **rest), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         """What stands in place of the module's own attributes while it is patched."""
@@ -67,6 +68,15 @@ class Adapter:
         """The output projection."""
         assert self.projection is not None
         return getattr(attn, self.projection)(y_BQE)
+
+    def finish(self, attn: Any, out_BQE: Tensor, *args: Any, **call: Any) -> Tensor:
+        """What the attention module itself does behind the output projection, such as adding the residual."""
+        return out_BQE
+
+    def aside(self, decoder: nn.Module) -> dict[str, Any]:
+        """Attributes of the decoder and what they are during a pass through the cache: for a decoder that builds from its
+        padding mask what the cache knows better."""
+        return {}
 
     def scale(self, attn: nn.Module) -> float:
         """What logits are multiplied with."""

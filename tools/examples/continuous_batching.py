@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for step in range(0, len(memory), 4):
         print(f"step {step:3}: {memory[step][0]} rows, {memory[step][1] / 1024:7.1f} KiB held")
     alone = sum(one.steps for one in requests)
-    print(f"{len(memory)} steps for {alone} tokens; at most {max(held for _, held in memory) / 1024:.1f} KiB of keys and values")
+    most = max(held for _, held in memory) / 1024
+    print(f"{len(memory)} steps for {alone} tokens; at most {most:.1f} KiB of keys and values")
     return {"model": model, "requests": requests, "memory": memory}
 
 
