@@ -26,7 +26,7 @@ from .backends.protocol import Case
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .hooks import Settings, attention_forward, before_decoder, masks_for_generate, parameters, wrap_generate
-from .parallel import Parallel, check_layers, local, parallel_of
+from .parallel import Parallel, check_layers, parallel_of
 from .placement import device_of, replace_forward, weights
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
@@ -181,7 +181,7 @@ class _Target:
         decoder = holders[-1] if holders else model
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
-        generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+        generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
         check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
         return cls(found, decoder, generators, parallel_of(model, found))
@@ -197,7 +197,7 @@ class _Target:
         """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
         digest = hashlib.sha256()
         for name, weight in weights(self.decoder):
-            few = local(weight).flatten()[:16]
+            few = weight.flatten()[:16]
             digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
