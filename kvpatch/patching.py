@@ -27,7 +27,7 @@ from .cache import EvictingCache
 from .errors import KVPatchError
 from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
 from .hooks import MISSING, Settings, attention_forward, before_decoder, parameters
-from .parallel import Parallel, check_layers, local, parallel_of
+from .parallel import Parallel, check_layers, parallel_of
 from .placement import device_of, replace_forward, weights
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
@@ -180,10 +180,10 @@ class _Target:
         decoder = holders[-1] if holders else model
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
-        generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+        generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
         check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
-        return cls(found, decoder, generators, parallel_of(model, found))  # type: ignore[arg-type]
+        return cls(found, decoder, generators, parallel_of(model, found))
 
     def bounds(self) -> tuple[int | None, ...]:
         """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
@@ -209,7 +209,7 @@ class _Target:
         """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
         digest = hashlib.sha256()
         for name, weight in weights(self.decoder):
-            few = local(weight).flatten()[:16]
+            few = weight.flatten()[:16]
             digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
