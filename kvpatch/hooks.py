@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, masking_utils
 
-from . import compiled, joining
+from . import compiled, joinable
 from .arch import Adapter
 from .arch.site import Site
 from .attention import attend
@@ -156,13 +156,13 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         return None  # the model's own error is the right one
     if not tokens.shape[1]:
         raise KVPatchError(
-            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids the "
-            "whole text, or what is new together with an attention_mask [B, seen + new] over both."
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids "
+            "the whole text, or what is new together with an attention_mask [B, seen + new] over both."
         )
     mask = _padding_mask(call.get("attention_mask"))
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
     if cache.joined and not settings.renumbered:
-        joining.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
+        joinable.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
     if table is None:
         _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
@@ -190,7 +190,7 @@ def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> boo
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.joined and not settings.renumbered:
-        joining.place(call, cache, 1, mask, settings.decoder_parameters)
+        joinable.place(call, cache, 1, mask, settings.decoder_parameters)
     compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
