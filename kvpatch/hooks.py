@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compiled, joining
+from . import compiled, joinable
 from .arch import Adapter
 from .arch.site import Site
 from .attention import attend
@@ -217,7 +217,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     mask = _padding_mask(call.get("attention_mask"))
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
     if cache.joined and not settings.renumbered:
-        joining.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
+        joinable.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
     if table is None:
         _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
@@ -262,7 +262,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.joined and not settings.renumbered:
-        joining.place(call, cache, 1, mask, settings.decoder_parameters)
+        joinable.place(call, cache, 1, mask, settings.decoder_parameters)
     compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
