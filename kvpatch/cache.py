@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from . import compiled
 from .backends.choice import Choice
 from .errors import KVPatchError
 from .forward import Forward, cut
-from .policies import Policy
+from .parallel import WHOLE, Parallel
+from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .policies.moment import Limits
 from .policies.scopes import protect_tensor
@@ -22,6 +23,8 @@ from .slots import SlotLayer
 
 if TYPE_CHECKING:
     from .deck import Deck
+
+SLIDING = get_policy("window")
 
 
 class EvictingCache(Cache):
@@ -41,12 +44,21 @@ class EvictingCache(Cache):
         block: int | None = None,
         renumbered: bool = False,
         backend: str = "auto",
+        bounds: tuple[int | None, ...] = (),
+        parallel: Parallel = WHOLE,
     ) -> None:
         n_layers = len(budget.per_layer)
-        acting = [policy.score is not None and budget.evicts(layer) for layer in range(n_layers)]
-        super().__init__(layers=[SlotLayer(policy.statistics if on else ()) for on in acting])
+        # a layer that bounds itself by its sliding window, beside others that do not, holds that window whatever the policy
+        self.bounds = bounds or (None,) * n_layers
+        self.policies = [policy if bound is None else SLIDING for bound in self.bounds]
+        self.free = [layer for layer, bound in enumerate(self.bounds) if bound is None]
+        evicts = {layer: policy.score is not None and budget.evicts(layer) for layer in self.free}
+        acting = [evicts.get(layer, True) for layer in range(n_layers)]
+        own = zip(self.policies, acting, strict=True)
+        super().__init__(layers=[SlotLayer(one.statistics if on else ()) for one, on in own])
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.choice = block, renumbered, Choice(backend)
+        self.parallel = parallel
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.table: tuple[int, Any] | None = None
@@ -61,9 +73,13 @@ class EvictingCache(Cache):
         self.shared: Tensor | None = None
         self.steps = 0
         self.unfinished = False
+        self.drafts = False  # of an assistant: what cannot be rolled back is read again, for drafts are only tried
         self.deck: Deck | None = None
         self.deck_due = False
         self.clock: compiled.Clock | None = None
+        self.joined = False  # rows are at different places of their texts
+        self.lag_B: Tensor | None = None  # decode steps of each row less than `steps`, where a temperature asks
+        self.padded = self.by_columns = False  # some prompt was; and its positions counted the padding
         self.behind = False  # steps were taken under torch.compile that the counters here do not know of
         self.room: int | None = None  # tokens to decode in buffers of their final size
         self.limits_of: dict[tuple[object, ...], Limits] = {}
@@ -76,6 +92,11 @@ class EvictingCache(Cache):
             return self.clock.columns  # type: ignore[return-value]
         self.catch_up()
         return self.layers[layer_idx].seen
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy acts on any layer."""
+        return any(self.acting[layer] for layer in self.free)
 
     @property
     def is_compileable(self) -> bool:
@@ -113,22 +134,62 @@ class EvictingCache(Cache):
         twin.deck_due = deck is not None or self.deck_due
         return twin
 
+    @staticmethod
+    def concatenate(caches: Sequence[EvictingCache], consume: bool = False) -> EvictingCache:
+        """One cache with the rows of several, in their order, for texts that are continued together from here on.
+
+        Their texts may have any lengths: get_seq_length() of the result is the longest's, and nothing is padded. A forward
+        takes one token per row, no attention_mask (or one of the new columns alone), and position_ids only if they are
+        `next_positions()`: where they are left out they are filled in. Drop rows with batch_select_indices().
+
+        Args:
+            caches: made under one patch, each at the end of a prompt or behind generated tokens.
+            consume: empty each of them layer by layer, so that no more than one layer is held twice.
+
+        Raises:
+            KVPatchError: other settings or another model's shapes, a cache that is empty or in the middle of a prompt, that
+                was made with room=, or that read padding without position_ids.
+        """
+        from .joining import join
+
+        return join(caches, consume)
+
+    def next_positions(self, Q: int = 1) -> Tensor:
+        """Positions of each row's next Q tokens, int64 [B,Q]: the position_ids of a forward over rows of different texts.
+
+        Raises:
+            KVPatchError: the cache is empty.
+        """
+        if self.seen_B is None:
+            raise KVPatchError("The cache is empty, so that it has no rows yet: run a prompt through it first.")
+        return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
+
     def tokens(self, layer: int, n: int) -> int:
         """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
+        bound = self.bounds[layer]
+        if bound is not None:
+            return bound
         budget, policy = self.budget.tokens(layer, n), self.policy
         if policy.over_layers is None or policy.score is None:
             return budget
         least = policy.score.tail + 1 if policy.score.protects_tail else 1
         most = None if policy.schedule == "decode" else n
-        return policy.over_layers.split(budget, len(self.layers), least, most)[layer]
+        return policy.over_layers.split(budget, len(self.free), least, most)[self.free.index(layer)]
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """A score's temperature at a decode step, `ahead` of what this pass began with."""
-        score = self.policy.score
+        """A score's temperature at a decode step, `ahead` of what this pass began with; [B] where rows differ."""
+        score, lag_B = self.policy.score, self.lag_B
         assert score is not None and self.now is not None
         if self.now.traced and self.clock is not None:
-            return score.temperature(self.clock.steps + ahead, self.clock.span)
-        return score.temperature(self.now.first_step + ahead, self.new_tokens)
+            steps = self.clock.steps + ahead
+            return score.temperature(steps if lag_B is None else steps - lag_B, self.clock.span)
+        if lag_B is None:
+            return score.temperature(self.now.first_step + ahead, self.new_tokens)
+        return score.temperature(self.now.first_step + ahead - lag_B, lag_B.new_tensor(self._span()))
+
+    def _span(self) -> int:
+        """Decode steps over which a score's temperature moves."""
+        return self.new_tokens or int(getattr(self.policy.score, "generation_length", 1))
 
     # ---- one forward pass ----
 
@@ -153,7 +214,7 @@ class EvictingCache(Cache):
         self.catch_up()
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
-        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B
+        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B.to(device)
         prompt = self._prompt_columns(seen, Q)
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
@@ -173,13 +234,13 @@ class EvictingCache(Cache):
             self._check_rows(n_B, real[:, prompt - 1])
         protect = self._protect(positions, input_ids, seen) if prompt else None
         # all is well: from here on the cache changes
-        self.seen_B, self.unfinished = after, True
+        self.seen_B, self.unfinished, self.padded = after, True, self.padded or padded
         if prompt:
             self.deck = None
             if not self.turn_open:
                 self.turn_from_B, self.turn_open = before.tolist(), True
         if ends:
-            self.steps, self.deck_due = 0, self.room is None
+            self.steps, self.lag_B, self.deck_due = 0, None, self.room is None
             self.limits_of.clear()
         journalled = any(layer.record_past for layer in self.layers)
         if not journalled:
@@ -271,7 +332,7 @@ class EvictingCache(Cache):
 
     def _protect(self, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
         """bool [B,Q]: columns that the user's `protect=` marks."""
-        if self.policy.scope.protect is None or not any(self.acting):
+        if self.policy.scope.protect is None or not self.chooses:
             return None
         wanted = protect_tensor(self.policy.scope.protect).to(positions_BQ.device)
         B, Q = positions_BQ.shape
@@ -313,7 +374,7 @@ class EvictingCache(Cache):
             growing = (layer.seen + layer.slack - layer.grown for layer in self.layers if not layer.evicting)
             self.clock.limit.fill_(min(growing, default=0))
         if begun:
-            self.clock.span.fill_(self.new_tokens or int(getattr(self.policy.score, "generation_length", 1)))
+            self.clock.span.fill_(self._span())
             if self.make_table is not None:
                 self._rotary_table(1, prompt=False)  # for a step that is compiled
             if self.room is not None:
@@ -325,12 +386,12 @@ class EvictingCache(Cache):
         Raises:
             KVPatchError: the policy scores by attention that `past` does not hold, or `past` has dropped tokens.
         """
-        if any(self.acting) and self.policy.rows != "none":
+        if self.chooses and self.policy.rows != "none":
             raise KVPatchError(
                 f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: it scores tokens by the "
                 "attention of the prompt's rows, which that cache does not hold. Run the prompt inside the block."
             )
-        if any(self.acting) and self.policy.selection is not None:
+        if self.chooses and self.policy.selection is not None:
             raise KVPatchError(
                 f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: its selection weighs values "
                 "as they are read. Run the prompt inside the block."
@@ -345,7 +406,8 @@ class EvictingCache(Cache):
         seen = past.get_seq_length()
         for index, (mine, other) in enumerate(zip(self.layers, past.layers, strict=True)):
             keys, values = getattr(other, "keys", None), getattr(other, "values", None)
-            if keys is None or values is None or keys.shape[2] != seen:
+            bound = self.bounds[index]
+            if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
                 raise KVPatchError(
                     f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen."
                 )
@@ -353,10 +415,10 @@ class EvictingCache(Cache):
             real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
             if mask_BT is not None:
                 real = mask_BT[:, :seen].to(keys.device).bool()
-            positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)
-            entry = {}
-            if self.acting[index] and self.policy.score is not None:
-                entry = self.policy.score.entry(keys, positions, 1, index, self.seed)
+            positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)[:, -keys.shape[2] :]
+            entry, score = {}, self.policies[index].score
+            if self.acting[index] and score is not None:
+                entry = score.entry(keys, positions, 1, index, self.seed)
             mine.append(keys, values, positions, entry)
             mine.seen, mine.holes = seen, not bool(real.all())
             self.seen_B = positions.amax(-1) + 1
@@ -368,14 +430,21 @@ class EvictingCache(Cache):
         self.deck, self.deck_due = None, False
         self.seen_B = None if self.seen_B is None else change(self.seen_B)
         self.shared = None if self.shared is None else change(self.shared)
+        self.lag_B = None if self.lag_B is None else change(self.lag_B)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if self.seen_B is not None and not len(self.seen_B[indices]):
+            raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
         super().batch_select_indices(indices)
         self._map_rows(lambda tensor: tensor[indices, ...])
+        if self.joined and self.seen_B is not None:  # no mask counts its columns
+            self.clock, columns = None, int(self.seen_B.max())
+            for layer in self.layers:
+                layer.seen = columns
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -386,6 +455,8 @@ class EvictingCache(Cache):
         self.seen_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
         self.steps, self.unfinished = 0, False
         self.turns, self.turn_open = 0, False
+        self.joined = self.padded = self.by_columns = False
+        self.lag_B = None
         self.deck, self.deck_due = None, False
         self.clock, self.behind = None, False
         self.choice = Choice(self.choice.wanted)
@@ -406,6 +477,9 @@ class EvictingCache(Cache):
         if count == 0:
             return
         if not all(layer.can_crop(count) for layer in self.layers):
+            if self.drafts:
+                self.reset()
+                return
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."

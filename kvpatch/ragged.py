@@ -17,6 +17,7 @@ from torch import Tensor
 
 FEW = 64  # heads; of more, capacities are rounded up, so that many heads make few runs
 WASTE = 50  # by a fiftieth of their mean at most
+SPARE = 50  # a layer becomes ragged where dense slots would waste more than a fiftieth
 
 
 @dataclass
@@ -35,6 +36,11 @@ class Run:
     def of(self, rows_RD: Tensor) -> Tensor:
         """The run's part of flat keys or values, as a view [heads, capacity, D]."""
         return rows_RD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
+
+
+def wasteful(needs: list[int]) -> bool:
+    """Whether dense slots for heads that need so many would waste too much."""
+    return max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1)
 
 
 class Extents:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .policies import Policy
-from .policies.moment import Limits
+from .policies.moment import SIZES, Limits
 from .ragged import Extents
 from .slots import SlotLayer
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .patching import Patch
 
 FORMAT = "kvpatch cache 1"
-_CACHE = ("steps", "turns", "turn_from_B")
+_CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
+_ROWS = ("seen_B", "shared", "lag_B")
 _LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
 _TENSORS = ("keys", "values", "positions", "free_BH", "keep_BH1", "mass_BH")
-_LIMITS = ("first", "newest", "prompt", "deviation", "tail")
 
 
 def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
     if cache.unfinished or cache.turn_open:
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
-    tensors = {name: getattr(cache, name) for name in ("seen_B", "shared") if getattr(cache, name) is not None}
+    tensors = {name: getattr(cache, name) for name in _ROWS if getattr(cache, name) is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
@@ -54,7 +54,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     about = {
         "format": FORMAT,
         "model": model,
-        "settings": _settings(cache),
+        "settings": settings_of(cache),
         "cache": {name: getattr(cache, name) for name in _CACHE},
         "layers": layers,
     }
@@ -64,8 +64,8 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     save_file(tensors, path, metadata={"kvpatch": text, "checksum": _checksum(text, tensors)})
 
 
-def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device: torch.device) -> EvictingCache:
-    """The cache saved at `path`, under `patch`.
+def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], devices: list[torch.device]) -> EvictingCache:
+    """The cache saved at `path`, under `patch`, each layer on its own device.
 
     Raises:
         KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
@@ -73,13 +73,13 @@ def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device:
     about, tensors = _read(path)
     _compare("model", about["model"], model, path)
     cache = patch.new_cache()
-    _compare("settings", about["settings"], json.loads(json.dumps(_settings(cache))), path)
+    _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
     for name, value in about["cache"].items():
         setattr(cache, name, value)
-    cache.seen_B = tensors["seen_B"].to(device)
-    cache.shared = tensors["shared"].to(device) if "shared" in tensors else None
+    for name in _ROWS:
+        setattr(cache, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-        own = {name.split(".", 1)[1]: t.to(device) for name, t in tensors.items() if name.startswith(f"{index}.")}
+        own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described)
     cache.deck_due = True
     return cache
@@ -107,11 +107,12 @@ def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], de
 def _rows(limits: Limits | None) -> list[list[int]] | None:
     if limits is None:
         return None
-    columns = [getattr(limits, name).flatten().tolist() for name in _LIMITS]
-    return [list(row) for row in zip(*columns, limits.nominal, strict=True)]
+    columns = [getattr(limits, name).flatten().tolist() for name in SIZES]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _settings(cache: EvictingCache) -> dict[str, Any]:
+def settings_of(cache: EvictingCache) -> dict[str, Any]:
+    """What a cache was made with, as plain values."""
     return {
         "policy": described(cache.policy),
         "k": list(cache.budget.per_layer),

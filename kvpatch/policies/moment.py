@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel import WHOLE, Parallel
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Scores are float32, or float64 for a float64 model."""
@@ -28,7 +30,7 @@ class Moment:
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
     tokens, or None. empty: some slots may be empty. aligned: all heads hold the same tokens in the same slots where their
-    scores are the same.
+    scores are the same. parallel: whose heads these are, of a model that several processes share.
 
     For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
     [B,H,S], which need not be right where a mask says that they are not wanted.
@@ -45,6 +47,7 @@ class Moment:
     sliding: int | None
     empty: bool
     aligned: bool = True
+    parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
     norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
     _rows_seen: Tensor | None = field(default=None, repr=False)
@@ -67,6 +70,9 @@ class Moment:
         return self._mean
 
 
+SIZES = ("first", "newest", "prompt", "deviation", "tail", "nominal")
+
+
 @dataclass
 class Limits:
     """Sizes in tokens, clamped row by row so that the kept set is exactly the budget; int64 [B,1,1].
@@ -82,7 +88,7 @@ class Limits:
     prompt: Tensor
     deviation: Tensor
     tail: Tensor
-    nominal: list[int]
+    nominal: Tensor
     any_first: bool
     any_newest: bool
     any_prompt: bool
@@ -91,11 +97,19 @@ class Limits:
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
         """From one tuple (first, newest, prompt, deviation, tail, nominal) per row."""
-        first, newest, prompt, deviation, _, nominal = zip(*rows, strict=True)
+        first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
-        return cls(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], list(nominal), *flags, count)
+        return cls(*sizes, *flags, count)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Limits]) -> Limits:
+        """The rows of several."""
+        sizes = (torch.cat([getattr(part, name) for part in parts]) for name in SIZES)
+        flags = (any(getattr(part, name) for part in parts) for name in ("any_first", "any_newest", "any_prompt"))
+        counts = {part.deviation_count for part in parts}
+        return cls(*sizes, *flags, counts.pop() if len(counts) == 1 else None)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
         """The same with every tensor changed along its batch axis."""
