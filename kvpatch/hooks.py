@@ -179,19 +179,29 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return _begin_untraced(decoder, call, settings)
 
 
+def _enter(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
+    """`_begin`, with those attributes of the decoder in place that an adapter puts aside during a pass of ours."""
+    changed = _begin(decoder, call, settings)
+    for name, values in settings.aside.items():
+        value = values[changed is not None]
+        if value is MISSING:
+            vars(decoder).pop(name, None)
+        else:
+            vars(decoder)[name] = value
+    return changed
+
+
 def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     """`before_decoder` of any pass but a step that torch.compile sees through."""
     settings.count(call, decoder.training)
     past = call.get("past_key_values")
     use_cache = call.get("use_cache")
     if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
-        set_aside(decoder, settings, False)
         return None
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
     scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
     if scratch and (settings.block is None or past is not None):
-        set_aside(decoder, settings, False)
         return None  # without block=, training and cache-less forwards run the model's own code
     cache = settings.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
@@ -229,7 +239,6 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         call["position_ids"] = cache.now.positions_BQ
     if cache.padded and table is None and "position_ids" in settings.decoder_parameters:
         cache.by_columns |= call.get("position_ids") is None
-    set_aside(decoder, settings, True)
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:
@@ -267,15 +276,6 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return True
-
-
-def set_aside(decoder: nn.Module, settings: Settings, ours: bool) -> None:
-    """Give the decoder's attributes that an adapter puts aside the values of a pass of ours, or their own."""
-    for name, values in settings.aside.items():
-        if values[ours] is MISSING:
-            vars(decoder).pop(name, None)
-        else:
-            vars(decoder)[name] = values[ours]
 
 
 def own_cache(past: object) -> EvictingCache:
@@ -321,5 +321,5 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
 
 
 # what torch.compile must not look into: prompts, and whatever moves the cache's counters
-_begin_untraced = torch.compiler.disable(_begin, reason=compiled.ONE_GRAPH)
+_begin_untraced = torch.compiler.disable(_enter, reason=compiled.ONE_GRAPH)
 attend_untraced = torch.compiler.disable(attend, reason=compiled.ONE_GRAPH)

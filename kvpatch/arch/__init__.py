@@ -11,16 +11,8 @@ from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter
 
-for _adapter in (
-    LlamaAdapter(),
-    MistralAdapter(),
-    MptAdapter(),
-    GPTJAdapter(),
-    GPT2Adapter(),
-    FalconAdapter(),
-    BloomAdapter(),
-    *FAMILIES,
-):
+_OWN = (LlamaAdapter, MistralAdapter, MptAdapter, GPTJAdapter, GPT2Adapter, FalconAdapter, BloomAdapter)
+for _adapter in (*(kind() for kind in _OWN), *FAMILIES):
     register_arch(_adapter)
 
 __all__ = ["Adapter", "InterfaceAdapter", "adapter_of", "architectures", "register_arch", "routes_through_interface"]

@@ -69,10 +69,6 @@ class Adapter:
         assert self.projection is not None
         return getattr(attn, self.projection)(y_BQE)
 
-    def finish(self, attn: Any, out_BQE: Tensor, *args: Any, **call: Any) -> Tensor:
-        """What the attention module itself does behind the output projection, such as adding the residual."""
-        return out_BQE
-
     def aside(self, decoder: nn.Module) -> dict[str, Any]:
         """Attributes of the decoder and what they are during a pass through the cache: for a decoder that builds from its
         padding mask what the cache knows better."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import Adapter, source_module
+from .adapter import Adapter, Core, Forward, source_module
 
 
 @functools.cache
@@ -41,8 +41,9 @@ class BloomAdapter(Adapter):
 
     plain = project  # ALiBi is no part of a key
 
-    def finish(self, attn: Any, out_BQE: Tensor, residual: Tensor, **_: Any) -> Tensor:
-        return residual + nn.functional.dropout(out_BQE, attn.hidden_dropout, attn.training)
+    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
+        out_BQE, weights = super().run(attn, own, core, call, positioned)
+        return call["residual"] + nn.functional.dropout(out_BQE, attn.hidden_dropout, attn.training), weights
 
     def aside(self, decoder: Any) -> dict[str, Any]:
         return {"build_alibi_tensor": _no_alibi}
