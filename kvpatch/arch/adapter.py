@@ -41,8 +41,7 @@ class Adapter:
         """
         rest = {name: value for name, value in call.items() if name != "hidden_states"}
         project = self.project if positioned else self.plain
-        y_BQE = core(*project(attn, call["hidden_states"], **rest))
-        return self.finish(attn, self.output(attn, y_BQE), **rest), None
+        return self.output(attn, core(*project(attn, call["hidden_states"], **rest))), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         """What stands in place of the module's own attributes while it is patched."""
