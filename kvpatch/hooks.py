@@ -66,7 +66,7 @@ def attention_forward(
         if self.training and (rate := adapter.dropout(self)):
             raise KVPatchError(
                 f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
-                "in the config (attention_dropout or attn_pdrop), or train without block=."
+                "in the config (attention_dropout or attn_pdrop), train without block=, or call model.eval() to generate."
             )
         hidden_BQE = call.pop("hidden_states")
         q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
@@ -241,6 +241,11 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         compiling = _compile_wanted(kwargs, config, getattr(self, "generation_config", None))
         if _no_cache_wanted(kwargs, config):
             return run(*args, **kwargs)
+        if self.training and any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+            raise KVPatchError(
+                "generate() of a model in training mode with gradient checkpointing, which takes caches away from its layers: "
+                "call model.eval() before, and model.train() afterwards."
+            )
         past = kwargs.get("past_key_values")
         if past is None:
             cache = settings.new_cache()
