@@ -329,7 +329,7 @@ def _virtual_tokens(model: Any) -> int:
     """Tokens that PEFT's prompt tuning will put before the prompt: while it generates, it prepares the model's inputs."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config = getattr(wrapper, "active_peft_config", None)
-    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
+    return getattr(config, "num_virtual_tokens", 0) if getattr(config, "is_prompt_learning", False) else 0
 
 
 def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
