@@ -37,6 +37,8 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         _refuse_cache_implementation(kwargs, *configs)
         if _no_cache_wanted(kwargs, config) or not _takes_cache(run, kwargs):
             return run(*args, **kwargs)
+        if not settings.transparent:
+            _refuse_checkpointing(self)
         cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         if getattr(config, "is_assistant", False):
@@ -182,6 +184,14 @@ def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
         if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
             return tokens.shape[1]
     return None
+
+
+def _refuse_checkpointing(model: Any) -> None:
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise KVPatchError(
+            "generate() of a model in training mode with gradient checkpointing, which takes caches away from its layers: call "
+            "model.eval() before, and model.train() afterwards."
+        )
 
 
 def _virtual_tokens(model: Any) -> int:

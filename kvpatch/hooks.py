@@ -113,7 +113,7 @@ def attention_forward(
         if self.training and (rate := adapter.dropout(self)):
             raise KVPatchError(
                 f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
-                "in the config (attention_dropout or attn_pdrop), or train without block=."
+                "in the config (attention_dropout or attn_pdrop), train without block=, or call model.eval() to generate."
             )
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

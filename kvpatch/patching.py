@@ -178,6 +178,11 @@ class _Target:
         inside = {id(module) for module, _ in found}
         holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains(m, inside)]
         decoder = holders[-1] if holders else model
+        if next(decoder.parameters(), None) is None:
+            raise KVPatchError(
+                f"{type(decoder).__name__} has no parameters of its own: FullyShardedDataParallel keeps them in one flat "
+                "tensor. Patch the model before it is wrapped, wrap it with use_orig_params=True, or use fully_shard()."
+            )
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]

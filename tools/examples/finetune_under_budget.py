@@ -96,9 +96,9 @@ def main(
     k: Annotated[float, typer.Option(help="the budget, a share of each row")] = 0.2,
     block: Annotated[int, typer.Option(help="tokens between evictions")] = 16,
     steps: Annotated[int, typer.Option(help="of fine-tuning")] = 80,
-    rows: Annotated[int, typer.Option(help="rows of 256 tokens per step")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="falls to 0")] = 1e-3,
-    windows: Annotated[int, typer.Option(help="of held-out text to measure with")] = 48,
+    rows: Annotated[int, typer.Option(help="rows of 256 tokens per step")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="falls to 0")] = 7e-4,
+    windows: Annotated[int, typer.Option(help="of held-out text to measure with")] = 32,
     lines: Annotated[Path | None, typer.Option(help="add the runs to this file; those it has are not run again")] = None,
     write: Annotated[Path | None, typer.Option(help="write the page, here and to this file")] = None,
 ) -> list[dict[str, Any]]:
@@ -111,7 +111,8 @@ def main(
     done = [one for one in done if setting.items() <= one.items()]
     for name in ALL if models == "all" else models.split(","):
         ready = {one["seed"] for one in done if one["model"] == name}
-        for found in run(name, [seed for seed in range(seeds) if seed not in ready], given, policy, k, block):
+        wanted = [seed for seed in range(seeds) if seed not in ready]
+        for found in run(name, wanted, given, policy, k, block) if wanted else ():
             done.append(found)
             typer.echo(short(found))
             if lines:
