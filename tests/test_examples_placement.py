@@ -24,9 +24,9 @@ def layers(name):
     return LAYERS.get(name, "transformer.h")
 
 
-def logits_and_held(model, **options):
+def logits_and_held(model, fed=FED, **options):
     with kvpatch.patched(model, **options):
-        logits, cache = force(model, IDS, FED, MASK)
+        logits, cache = force(model, IDS, fed, MASK)
         return logits, [cache.positions(layer).tolist() for layer in range(len(cache.layers))]
 
 
@@ -57,7 +57,7 @@ def test_quantized_example():
 def by_map(model):
     """The second layer on disk, everything else in memory."""
     one = next(name for name in (*LAYERS.values(),) if name in dict(model.named_modules()))
-    places = {name: "cpu" for name, _ in model.named_parameters() if not name.startswith(one)}
+    places = {name.rsplit(".", 1)[0]: "cpu" for name in model.state_dict() if not name.startswith(one)}
     places |= {name: "cpu" for name, _ in model.named_modules() if name.endswith("rotary_emb")}
     places |= {f"{one}.0": "cpu", f"{one}.1": "disk"}
     dispatch_model(model, places, main_device="cpu", offload_dir=tempfile.mkdtemp())
@@ -158,20 +158,19 @@ def pair(request):
 
 
 SPREAD = (
-    {"policy": "window", "k": 0.3},
-    {"policy": "keyformer", "k": 0.3},
     {"policy": "keyformer", "k": 0.3, "shared": True},
+    {"policy": "critical_adakv", "k": 0.3, "window": 5},
+    {"policy": "h2o", "k": 0.3, "positions": "renumbered"},
+    {"policy": "keyformer", "k": 0.3},
     {"policy": "keyformer", "k": 0.3, "resample": True},
     {"policy": "scissorhands", "k": 0.3},
     {"policy": "tova", "k": 0.3},
     {"policy": "roco", "k": 0.3},
     {"policy": "key_norm", "k": 0.3},
     {"policy": "pyramidkv", "k": 0.3, "window": 5},
-    {"policy": "critical_adakv", "k": 0.3, "window": 5},
     {"policy": "adaptive(tova)", "k": 0.3},
     {"policy": "keyformer", "k": 0.3, "block": 8},
     {"policy": "h2o", "k": 0.6, "protect": [3, 5, 7]},
-    {"policy": "h2o", "k": 0.3, "positions": "renumbered"},
 )
 
 
@@ -179,14 +178,14 @@ SPREAD = (
 def test_layers_on_two_devices(pair):
     """Every layer's cache lies where the layer computes, and nothing else changes: bit for bit."""
     one, two = pair
-    for options in SPREAD:
+    for options in SPREAD if one.config.model_type == "llama" else SPREAD[:3]:
         if options.get("positions") and one.config.model_type == "gpt2":
             continue
-        expected = logits_and_held(one, **options)
+        expected = logits_and_held(one, FED[:, :3], **options)
         with kvpatch.patched(two, **options) as patch:
-            logits, cache = force(two, IDS, FED, MASK)
+            logits, cache = force(two, IDS, FED[:, :3], MASK)
             held = [cache.positions(layer).tolist() for layer in range(2)]
-            assert "window" in str(patch.report()) or patch.report().kept().any()
+            assert patch.report().kept().any()
         assert torch.equal(logits, expected[0]), options
         assert held == expected[1]
         for layer, device in enumerate((torch.device("cpu"), SECOND)):
@@ -195,7 +194,7 @@ def test_layers_on_two_devices(pair):
             assert {tensor.device for tensor in lies} == {device}
 
 
-@pytest.mark.parametrize("pair", ["llama_gqa", "mpt"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama_gqa"], indirect=True)
 def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
     """generate() with beams and lookup, clones, rows that move, saved caches, caches that are taken over."""
 
@@ -215,14 +214,13 @@ def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
     def saved(model, patch):
         patch.save_cache(force(model, IDS, FED[:, :2])[1], tmp_path / "cache.safetensors")
         cache = patch.load_cache(tmp_path / "cache.safetensors")
-        assert cache.layers[1].keys.device == device_of(model.get_submodule(layers(name) + ".1"))
+        assert cache.layers[1].keys.device == device_of(model.get_submodule("model.layers.1"))
         return model(FED[:, 2:3], past_key_values=cache).logits
 
     def taken_over(model, patch):
         cache = patch.new_cache(copy.deepcopy(pasts[model]))
         return force(model, FED[:, :3], FED[:, 3:], cache=cache)[0]
 
-    name = "mpt" if pair[0].config.model_type == "mpt" else "llama_gqa"
     pasts = {model: model(IDS, use_cache=True).past_key_values for model in pair}
     shared = {"policy": "keyformer", "k": 0.3, "shared": True}
     cases = [(rows, shared), (rows, CRITICAL), (saved, shared), (saved, CRITICAL), (taken_over, {"policy": "window", "k": 12})]
