@@ -222,7 +222,7 @@ class _Target:
         shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
         numbers = {"dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
-        return {"class": kind, **shape, **numbers, **part}
+        return {"class": kind, **part, **shape, **numbers}
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """What every layer will ask of a backend."""

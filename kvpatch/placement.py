@@ -63,7 +63,9 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):
+            yield from _parts(part)
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
