@@ -123,6 +123,23 @@ def test_schedules(policy):
             scenario(Loop(model, patch))
 
 
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("keyformer", {"shared": True, "generation_length": 9}),
+        ("keyformer", {"resample": True, "damping": 0.9, "generation_length": 9}),
+        ("keyformer", {"positions": "renumbered"}),
+        ("h2o", {"block": 5, "sinks": 2}),
+        (combined("roco", ("pyramid", "adaptive", "critical")), {"protected": 0.2, "recent": 1}),
+    ],
+    ids=["shared", "resample", "renumbered", "block", "pyramid+adaptive+critical"],
+)
+def test_options(policy, options):
+    model = make("llama_gqa", dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **options) as patch:
+        scenario(Loop(model, patch))
+
+
 def test_one_layer_for_all_where_rows_are_alike():
     """Rows that are all full share a Deck, with a temperature for each row."""
     model = make("llama_gqa", dtype=torch.float64)
