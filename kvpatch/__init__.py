@@ -7,7 +7,7 @@ Dimension key, used in names throughout (`k_BHTD`, `score_BHT`):
 
 __version__ = "0.1.0"
 
-from .arch import Adapter, architectures, register_arch
+from .arch import Adapter, InterfaceAdapter, architectures, register_arch
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .patching import Patch, patch, patched
@@ -17,6 +17,7 @@ from .report import Report
 __all__ = [
     "Adapter",
     "EvictingCache",
+    "InterfaceAdapter",
     "KVPatchError",
     "Patch",
     "Policy",

@@ -14,7 +14,8 @@ from . import compiled
 from .backends.choice import Choice
 from .errors import KVPatchError
 from .forward import Forward, cut
-from .policies import Policy
+from .parallel import WHOLE, Parallel
+from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .policies.moment import Limits
 from .policies.scopes import protect_tensor
@@ -22,6 +23,8 @@ from .slots import SlotLayer
 
 if TYPE_CHECKING:
     from .deck import Deck
+
+SLIDING = get_policy("window")
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -49,12 +52,21 @@ class EvictingCache(Cache):
         block: int | None = None,
         renumbered: bool = False,
         backend: str = "auto",
+        bounds: tuple[int | None, ...] = (),
+        parallel: Parallel = WHOLE,
     ) -> None:
         n_layers = len(budget.per_layer)
-        acting = [policy.score is not None and budget.evicts(layer) for layer in range(n_layers)]
-        super().__init__(layers=[SlotLayer(policy.statistics if on else ()) for on in acting])
+        # a layer that bounds itself by its sliding window, beside others that do not, holds that window whatever the policy
+        self.bounds = bounds or (None,) * n_layers
+        self.policies = [policy if bound is None else SLIDING for bound in self.bounds]
+        self.free = [layer for layer, bound in enumerate(self.bounds) if bound is None]
+        evicts = {layer: policy.score is not None and budget.evicts(layer) for layer in self.free}
+        acting = [evicts.get(layer, True) for layer in range(n_layers)]
+        own = zip(self.policies, acting, strict=True)
+        super().__init__(layers=[SlotLayer(one.statistics if on else ()) for one, on in own])
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.choice = block, renumbered, Choice(backend)
+        self.parallel = parallel
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.table: tuple[int, Any] | None = None
@@ -69,6 +81,7 @@ class EvictingCache(Cache):
         self.shared: Tensor | None = None
         self.steps = 0
         self.unfinished = False
+        self.drafts = False  # of an assistant: what cannot be rolled back is read again, for drafts are only tried
         self.deck: Deck | None = None
         self.deck_due = False
         self.clock: compiled.Clock | None = None
@@ -87,6 +100,11 @@ class EvictingCache(Cache):
             return self.clock.columns  # type: ignore[return-value]
         self.catch_up()
         return self.layers[layer_idx].seen
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy acts on any layer."""
+        return any(self.acting[layer] for layer in self.free)
 
     @property
     def is_compileable(self) -> bool:
@@ -158,12 +176,15 @@ class EvictingCache(Cache):
 
     def tokens(self, layer: int, n: int) -> int:
         """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
+        bound = self.bounds[layer]
+        if bound is not None:
+            return bound
         budget, policy = self.budget.tokens(layer, n), self.policy
         if policy.over_layers is None or policy.score is None:
             return budget
         least = policy.score.tail + 1 if policy.score.protects_tail else 1
         most = None if policy.schedule == "decode" else n
-        return policy.over_layers.split(budget, len(self.layers), least, most)[layer]
+        return policy.over_layers.split(budget, len(self.free), least, most)[self.free.index(layer)]
 
     def temperature(self, ahead: int) -> float | Tensor:
         """A score's temperature at a decode step, `ahead` of what this pass began with; [B] where rows differ."""
@@ -203,7 +224,7 @@ class EvictingCache(Cache):
         self.catch_up()
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
-        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B
+        before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B.to(device)
         prompt = self._prompt_columns(seen, Q)
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
@@ -321,7 +342,7 @@ class EvictingCache(Cache):
 
     def _protect(self, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
         """bool [B,Q]: columns that the user's `protect=` marks."""
-        if self.policy.scope.protect is None or not any(self.acting):
+        if self.policy.scope.protect is None or not self.chooses:
             return None
         wanted = protect_tensor(self.policy.scope.protect).to(positions_BQ.device)
         B, Q = positions_BQ.shape
@@ -376,12 +397,12 @@ class EvictingCache(Cache):
         Raises:
             KVPatchError: the policy scores by attention that `past` does not hold, or `past` has dropped tokens.
         """
-        if any(self.acting) and self.policy.rows != "none":
+        if self.chooses and self.policy.rows != "none":
             raise KVPatchError(
                 f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: it scores tokens by the "
                 "attention of the prompt's rows, which that cache does not hold. Run the prompt inside the block."
             )
-        if any(self.acting) and self.policy.selection is not None:
+        if self.chooses and self.policy.selection is not None:
             raise KVPatchError(
                 f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: its selection weighs values "
                 "as they are read. Run the prompt inside the block."
@@ -396,7 +417,8 @@ class EvictingCache(Cache):
         seen = past.get_seq_length()
         for index, (mine, other) in enumerate(zip(self.layers, past.layers, strict=True)):
             keys, values = getattr(other, "keys", None), getattr(other, "values", None)
-            if keys is None or values is None or keys.shape[2] != seen:
+            bound = self.bounds[index]
+            if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
                 raise KVPatchError(
                     f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen."
                 )
@@ -404,10 +426,10 @@ class EvictingCache(Cache):
             real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
             if mask_BT is not None:
                 real = mask_BT[:, :seen].to(keys.device).bool()
-            positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)
-            entry = {}
-            if self.acting[index] and self.policy.score is not None:
-                entry = self.policy.score.entry(keys, positions, 1, index, self.seed)
+            positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)[:, -keys.shape[2] :]
+            entry, score = {}, self.policies[index].score
+            if self.acting[index] and score is not None:
+                entry = score.entry(keys, positions, 1, index, self.seed)
             mine.append(keys, values, positions, entry)
             mine.seen, mine.holes = seen, not bool(real.all())
             self.seen_B = positions.amax(-1) + 1
@@ -470,6 +492,9 @@ class EvictingCache(Cache):
         if count == 0:
             return
         if not all(layer.can_crop(count) for layer in self.layers):
+            if self.drafts:
+                self.reset()
+                return
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."

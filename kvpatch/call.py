@@ -31,8 +31,11 @@ class Call:
         if self.slots.geometry is None:
             self.slots.geometry = site.geometry(device)
         self.geometry: Geometry = self.slots.geometry
-        self.policy = cache.policy
-        self.score = cache.policy.score if cache.acting[layer] else None
+        self.policy = cache.policies[layer]
+        self.score = self.policy.score if cache.acting[layer] else None
+        if cache.bounds[layer] is not None and (now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None):
+            # what the user asks of the policy does not concern a layer that bounds itself
+            self.now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.positions_BQ = self.now.on(device)
 
     @property
@@ -48,7 +51,8 @@ class Call:
         """What the score, the selection and `protect=` note about tokens when they enter."""
         if self.score is None:
             return {}
-        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.cache.seed)
+        first = self.cache.parallel.first(k_BHQD.shape[1])
+        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.cache.seed, first)
         entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
@@ -66,7 +70,7 @@ class Call:
         assert self.policy.selection is not None
         rows = self.slots.output_rows
         if rows is None:
-            rows, worked_out = self.site.output_rows(v_BHQD, self.group)
+            rows, worked_out = self.site.output_rows(v_BHQD, self.group, self.cache.parallel)
             self.slots.output_rows = rows if worked_out else None
         return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
 
@@ -78,7 +82,8 @@ class Call:
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
             like = k_BH1D.expand(-1, -1, AHEAD, -1)
-            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.cache.seed))
+            first = self.cache.parallel.first(like.shape[1])
+            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.cache.seed, first))
         at = slots.seen - slots.ahead[0]
         entry = {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
         return {**entry, **self.selection_entry(v_BH1D)}
@@ -113,7 +118,9 @@ class Call:
             scores=scores,
             fresh=self.score is not None and self.score.fresh,
             renumbered=self.cache.renumbered,
+            special=not self.geometry.plain,
         )
+
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
         """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
         that its head holds: keys are cached without positions and get them here, as do the queries."""
@@ -145,8 +152,7 @@ class Call:
         _, _, positions = slots.view()
         state = slots.state_view()
         if score.across_layers:
-            assert self.cache.shared is not None
-            state = {**state, score.statistics[0]: self.cache.shared.gather(-1, positions + 1)}
+            state = {**state, score.statistics[0]: self._shared(positions).gather(-1, positions + 1)}
         shared = None if self.now.traced else self.now.recent
         recent_B11 = None if shared is None else shared.get((id(slots.limits), t))
         if recent_B11 is None:
@@ -165,6 +171,7 @@ class Call:
             sliding=self.geometry.sliding,
             empty=slots.holes,
             aligned=self.policy.aligned,
+            parallel=self.cache.parallel,
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
         )
@@ -187,7 +194,8 @@ class Call:
         def place() -> tuple[Tensor, Tensor, Tensor]:
             H = slots.positions.shape[1]
             n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
-            head_NG = (n % H)[:, None] * self.group + torch.arange(self.group, device=rows_BQ.device)
+            head_N = self.cache.parallel.first(H) + n % H
+            head_NG = head_N[:, None] * self.group + torch.arange(self.group, device=rows_BQ.device)
             row_NR = rows_BQ[:, None, rows.start : rows.stop].expand(-1, H, -1).flatten(0, 1)[heads]
             return head_NG, row_NR, slots.positions.flatten(0, 1)[heads, columns]
 
@@ -234,13 +242,22 @@ class Call:
         needed = self.slots.seen + 1
         if cache.shared is None:
             cache.shared = increment.new_zeros(B, H, needed)
-        if cache.shared.shape[-1] < needed:
-            more = increment.new_zeros(B, H, needed + needed // 4 + 64 - cache.shared.shape[-1])
-            cache.shared = torch.cat([cache.shared, more], -1)
+        shared = self._shared(positions)
+        if shared.shape[-1] < needed:
+            more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
+            cache.shared = shared = torch.cat([shared, more], -1)
         index = positions + 1  # column 0 is the empty slots'
-        old = cache.shared.gather(-1, index)
+        old = shared.gather(-1, index)
         total = old * self._decay(old) + increment
-        cache.shared.scatter_(-1, index, total)
+        shared.scatter_(-1, index, total)
+
+    def _shared(self, like: Tensor) -> Tensor:
+        """The score that layers share, which goes with them from device to device."""
+        cache = self.cache
+        assert cache.shared is not None
+        if cache.shared.device != like.device:
+            cache.shared = cache.shared.to(like.device)
+        return cache.shared
 
 
 def _ranks(positions_BHT: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Deck:
         first = layers[0]
         self.L, (self.B, self.H, self.C) = len(layers), first.positions.shape
         self.device, self.sliding = first.positions.device, first.sliding
-        self.seed, self.score = cache.seed, cache.policy.score
+        self.seed, self.score, self.parallel = cache.seed, cache.policy.score, cache.parallel
         self.positions = torch.cat([layer.positions for layer in layers])
         self.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
         assert first.limits is not None
@@ -50,7 +50,7 @@ class Deck:
     def of(cls, cache: EvictingCache, group: int) -> Deck | None:
         """A Deck for `cache`, or None where its layers differ or do not evict one token per step."""
         first, score = cache.layers[0], cache.policy.score
-        if score is None or not all(cache.acting) or score.across_layers:
+        if score is None or not all(cache.acting) or score.across_layers or len(cache.free) < len(cache.layers):
             return None
         if len(cache.layers) * first.positions.numel() * group > BUFFER:
             return None
@@ -96,7 +96,8 @@ class Deck:
             coming = self.newest_B11[:, 0] + torch.arange(AHEAD, device=self.device)
             shape = (self.L * self.B, self.H, AHEAD, 1)
             like = torch.empty(1, device=self.device).expand(shape)
-            self.ahead = (seen, self.score.entry(like, coming, call.group, self.layer_of, self.seed))
+            first = self.parallel.first(self.H)
+            self.ahead = (seen, self.score.entry(like, coming, call.group, self.layer_of, self.seed, first))
         at = seen - self.ahead[0]
         return {name: tensor[:, :, at] for name, tensor in self.ahead[1].items()}
 
@@ -148,6 +149,7 @@ class Deck:
             sliding=self.sliding,
             empty=False,
             aligned=self.policy.aligned,
+            parallel=self.parallel,
             keep_BH1=self.keep_B11,
             norms=lambda known, out: self.state["norm"],
         )
@@ -164,7 +166,8 @@ class Deck:
         noise = self.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
-            head_HG = torch.arange(self.H * call.group, device=self.device).view(self.H, -1)
+            first = self.parallel.first(self.H) * call.group
+            head_HG = (first + torch.arange(self.H * call.group, device=self.device)).view(self.H, -1)
             row_N1 = self.newest_B11.expand(-1, self.H, 1).reshape(N, 1)
             return head_HG.repeat(self.L * self.B, 1), row_N1, self.positions.view(N, -1)
 

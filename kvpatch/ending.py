@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .parallel import WHOLE
 from .policies.moment import Limits
 from .policies.selection import top
 from .ragged import wasteful
@@ -28,6 +29,11 @@ def end_prompt(call: Call, past: int) -> None:
     else:
         held_BH = torch.tensor(now.n_B, device=slots.positions.device)[:, None].expand(B, H)
     fixed_BH = _fixed(call, held_BH)
+    everyone = WHOLE
+    if call.policy.over_heads is not None:  # the heads of a layer share its budget, also those on other processes
+        everyone = cache.parallel
+        held_BH, fixed_BH = everyone.heads(held_BH), everyone.heads(fixed_BH)
+        H = held_BH.shape[1]
     keep_BH = fixed_BH + torch.tensor(budget_B, device=held_BH.device)[:, None]
     over_B = (held_BH.sum(-1) > keep_BH.sum(-1)) if call.policy.over_heads else (held_BH > keep_BH).any(-1)
     over_B &= not now.keeps_all
@@ -41,27 +47,39 @@ def end_prompt(call: Call, past: int) -> None:
             assert slots.limits is not None
             moment.keep_BH1 = None  # heads share by score alone
             shared_BH = call.policy.over_heads.counts(
-                call.policy.order(moment, empty), empty, fixed_BH, budget_B, slots.limits.nominal.flatten().tolist()
+                call.policy.order(moment, empty),
+                empty,
+                fixed_BH,
+                budget_B,
+                slots.limits.nominal.flatten().tolist(),
+                everyone,
             )
             count_BH = torch.where(over_B[:, None], shared_BH, held_BH)
-        moment.keep_BH1 = count_BH[..., None]
+        moment.keep_BH1 = everyone.own(count_BH)[..., None]
         order = call.policy.order(moment, empty)
-        _note_mass(call, order, count_BH)
+        _note_mass(call, order, everyone.own(count_BH))
     elif slots.holes:
         order = slots.positions[:, :, : slots.used]
     if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; what is missing is shared out
         extra_B1 = (keep_BH - count_BH).sum(-1, keepdim=True).clamp(min=0)
         keep_BH = count_BH + extra_B1 // H + (torch.arange(H, device=held_BH.device) < extra_B1 % H)
-    _settle(call, order, count_BH, keep_BH)
+    _settle(call, order, everyone.own(count_BH), everyone.own(keep_BH), everyone.size > 1 and not _alike(count_BH, keep_BH))
 
 
-def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor) -> None:
-    """Move what is kept (`count` of each head by `order`; None: all) into buffers for what follows."""
+def _alike(count_BH: Tensor, keep_BH: Tensor) -> bool:
+    """All heads keep as many tokens, and may hold as many more."""
+    return bool((count_BH == count_BH[:1, :1]).all()) and bool((keep_BH == keep_BH[:1, :1]).all())
+
+
+def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor, uneven: bool) -> None:
+    """Move what is kept (`count` of each head by `order`; None: all) into buffers for what follows. uneven: heads differ,
+    maybe only from those of other processes: as these do, this one looks at every step for what it evicts, for a score may
+    need all of them to look together."""
     slots, now = call.slots, call.now
     counts, keeps = count_BH.flatten().tolist(), keep_BH.flatten().tolist()
     room = [k - n for k, n in zip(keeps, counts, strict=True)]
     slots.evicting = now.final and call.policy.schedule != "prompt"
-    unequal = slots.evicting and min(room) != max(room)  # some heads evict while others fill up
+    unequal = slots.evicting and (uneven or min(room) != max(room))  # some heads evict while others fill up
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
     index, kept = (None, None) if order is None else top(order, count_BH, counts)

@@ -1,16 +1,18 @@
-"""What is put on a patched model: the attention modules' forward, the decoder's pre-hook, and generate()."""
+"""What is put on a patched model: the attention modules' forward and the decoder's pre-hook. generation.py has the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, masking_utils
+from transformers import Cache
 
 from . import compiled, joinable
 from .arch import Adapter
@@ -23,23 +25,68 @@ from .report import Report
 if TYPE_CHECKING:
     from .patching import Patch
 
+_LOG = logging.getLogger(__name__)
+MISSING = object()
+
 
 class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
 
-    def __init__(self, owner: Patch, adapter: Adapter, max_positions: int | None) -> None:
+    def __init__(
+        self, owner: Patch, adapter: Adapter, max_positions: int | None, bounds: tuple[int | None, ...]
+    ) -> None:
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
-        self.adapter, self.max_positions = adapter, max_positions
+        self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
+        self.parallel = owner.parallel
         self.decoder_parameters: tuple[str, ...] = ()
+        # nothing is ever evicted and every position is the model's own: what cannot be served may run the model's own code
+        acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
+        acting = acting and self.policy.score is not None
+        self.transparent = not acting and self.block is None and not self.renumbered
+        self.ran = self.felt = False
+        self.unfelt = self.longest = 0
+        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder: its own, and during a pass of ours
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copied model evicts by the same settings
 
-    def new_cache(self) -> EvictingCache:
+    def new_cache(self, layers: int | None = None) -> EvictingCache:
+        """layers: so many of the first ones, for a model that leaves early."""
+        budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:layers])
         return EvictingCache(
-            self.policy, self.budget, seed=self.seed, block=self.block, renumbered=self.renumbered, backend=self.backend
+            self.policy,
+            budget,
+            seed=self.seed,
+            block=self.block,
+            renumbered=self.renumbered,
+            backend=self.backend,
+            bounds=self.bounds[:layers],
+            parallel=self.parallel,
+        )
+
+    def count(self, call: dict[str, Any], training: bool) -> None:
+        """Whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the longest of
+        those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+        Q, self.ran = 0 if tokens is None else tokens.shape[1], True
+        if call.get("past_key_values") is not None or (self.block is not None and Q > self.block):
+            self.felt = True
+        elif not call.get("use_cache") and not training:
+            self.unfelt, self.longest = self.unfelt + 1, max(self.longest, Q)
+
+    def warn_if_unfelt(self) -> None:
+        """Log that an evaluation measured the unpatched model, which nothing in its figures shows."""
+        acting = self.policy.score is not None and any(map(self.budget.evicts, range(len(self.budget.per_layer))))
+        count, self.unfelt = self.unfelt, 0
+        if not acting or self.felt or count < 2:  # one pass alone is to look at what a policy keeps
+            return
+        budgets = ", ".join(dict.fromkeys(map(str, self.budget.per_layer)))
+        _LOG.warning(
+            f"policy {self.policy.name!r}, k={budgets}: none of {count} forward passes felt the budget, so their figures "
+            "are the unpatched model's: a pass computes all of its tokens before it evicts, and nothing went on from there. "
+            f"For log-likelihoods and perplexity give block=, fewer than the {self.longest} tokens of the longest pass."
         )
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
@@ -68,11 +115,15 @@ def attention_forward(
                 f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
                 "in the config (attention_dropout or attn_pdrop), or train without block=."
             )
-        hidden_BQE = call.pop("hidden_states")
-        q, k, v = (adapter.plain if cache.renumbered else adapter.project)(self, hidden_BQE, **call)
-        run = attend if cache.now is not None and cache.now.traced else attend_untraced
-        y_BQE = run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1]))
-        return adapter.output(self, y_BQE.to(v.dtype)), None
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            run = attend if cache.now is not None and cache.now.traced else attend_untraced
+            return run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1])).to(v.dtype)
+
+        # a bound method belongs to the model that was patched, not to a copy of it
+        bound = previous is not None and getattr(previous, "__func__", None) is not cls.forward
+        own: Callable[..., Any] = previous if bound else functools.partial(cls.forward, self)  # type: ignore[assignment]
+        return adapter.run(self, own, core, call, positioned=not cache.renumbered)
 
     return forward
 
@@ -123,30 +174,44 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(settings.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
-    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(call, past, settings):
+    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(decoder, call, past, settings):
         return (), call
     return _begin_untraced(decoder, call, settings)
 
 
+def _enter(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
+    """`_begin`, with those attributes of the decoder in place that an adapter puts aside during a pass of ours."""
+    changed = _begin(decoder, call, settings)
+    for name, values in settings.aside.items():
+        value = values[changed is not None]
+        if value is MISSING:
+            vars(decoder).pop(name, None)
+        else:
+            vars(decoder)[name] = value
+    return changed
+
+
 def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     """`before_decoder` of any pass but a step that torch.compile sees through."""
+    settings.count(call, decoder.training)
     past = call.get("past_key_values")
     use_cache = call.get("use_cache")
+    if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
+        return None
     if use_cache is None:
         use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
     scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
     if scratch and (settings.block is None or past is not None):
         return None  # without block=, training and cache-less forwards run the model's own code
-    cache = settings.new_cache() if past is None else _own_cache(past)
+    cache = settings.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
-    if len(cache.layers) != len(settings.budget.per_layer):
+    n_layers = min(len(settings.budget.per_layer), getattr(decoder.config, "num_hidden_layers", len(cache.layers)))
+    if len(cache.layers) != n_layers:
         raise KVPatchError(
-            f"The cache was made for a model of {len(cache.layers)} layers, but this one has "
-            f"{len(settings.budget.per_layer)}: make one with this model's own patch.new_cache()."
+            f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
+            "model's own patch.new_cache()."
         )
-    if call.get("output_attentions") or (
-        call.get("output_attentions") is None and getattr(decoder.config, "output_attentions", False)
-    ):
+    if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
             "Leave it out, or look at cache.positions(layer) for what is attended to."
@@ -169,6 +234,9 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         repeatable = scratch and decoder.training
         B, Q = tokens.shape[:2]
         cache.begin(B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
+    if settings.adapter.positions_from_mask and call.get("position_ids") is None:
+        assert cache.now is not None
+        call["position_ids"] = cache.now.positions_BQ
     if cache.padded and table is None and "position_ids" in settings.decoder_parameters:
         cache.by_columns |= call.get("position_ids") is None
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
@@ -181,12 +249,25 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     return (), call
 
 
-def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
+def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
+    asked = call.get("output_attentions")
+    return bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
+
+
+def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
+    """A pass that wants attention matrices, or brings an attention pattern of its own."""
+    mask = call.get("attention_mask")
+    return _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
+
+
+def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settings: Settings) -> bool:
     """Begin a decode step that torch.compile can see through; False where it is none."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
         return False  # the untraced hook has the words for it
+    if any(getattr(decoder, name) is not ours for name, (_, ours) in settings.aside.items()):
+        return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.joined and not settings.renumbered:
@@ -197,7 +278,7 @@ def _step(call: dict[str, Any], cache: EvictingCache, settings: Settings) -> boo
     return True
 
 
-def _own_cache(past: object) -> EvictingCache:
+def own_cache(past: object) -> EvictingCache:
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
@@ -239,109 +320,6 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
         )
 
 
-# ---- generate() ----
-
-
-def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Callable[..., Any]:
-    """generate() that brings its own EvictingCache, told the prompt's length and the number of new tokens."""
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(type(self).generate, self) if previous is None else previous
-        config = kwargs.get("generation_config")
-        _refuse_cache_implementation(kwargs, config, getattr(self, "generation_config", None))
-        compiling = _compile_wanted(kwargs, config, getattr(self, "generation_config", None))
-        if _no_cache_wanted(kwargs, config):
-            return run(*args, **kwargs)
-        past = kwargs.get("past_key_values")
-        if past is None:
-            cache = settings.new_cache()
-        elif isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
-            cache = settings.new_cache()
-            cache.absorb(past, kwargs.get("attention_mask"))
-        else:
-            cache = _own_cache(past)
-        columns = _prompt_columns(args, kwargs)
-        if columns is not None:
-            # ids that only continue a cache do not count what it has seen
-            seen = cache.get_seq_length()
-            cache.prompt_len = columns if columns > seen else seen + columns
-            cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len)
-            if compiling:
-                cache.room = cache.new_tokens
-        kwargs.update(past_key_values=cache, use_cache=True)
-        kwargs.pop("cache_implementation", None)
-        try:
-            return run(*args, **kwargs)
-        finally:
-            cache.prompt_len = cache.new_tokens = None
-            settings.note(cache, finished=True)
-
-    return functools.wraps(GenerationMixin.generate)(generate)
-
-
-def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
-    asked = [kwargs.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
-    for implementation in asked:
-        if implementation not in (None, "dynamic"):
-            compiled_instead = " To compile the decode step give a compile_config." if implementation == "static" else ""
-            raise KVPatchError(
-                f"cache_implementation={implementation!r} asks for another cache; inside the block kvpatch brings its own. "
-                f"Leave it out (also in generation_config).{compiled_instead}"
-            )
-
-
-def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """generate() was asked to compile the decode step."""
-    if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
-        return False
-    asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
-    return any(one is not None for one in asked)
-
-
-def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The masks that generate() makes before a step that may be compiled: the padding mask itself, for our caches. Of a decode
-    step only the newest column, so that its shape stays."""
-
-    def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
-        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        if not isinstance(past, EvictingCache):
-            return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
-        Q = kwargs["inputs_embeds"].shape[1]
-        if mask is None or Q > 1 or past.seen_B is None:
-            return mask
-        return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides too must stay
-
-    return create_masks_for_generate
-
-
-def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
-    asked = kwargs.get("use_cache")
-    return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
-
-
-def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    for tokens in (
-        kwargs.get("inputs_embeds"),
-        args[0] if args else None,
-        kwargs.get("inputs"),
-        kwargs.get("input_ids"),
-    ):
-        if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
-            return tokens.shape[1]
-    return None
-
-
-def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
-    """generate()'s own number of new tokens, as it will resolve it."""
-    sources = [kwargs, vars(config) if config is not None else {}, vars(getattr(model, "generation_config", object()))]
-    for source in sources:
-        if source.get("max_new_tokens") is not None:
-            return int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return max(int(source["max_length"]) - prompt, 1)
-    return None
-
-
 # what torch.compile must not look into: prompts, and whatever moves the cache's counters
-_begin_untraced = torch.compiler.disable(_begin, reason=compiled.ONE_GRAPH)
+_begin_untraced = torch.compiler.disable(_enter, reason=compiled.ONE_GRAPH)
 attend_untraced = torch.compiler.disable(attend, reason=compiled.ONE_GRAPH)

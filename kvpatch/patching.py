@@ -19,19 +19,20 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
-from .arch import Adapter, adapter_of, architectures
+from .arch import Adapter, adapter_of, architectures, routes_through_interface
 from .arch.adapter import dtype_bytes
 from .backends.choice import check, check_name
 from .backends.protocol import Case
 from .cache import EvictingCache
 from .errors import KVPatchError
-from .hooks import Settings, attention_forward, before_decoder, masks_for_generate, parameters, wrap_generate
+from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
+from .hooks import MISSING, Settings, attention_forward, before_decoder, parameters
+from .parallel import Parallel, check_layers, parallel_of
+from .placement import device_of, replace_forward, weights
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
 from .storage import load, save
-
-_MISSING = object()
 
 
 @contextmanager
@@ -112,7 +113,11 @@ def patch(
             f"k is a list, but policy {chosen.name!r} divides one budget over the layers itself: give one k, or use a policy "
             "without the pyramid."
         )
-    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token())
+    if chosen.selection is not None:
+        target.check_projection()
+    budget = Budget.parse(
+        k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(), bounds=target.bounds()
+    )
     for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
         check(backend, case)
     return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend)
@@ -145,8 +150,14 @@ def _check_options(positions: object, seed: object) -> None:
 class _Target:
     """The parts of a model that are touched, found and checked."""
 
-    def __init__(self, attentions: list[tuple[nn.Module, Adapter]], decoder: nn.Module, generators: list[nn.Module]):
-        self.attentions, self.decoder, self.generators = attentions, decoder, generators
+    def __init__(
+        self,
+        attentions: list[tuple[nn.Module, Adapter]],
+        decoder: nn.Module,
+        generators: list[nn.Module],
+        parallel: Parallel,
+    ):
+        self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
 
     @classmethod
     def find(cls, model: nn.Module) -> _Target:
@@ -156,11 +167,7 @@ class _Target:
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
         found = [(module, adapter) for module in model.modules() if (adapter := adapter_of(module)) is not None]
         if not found:
-            raise KVPatchError(
-                f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}. To add one, "
-                "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
-                "kvpatch.register_arch(MyAdapter())."
-            )
+            raise KVPatchError(_unknown(model))
         for module in model.modules():
             if "_kvpatch" in vars(module):
                 raise KVPatchError(
@@ -173,8 +180,23 @@ class _Target:
         decoder = holders[-1] if holders else model
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
-        generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
-        return cls(sorted(found, key=lambda pair: pair[0].layer_idx), decoder, generators)  # type: ignore[arg-type, return-value]
+        generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+        found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
+        check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
+        return cls(found, decoder, generators, parallel_of(model, found))
+
+    def bounds(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
+        windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
+        return windows if None in windows else (None,) * len(windows)
+
+    def check_projection(self) -> None:
+        for _, adapter in self.attentions:
+            if adapter.projection is None and type(adapter).output is Adapter.output:
+                raise KVPatchError(
+                    f"Two-stage selection weighs values by the output projection, but in {adapter.name} more than that stands "
+                    "between attention and its output: use the policy without critical."
+                )
 
     def check_renumbering(self) -> None:
         for _, adapter in self.attentions:
@@ -186,14 +208,16 @@ class _Target:
     def identity(self) -> dict[str, Any]:
         """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
         digest = hashlib.sha256()
-        for name, parameter in self.decoder.named_parameters():
-            few = parameter.detach().flatten()[:16]
+        for name, weight in weights(self.decoder):
+            few = weight.flatten()[:16]
             digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         kind = type(self.decoder).__name__
         shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
-        return {"class": kind, **shape, "dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
+        numbers = {"dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
+        part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
+        return {"class": kind, **shape, **numbers, **part}
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """What every layer will ask of a backend."""
@@ -202,16 +226,34 @@ class _Target:
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            device = self.device().type
-            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered)
+            yield Case(device_of(module).type, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered)
 
-    def device(self) -> torch.device:
-        return next(self.decoder.parameters()).device
+    def devices(self) -> list[torch.device]:
+        """Where each layer's cache lies."""
+        return [device_of(module) for module, _ in self.attentions]
 
     def bytes_per_token(self) -> int:
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         return 2 * heads * head_dim * dtype_bytes(self.decoder)
+
+
+def _unknown(model: nn.Module) -> str:
+    """No adapter serves `model`: what to type instead."""
+    known = f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}. To add one, "
+    for module in model.modules():
+        if routes_through_interface(module):
+            cls = type(module)
+            name = cls.__module__.split(".")[-2]
+            return known + (
+                "register a row, for its attention goes through transformers' attention interface: "
+                f"kvpatch.register_arch(kvpatch.InterfaceAdapter({name!r}, '{cls.__module__}.{cls.__qualname__}')); then let "
+                "kvpatch.check.Checks(model).run() compare it with the unpatched model."
+            )
+    return known + (
+        "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
+        "kvpatch.register_arch(MyAdapter())."
+    )
 
 
 def _contains(module: nn.Module, wanted: set[int]) -> bool:
@@ -220,10 +262,12 @@ def _contains(module: nn.Module, wanted: set[int]) -> bool:
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
     for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
-        if "PREFIX" in str(getattr(config, "peft_type", "")):
+        kind = str(getattr(config, "peft_type", ""))
+        if "PREFIX" in kind or "CARTRIDGE" in kind:
+            name = "cartridges" if "CARTRIDGE" in kind else "prefix tuning"
             raise KVPatchError(
-                "PEFT's prefix tuning brings a KV cache of its own, which cannot be put on a budget; LoRA and other "
-                "adapters that change weights work."
+                f"PEFT's {name} brings a KV cache of its own, which cannot be put on a budget; LoRA and other adapters that "
+                "change weights work, and so does prompt tuning."
             )
 
 
@@ -242,7 +286,7 @@ class Patch:
     ) -> None:
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.backend = block, renumbered, backend
-        self._target = target
+        self.parallel, self._target = target.parallel, target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
         self._undo = ExitStack()
@@ -255,13 +299,16 @@ class Patch:
     def _install(self, target: _Target) -> None:
         for module, adapter in target.attentions:
             self._set(module, "_kvpatch", self.policy.name)
-            name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-            self._set(
-                module, name, MethodType(attention_forward(type(module), adapter, vars(module).get(name)), module)
-            )
+            for name, value in adapter.attributes(module).items():
+                self._set(module, name, value)
+            self._undo.callback(replace_forward(module, functools.partial(attention_forward, type(module), adapter)))
         adapter = target.attentions[0][1]
-        settings = Settings(self, adapter, adapter.max_positions(getattr(target.decoder, "config", None)))
+        limit = adapter.max_positions(getattr(target.decoder, "config", None))
+        settings = Settings(self, adapter, limit, target.bounds())
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
+        for name, ours in adapter.aside(target.decoder).items():
+            settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
+            self._set(target.decoder, name, settings.aside[name][0])
         self._settings = settings
         hook = functools.partial(before_decoder, settings=settings)
         self._undo.callback(target.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -270,16 +317,20 @@ class Patch:
             self._set(generator, "generate", MethodType(generate, generator))
             masks = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
             self._set(generator, "create_masks_for_generate", masks)
+            prepare = wrap_prepare_cache(vars(generator).get(PREPARE), settings)
+            self._set(generator, PREPARE, MethodType(prepare, generator))
+            for name in BATCHED if not settings.transparent else ():
+                self._set(generator, name, MethodType(refuse_batched(name), generator))
             for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
-                self._set(generator, name, _MISSING)
+                self._set(generator, name, MISSING)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
-        before = vars(module).pop(name, _MISSING)
-        if value is not _MISSING:
+        before = vars(module).pop(name, MISSING)
+        if value is not MISSING:
             vars(module)[name] = value
 
         def undo() -> None:
-            if before is _MISSING:
+            if before is MISSING:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = before
@@ -319,7 +370,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        return load(self, path, self._target.identity(), self._target.device())
+        return load(self, path, self._target.identity(), self._target.devices())
 
     def report(self) -> Report:
         """What the last run kept and cost.
@@ -331,7 +382,8 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             return Report.of(cache)
         if self._report is None:
-            raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
+            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._settings.ran else ""
+            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
         return self._report
 
     def remove(self) -> None:
@@ -340,3 +392,4 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             self._report, self._cache = Report.of(cache), None
         self._undo.close()
+        self._settings.warn_if_unfelt()

@@ -26,7 +26,10 @@ class Report:
     slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
     lengths: tokens of each row, padding left out. backends: by task, who did it
     and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
-    policy looked at it, that fell on what was kept; None where it did not look, or kept all.
+    policy looked at it, that fell on what was kept; None where it did not look, or kept all. bounds: per layer, the sliding
+    window of a layer that bounds itself, on which the policy does not act; None for the others. part: whose heads these are,
+    where several processes share a model: every number here is this process' own. felt: whether any token was computed after
+    the first eviction; those before it are as a full cache gives them.
     """
 
     policy: str
@@ -40,6 +43,9 @@ class Report:
     lengths: tuple[int, ...] = ()
     backends: dict[str, tuple[str, str]] = field(default_factory=dict)
     mass: list[Tensor | None] = field(default_factory=list)
+    bounds: tuple[int | None, ...] = ()
+    part: str = ""
+    felt: bool = True
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -48,8 +54,8 @@ class Report:
         filled = [index for index, layer in enumerate(every) if layer.is_initialized]
         layers = [every[index] for index in filled]
         full = sum(
-            layer.positions.shape[:2].numel() * tensor.shape[-1] * tensor.element_size() * layer.seen
-            for layer in layers
+            layer.positions.shape[:2].numel() * tensor.shape[-1] * tensor.element_size() * min(layer.seen, bound or layer.seen)
+            for layer, bound in zip(layers, (cache.bounds[index] for index in filled), strict=True)
             for tensor in (layer.keys, layer.values)
         )
         return cls(
@@ -63,7 +69,10 @@ class Report:
             full_nbytes=full,
             positions=[cache.positions(index) for index in filled],
             lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
+            part="" if cache.parallel.size == 1 else str(cache.parallel),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
+            bounds=tuple(cache.bounds[index] for index in filled),
+            felt=cache.turns > 1 or cache.steps > 0 or 0 < (cache.block or 0) < cache.get_seq_length(),
         )
 
     @property
@@ -102,12 +111,15 @@ class Report:
             "budget": list(self.budget),
             "backend": self.backend,
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
+            "part": self.part,
             "seen": self.seen,
             "lengths": list(self.lengths),
             "nbytes": self.nbytes,
             "full_nbytes": self.full_nbytes,
             "held": self.held().tolist(),
+            "bounds": list(self.bounds),
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
+            "felt": self.felt,
         }
 
     def __str__(self) -> str:
@@ -116,6 +128,10 @@ class Report:
             seen += f" columns; the rows' own: {_range(self.lengths)}"
         rows = [("policy", f"{self.policy} (evicts: {_WHEN.get(self.schedule, self.schedule)})"), ("tokens seen", seen)]
         rows.insert(1, ("budget", self._budget()))
+        if any(bound is not None for bound in self.bounds):
+            rows.append(("sliding layers", self._bounds()))
+        if self.part:
+            rows.append(("counted here", self.part))
         held = self.held()
         if held.numel():
             per_layer = [_range(layer.flatten().tolist()) for layer in held]
@@ -123,6 +139,8 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({self.share:.0%})"))
+        if not self.felt and self.nbytes < self.full_nbytes:
+            rows.append(("felt by", "no token: all were computed before the first eviction, as with a full cache"))
         masses = [mass for mass in self.mass if mass is not None]
         if masses:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
@@ -133,6 +151,11 @@ class Report:
             rows.append((f"  {task}", name + (f" ({why})" if why else "")))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _bounds(self) -> str:
+        own = [(layer, bound) for layer, bound in enumerate(self.bounds) if bound is not None]
+        windows = _range([bound for _, bound in own])
+        return f"{', '.join(str(layer) for layer, _ in own)} hold their own window of {windows}; the policy acts on the others"
 
     def _budget(self) -> str:
         if self.policy == "full":

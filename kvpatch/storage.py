@@ -65,8 +65,8 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
 
 
 @writable
-def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device: torch.device) -> EvictingCache:
-    """The cache saved at `path`, under `patch`.
+def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], devices: list[torch.device]) -> EvictingCache:
+    """The cache saved at `path`, under `patch`, each layer on its own device.
 
     Raises:
         KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
@@ -78,9 +78,9 @@ def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], device:
     for name, value in about["cache"].items():
         setattr(cache, name, value)
     for name in _ROWS:
-        setattr(cache, name, tensors[name].to(device) if name in tensors else None)
+        setattr(cache, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-        own = {name.split(".", 1)[1]: t.to(device) for name, t in tensors.items() if name.startswith(f"{index}.")}
+        own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described)
     cache.deck_due = True
     return cache

@@ -69,7 +69,7 @@ def agrees(
     pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
     with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, backend=backend, **options):
         logits, cache = force(model, ids, fed, mask)
-        held = [cache.positions(layer).tolist() for layer in range(2)]
+        held = [cache.positions(layer).tolist() for layer in range(len(cache.layers))]
     for row, pad in enumerate(pads):
         given_options = {key: value for key, value in options.items() if key != "generation_length"}
         want = reference.run(

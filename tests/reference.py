@@ -205,6 +205,9 @@ class Oracle:
         self.H, self.G = decoder.query_heads, decoder.query_heads // K
         if options["positions"] == "renumbered" and not decoder.renumbers:
             raise ValueError("positions='renumbered': this model's positions are learned, inside the hidden state")
+        reaches = [decoder.reach(l) for l in range(L)]
+        # Where some layers slide and others see all, the sliding ones bound themselves: the policy acts on the others.
+        self.bounded = [window is not None and None in reaches for window in reaches]
         self.marked = {i for i, chosen in enumerate(options["protect"] or []) if chosen}
         self.protect: set[int] = set()  # those of the prompts so far
         self.margin = math.inf
@@ -249,19 +252,21 @@ class Oracle:
         return set(range(self.start)) if self.turns == "each" else set()
 
     def layer_budgets(self) -> list[int | None]:
-        """The budget of each layer in this turn, in tokens."""
-        L, o = self.decoder.layers, self.options
+        """The budget of each layer in this turn, in tokens; a layer that bounds itself has none."""
+        L, o, bounded = self.decoder.layers, self.options, self.bounded
         of = self.n - self.start if self.turns == "each" else self.n
         if isinstance(self.k, Sequence):
             if "pyramid" in o["wrap"]:
                 raise ValueError("pyramid divides one budget over the layers: k cannot be a list")
             if len(self.k) != L:
                 raise ValueError(f"k has {len(self.k)} entries for {L} layers")
-            return [budget(value, of) for value in self.k]
+            return [None if bounded[l] else budget(value, of) for l, value in enumerate(self.k)]
         b = budget(self.k, of)
         if b is None or "pyramid" not in o["wrap"]:
-            return [b] * L
-        return list(pyramid(b, L, o["beta"], o.get("window", 0), None if o["schedule"] == "decode" else of))
+            return [None if bounded[l] else b for l in range(L)]
+        limit = None if o["schedule"] == "decode" else of
+        parts = iter(pyramid(b, L - sum(bounded), o["beta"], o.get("window", 0), limit))
+        return [None if bounded[l] else next(parts) for l in range(L)]
 
     # Forward
 
@@ -286,7 +291,7 @@ class Oracle:
         renumbered = self.options["positions"] == "renumbered"
         q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
         y = torch.zeros_like(q)
-        scale, window = self.decoder.scale(l), self.decoder.window
+        scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
             heads = range(g * self.G, (g + 1) * self.G)
             if renumbered:  # one table for all places of this forward, as for the positions of an ordinary one
@@ -305,7 +310,12 @@ class Oracle:
                     query = {h: self.decoder.rotate(query[h][None], cos[last_at], sin[last_at])[0] for h in heads}
                 distance = torch.tensor([place[i] - place[t] for i in seen], dtype=torch.float64)
                 x = torch.stack([keys @ query[h] * scale + self.decoder.slope(h) * distance for h in heads])
-                a = torch.softmax(x, -1)
+                x = x if cap is None else cap * torch.tanh(x / cap)
+                sinks = [self.decoder.sink(l, h) for h in heads]
+                if sinks[0] is None:
+                    a = torch.softmax(x, -1)
+                else:  # in the denominator, but no key: a row's probabilities do not sum to one
+                    a = torch.softmax(torch.cat([x, torch.stack(sinks)[:, None]], -1), -1)[:, :-1]
                 for j, h in enumerate(heads):
                     y[h, index] = a[j] @ values
                 x_of, a_of = (dict(zip(seen, matrix.T.tolist(), strict=True)) for matrix in (x, a))
@@ -335,7 +345,7 @@ class Oracle:
     def add_running(self, l: int, new: int) -> None:
         """s[i] <- damping * s[i] + the sum of f[t, i] over the `new` last rows: a whole prompt is one addition, so is
         each block and each step. With shared scores a layer adds to, and damps, the tokens that it holds itself."""
-        if self.options["score"] != "gumbel":
+        if self.options["score"] != "gumbel" or self.bounded[l]:
             return
         for g in range(self.decoder.kv_heads):
             s = self.running[l][g]
@@ -432,13 +442,24 @@ class Oracle:
             result[i] = sum(sizes) / len(sizes)
         return result
 
-    def dead(self, i: int) -> bool:
-        """No query from the next one on can see i: it has left the sliding window for good."""
-        window = self.decoder.window
+    def dead(self, l: int, i: int) -> bool:
+        """No query from the next one on can see i in layer l: it has left the sliding window for good."""
+        window = self.decoder.reach(l)
         return window is not None and self.newest + 1 - i >= window
+
+    def slide(self, l: int) -> None:
+        """A layer that bounds itself holds its window's newest tokens, whatever policy, budget and schedule are."""
+        window = self.decoder.reach(l)
+        assert window is not None
+        for g in range(self.decoder.kv_heads):
+            for i in [i for i in self.keys[l][g] if self.newest - i >= window]:
+                del self.keys[l][g][i], self.values[l][g][i]
 
     def evict(self, l: int) -> None:
         """Evict layer l's heads back to the budget, if this is a moment at which the schedule evicts."""
+        if self.bounded[l]:
+            self.slide(l)
+            return
         o, b, K = self.options, self.budgets[l], self.decoder.kv_heads
         due = o["schedule"] == "both" or (o["schedule"] == ("decode" if self.step else "prompt"))
         if b is None or not due or self.over():
@@ -466,7 +487,7 @@ class Oracle:
         free = [self.evictable(l, g, b) for g in range(K)]
         s = [self.scores(l, g, b, free[g]) for g in range(K)]
         must_stay = [counted[g] - len(free[g]) for g in range(K)]
-        counts, margin = adaptive(must_stay, s, guaranteed, K * b, self.dead)
+        counts, margin = adaptive(must_stay, s, guaranteed, K * b, partial(self.dead, l))
         self.margin = min(self.margin, margin)
         return counts
 
@@ -476,13 +497,13 @@ class Oracle:
         excess = len(self.keys[l][g]) - limit
         if excess <= 0:
             return
-        free = self.evictable(l, g, b)
+        free, dead = self.evictable(l, g, b), partial(self.dead, l)
         s = self.scores(l, g, b, free)
         if "critical" in o["wrap"]:
             c = max(0, limit - (len(self.keys[l][g]) - len(free)))  # what the protected tokens leave
-            victims, margin = two_stage(s, self.norms(l, g, free), c, o["alpha"], o["eps"], self.dead)
+            victims, margin = two_stage(s, self.norms(l, g, free), c, o["alpha"], o["eps"], dead)
         else:
-            victims, margin = worst(s, excess, self.dead)
+            victims, margin = worst(s, excess, dead)
         self.margin = min(self.margin, margin)
         for i in victims:
             del self.keys[l][g][i], self.values[l][g][i]

@@ -1,4 +1,4 @@
-"""The five architectures as the oracle needs them: everything but attention, in float64, from the model's own modules.
+"""Seven architectures as the oracle needs them: everything but attention, in float64, from the model's own modules.
 
 Two kinds of these modules round to float32 inside a float64 model: RMSNorm, and the rotary tables of Llama, Mistral and
 GPT-J. That is accepted: whoever runs the same float64 model computes with the same roundings of the same numbers, so
@@ -29,7 +29,7 @@ class Decoder:
     layers: int
     query_heads: int
     kv_heads: int
-    window: int | None = None  # row t sees key i only where t - i < window
+    window: int | None = None  # row t sees key i only where t - i < window, in every layer
     renumbers = True  # False where the position is inside the hidden state, so that a key cannot be given another one
 
     def __init__(self, model: Any) -> None:
@@ -41,6 +41,18 @@ class Decoder:
 
     def scale(self, l: int) -> float:
         raise NotImplementedError
+
+    def softcap(self, l: int) -> float | None:
+        """c, where logits become c * tanh(logit / c)."""
+        return None
+
+    def sink(self, l: int, h: int) -> Tensor | None:
+        """A logit of query head h that is in every row's softmax and belongs to no key."""
+        return None
+
+    def reach(self, l: int) -> int | None:
+        """The window of layer l."""
+        return self.window
 
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         raise NotImplementedError
@@ -176,6 +188,104 @@ class Mpt(Decoder):
         return self.model.lm_head(self.model.transformer.norm_f(x_TE))
 
 
+def alibi_slope(h: int, heads: int) -> float:
+    """Falcon's and BLOOM's: for a power of two 2^-8/heads, 2^-16/heads, ...; the heads beyond one lie between these."""
+    power = 2 ** math.floor(math.log2(heads))
+    return 2.0 ** (-8.0 * (h + 1) / power) if h < power else 2.0 ** (-4.0 * (2 * (h - power) + 1) / power)
+
+
+class Falcon(Llama):
+    """Falcon: rotary positions or ALiBi, whose slopes the model rounds to bfloat16 and scales like the logits; each KV
+    head's part of the fused projection is its queries, its key, its value."""
+
+    def __init__(self, model: Any) -> None:
+        Decoder.__init__(self, model)
+        config = model.config
+        self.layers, self.query_heads = config.num_hidden_layers, config.num_attention_heads
+        grouped = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else self.query_heads
+        self.kv_heads, self.D = grouped, config.hidden_size // self.query_heads
+
+    def slope(self, h: int) -> float:
+        if not self.model.config.alibi:
+            return 0.0
+        return torch.tensor(alibi_slope(h, self.query_heads)).bfloat16().item() / math.sqrt(self.D)
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.model.transformer.word_embeddings(ids_T)
+
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fused = self.model.transformer.h[l].self_attention.query_key_value(h_TE)
+        parts = rearrange(fused, "T (K P D) -> K P T D", K=self.kv_heads, D=self.D)
+        return parts[:, :-2].flatten(0, 1), parts[:, -2], parts[:, -1]
+
+    def tables(self, l: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        if self.model.config.alibi:
+            return Decoder.tables(self, l, positions_T)
+        cos, sin = self.model.transformer.rotary_emb(self.model.transformer.word_embeddings.weight, positions_T[None])
+        return cos[0], sin[0]
+
+    def rotate(self, x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        return x_HTD if self.model.config.alibi else super().rotate(x_HTD, cos_TD, sin_TD)
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.model.transformer.h[l].self_attention.dense(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return self.model.transformer.h[l].self_attention.dense.weight[:, h * self.D : (h + 1) * self.D].T
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        layer, config = self.model.transformer.h[l], self.model.config
+        two = config.new_decoder_architecture and config.num_ln_in_parallel_attn == 2
+        h_TE = (layer.ln_attn if two else layer.input_layernorm)(x_TE)
+        change = attention(h_TE)
+        if config.new_decoder_architecture or config.parallel_attn:
+            return x_TE + change + layer.mlp(layer.ln_mlp(x_TE) if two else h_TE)
+        return x_TE + change + layer.mlp(layer.post_attention_layernorm(x_TE + change))
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.transformer.ln_f(x_TE))
+
+
+class Bloom(Decoder):
+    """BLOOM: ALiBi; head by head the fused projection is its query, its key, its value."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.layers, self.query_heads = model.config.n_layer, model.config.n_head
+        self.kv_heads = self.query_heads
+        self.D = model.config.hidden_size // self.query_heads
+
+    def slope(self, h: int) -> float:
+        return alibi_slope(h, self.query_heads)
+
+    def scale(self, l: int) -> float:
+        return 1.0 / math.sqrt(self.D)
+
+    def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.model.transformer.word_embeddings_layernorm(self.model.transformer.word_embeddings(ids_T))
+
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fused = self.model.transformer.h[l].self_attention.query_key_value(h_TE)
+        q, k, v = rearrange(fused, "T (H P D) -> P H T D", P=3, D=self.D)
+        return q, k, v
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.model.transformer.h[l].self_attention.dense(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return self.model.transformer.h[l].self_attention.dense.weight[:, h * self.D : (h + 1) * self.D].T
+
+    def block(self, l: int, x_TE: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        layer, normed = self.model.transformer.h[l], self.model.config.apply_residual_connection_post_layernorm
+        h_TE = layer.input_layernorm(x_TE)
+        x_TE = (h_TE if normed else x_TE) + attention(h_TE)
+        h_TE = layer.post_attention_layernorm(x_TE)
+        return layer.mlp(h_TE, h_TE if normed else x_TE)  # the module adds its second argument, the residual
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.transformer.ln_f(x_TE))
+
+
 class Gptj(Decoder):
     """GPT-J: rotary over the first rotary_dim numbers of a head, in pairs of neighbours, from the model's own
     table; attention and MLP both read the same normed input."""
@@ -268,6 +378,8 @@ FAMILIES: dict[str, type[Decoder]] = {
     "MptForCausalLM": Mpt,
     "GPTJForCausalLM": Gptj,
     "GPT2LMHeadModel": Gpt2,
+    "FalconForCausalLM": Falcon,
+    "BloomForCausalLM": Bloom,
 }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ArceeConfig, ArceeForCausalLM
+from transformers import Jais2Config, Jais2ForCausalLM
 
 import kvpatch
 from kvpatch import tables
@@ -78,7 +78,7 @@ def test_the_policy_of_the_example_keeps_even_positions(names):
 
 
 def test_the_adapter_of_the_example_is_right(names):
-    config = ArceeConfig(
+    config = Jais2Config(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=48,
@@ -87,9 +87,11 @@ def test_the_adapter_of_the_example_is_right(names):
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
-    model = ArceeForCausalLM(config).eval()
-    with pytest.raises(kvpatch.KVPatchError, match="No adapter for ArceeForCausalLM"):
+    model = Jais2ForCausalLM(config).eval()
+    with pytest.raises(kvpatch.KVPatchError, match="No adapter for Jais2ForCausalLM.*register a row") as error:
         Checks(model)
+    recipe = "kvpatch.InterfaceAdapter('jais2', 'transformers.models.jais2.modeling_jais2.Jais2Attention')"
+    assert f"kvpatch.register_arch({recipe})" in str(error.value)
     exec(_block("register_arch"), names)
     assert [result for result in Checks(model).run() if not result.passed] == []
 

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -65,6 +69,15 @@ def _gpt2(layers: int) -> GPT2LMHeadModel:
     )
 
 
+def _falcon(layers: int, **kind: Any) -> FalconForCausalLM:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": layers}
+    return FalconForCausalLM(FalconConfig(**sizes, ffn_hidden_size=48, max_position_embeddings=512, **kind, **IDS))
+
+
+def _bloom(layers: int) -> BloomForCausalLM:
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4, n_layer=layers, **IDS))
+
+
 MODELS: dict[str, Callable[[int], Any]] = {
     "llama": _llama,
     "llama_gqa": lambda layers: _llama(layers, 4, 2),
@@ -75,13 +88,20 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "gptj": _gptj,
     "gpt2": _gpt2,
 }
+# tested like those above, by tests/test_falcon_bloom.py
+MORE: dict[str, Callable[[int], Any]] = {
+    "falcon": lambda layers: _falcon(layers, multi_query=True, parallel_attn=True),
+    "falcon_gqa": lambda layers: _falcon(layers, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_alibi": lambda layers: _falcon(layers, multi_query=False, parallel_attn=False, alibi=True, bias=True),
+    "bloom": _bloom,
+}
 FIVE = ("llama_gqa", "mistral_sliding", "mpt", "gptj", "gpt2")
 
 
 def make(name: str, *, layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A model of two layers with weights large enough that attention is far from uniform."""
     torch.manual_seed(seed)
-    model = MODELS[name](layers).eval()
+    model = {**MODELS, **MORE}[name](layers).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -1,13 +1,18 @@
 """One short adapter per architecture, and the table of them."""
 
 from .adapter import Adapter, adapter_of, architectures, register_arch
+from .bloom import BloomAdapter
+from .falcon import FalconAdapter
+from .families import FAMILIES
 from .gpt2 import GPT2Adapter
 from .gptj import GPTJAdapter
+from .interface import InterfaceAdapter, routes_through_interface
 from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter
 
-for _adapter in (LlamaAdapter(), MistralAdapter(), MptAdapter(), GPTJAdapter(), GPT2Adapter()):
+_OWN = (LlamaAdapter, MistralAdapter, MptAdapter, GPTJAdapter, GPT2Adapter, FalconAdapter, BloomAdapter)
+for _adapter in (*(kind() for kind in _OWN), *FAMILIES):
     register_arch(_adapter)
 
-__all__ = ["Adapter", "adapter_of", "architectures", "register_arch"]
+__all__ = ["Adapter", "InterfaceAdapter", "adapter_of", "architectures", "register_arch", "routes_through_interface"]

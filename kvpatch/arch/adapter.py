@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import KVPatchError
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Forward = Callable[..., Any]
 
 
 class Adapter:
@@ -17,15 +21,31 @@ class Adapter:
     name: what `architectures()` lists. classes: qualified names of the attention modules it serves, as
     "package.module.ClassName"; their forward must find the cache among its arguments and return (output, weights).
     projection: the attribute that holds the output projection, if it is one module. renumbers: whether keys can be cached
-    without positions (`plain`, `rotary_table` and `rotate` are filled in); why_not says why they cannot.
+    without positions (`plain`, `rotary_table` and `rotate` are filled in); why_not says why they cannot. positions_from_mask:
+    the decoder counts positions in the padding mask, which it does not get here, so that they are handed to it.
     """
 
-    name: ClassVar[str]
-    classes: ClassVar[tuple[str, ...]]
-    summary: ClassVar[str] = ""
-    projection: ClassVar[str | None] = None
-    renumbers: ClassVar[bool] = False
-    why_not: ClassVar[str] = "its adapter does not project keys without positions"
+    name: str
+    classes: tuple[str, ...]
+    summary: str = ""
+    projection: str | None = None
+    renumbers: bool = False
+    why_not: str = "its adapter does not project keys without positions"
+    positions_from_mask: bool = False
+
+    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
+        """What the module's forward returns, with `core` in place of its attention.
+
+        own: that forward; call: its arguments, by name. core: attention of queries [B,H*G,Q,D], keys and values [B,H,Q,D]
+        through the cache -> [B,Q,H*G*D]. positioned: False where keys are cached without positions.
+        """
+        rest = {name: value for name, value in call.items() if name != "hidden_states"}
+        project = self.project if positioned else self.plain
+        return self.output(attn, core(*project(attn, call["hidden_states"], **rest))), None
+
+    def attributes(self, attn: Any) -> dict[str, Any]:
+        """What stands in place of the module's own attributes while it is patched."""
+        return {}
 
     def project(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B,H*G,Q,D] and keys, values [B,H,Q,D] with positions applied. `call`: the forward's arguments."""
@@ -48,6 +68,11 @@ class Adapter:
         assert self.projection is not None
         return getattr(attn, self.projection)(y_BQE)
 
+    def aside(self, decoder: nn.Module) -> dict[str, Any]:
+        """Attributes of the decoder and what they are during a pass through the cache: for a decoder that builds from its
+        padding mask what the cache knows better."""
+        return {}
+
     def scale(self, attn: nn.Module) -> float:
         """What logits are multiplied with."""
         return attn.scaling  # type: ignore[return-value]
@@ -58,6 +83,14 @@ class Adapter:
 
     def sliding(self, attn: nn.Module) -> int | None:
         """Tokens that a query sees, itself included; None for all."""
+        return None
+
+    def softcap(self, attn: nn.Module) -> float | None:
+        """c where logits x become c * tanh(x / c) before any mask; None for x as it is."""
+        return None
+
+    def sinks(self, attn: nn.Module) -> Tensor | None:
+        """A logit of each query head [H*G] that takes its share of the softmax and belongs to no key; None without."""
         return None
 
     def dropout(self, attn: nn.Module) -> float:

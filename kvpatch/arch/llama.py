@@ -14,7 +14,7 @@ from .adapter import Adapter, heads_first, source_module
 class LlamaAdapter(Adapter):
     name = "llama"
     summary = "Llama 1 to 3 and their kin: rotary positions, GQA and MQA"
-    classes = ("transformers.models.llama.modeling_llama.LlamaAttention",)
+    classes: tuple[str, ...] = ("transformers.models.llama.modeling_llama.LlamaAttention",)
 
     projection = "o_proj"
     renumbers = True

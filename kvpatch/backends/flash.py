@@ -34,6 +34,8 @@ class Refused(RuntimeError):
 
 def reason(task: Task, case: Case) -> str | None:
     """Why no flash kernel can do it; None if one can."""
+    if case.special:
+        return "it has neither capped logits nor attention sinks"
     if task in ("statistics", "decode"):
         return "flash-attn returns no score statistics: triton or torch gather them"
     if case.device != "cuda":

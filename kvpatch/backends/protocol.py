@@ -42,11 +42,22 @@ class Keys:
 
 @dataclass
 class Geometry:
-    """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens."""
+    """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens.
+
+    softcap: logits x become softcap * tanh(x / softcap) before any mask [Gemma 2]. sinks_HG: a logit of each query head that
+    takes its share of the softmax and belongs to no key [gpt-oss].
+    """
 
     scale: float
     slopes_HG: Tensor | None
     sliding: int | None
+    softcap: float | None = None
+    sinks_HG: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the probabilities are a softmax over scaled products, biases and masks alone, as kernels compute it."""
+        return self.softcap is None and self.sinks_HG is None
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ class Case:
 
     device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
     came before this piece of a prompt. gradients: the output must be differentiable. scores: a step's probabilities are
-    wanted. fresh: so is noise drawn for every query and key. renumbered: positions are ranks, new at every step.
+    wanted. fresh: so is noise drawn for every query and key. renumbered: positions are ranks, new at every step. special:
+    logits are capped, or a sink takes part in the softmax.
     """
 
     device: str
@@ -70,6 +82,7 @@ class Case:
     scores: bool = False
     fresh: bool = False
     renumbered: bool = False
+    special: bool = False
 
 
 class Backend(Protocol):

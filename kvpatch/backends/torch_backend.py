@@ -67,6 +67,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Exact attention of a prompt [B,H,G,Q,D] and, where a kernel returns it under the same logits, the log-sum-exp
     [B,H,G,Q]. rows_BQ: positions of the queries, -1 for padding."""
+    if not geometry.plain:
+        return _attend_special(q_BHGQD, keys, rows_BQ, geometry), None
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     B, H, G, Q, _ = q_BHGQD.shape
     square = keys.past == 0 and (geometry.sliding is None or geometry.sliding >= Q)
@@ -125,6 +127,38 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     return torch.cat(outs, 3).to(dtype)
 
 
+def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
+    """Attention with capped logits or sinks, over blocks of rows of at most MASK_BLOCK logits."""
+    assert geometry.slopes_HG is None, "no architecture has both"
+    B, H, G, Q, _ = q_BHGQD.shape
+    dtype = accumulator(q_BHGQD.dtype)
+    k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
+    size = max(MASK_BLOCK // (B * H * G * keys.k_BHTD.shape[2]), 1)
+    outs = []
+    for start in range(0, Q, size):
+        stop = min(start + size, Q)
+        lo, hi = _columns(keys, geometry, start, stop)
+        x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
+        visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
+        p = _weights(_capped(x, geometry).masked_fill(~visible, -torch.inf), geometry)
+        outs.append(p @ v[:, :, :, lo:hi])
+    return torch.cat(outs, 3).to(q_BHGQD.dtype)
+
+
+def _capped(x: Tensor, geometry: Geometry) -> Tensor:
+    """Scaled logits, capped where the layer caps them."""
+    return x if geometry.softcap is None else geometry.softcap * torch.tanh(x / geometry.softcap)
+
+
+def _weights(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
+    """The softmax of logits [B,H,G,...,M], less what goes to a sink. sinks: for logits of another layout."""
+    if geometry.sinks_HG is None:
+        return x.softmax(-1)
+    if sinks is None:
+        sinks = geometry.sinks_HG.view(*geometry.sinks_HG.shape, *(1,) * (x.ndim - 3))
+    return torch.cat([x, sinks.to(x.dtype).expand(*x.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+
+
 def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
     """Key columns that rows [start, stop) can see at all."""
     lo = 0
@@ -172,6 +206,7 @@ def observe(
     lse_NGQ = None if lse is None else lse.flatten(0, 1)
     out_NGQD = None if out is None else out.view(B * H, G, Q, -1)
     mask = _Mask(keys, rows_BQ, geometry)
+    sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
     for n0 in range(0, B * H, heads):
         n1 = min(n0 + heads, B * H)
         q, kt, v = q_NGQD[n0:n1].to(dtype), k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
@@ -179,14 +214,17 @@ def observe(
             lo, hi = _columns(keys, geometry, start, stop)
             rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
             if lse_NGQ is None:
-                x = torch.bmm(rows, kt[:, :, lo:hi]).mul_(geometry.scale)
+                x = _capped(torch.bmm(rows, kt[:, :, lo:hi]).mul_(geometry.scale), geometry)
             else:
                 minus = -rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1").to(dtype)
                 x = torch.baddbmm(minus, rows, kt[:, :, lo:hi], alpha=geometry.scale)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = (x[:, 0] > -torch.inf).sum(-1) if count else None
-            p = x.softmax(-1) if lse_NGQ is None else x.exp_()
+            if lse_NGQ is None:
+                p = _weights(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
+            else:
+                p = x.exp_()
             mask.zero_padding(p, n0, n1, start, stop)
             if out_NGQD is not None:
                 block = torch.bmm(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi])
@@ -241,13 +279,14 @@ def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_B
     The log-sum-exp of the rows is not needed here."""
     dtype = accumulator(q_BHGWD.dtype)
     x = torch.einsum("bhgwd,bhtd->bhgwt", q_BHGWD.to(dtype), keys.k_BHTD.to(dtype)) * geometry.scale
+    x = _capped(x, geometry)
     positions, rows = keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None]
     if geometry.slopes_HG is not None:
         x = x + geometry.slopes_HG[None, :, :, None, None].to(dtype) * (positions - rows)
     visible = (positions >= 0) & (positions <= rows)
     if geometry.sliding is not None:
         visible = visible & (rows - positions < geometry.sliding)
-    return x.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(rows < 0, 0.0).sum(3).mean(2)
+    return _weights(x.masked_fill(~visible, -torch.inf), geometry).masked_fill(rows < 0, 0.0).sum(3).mean(2)
 
 
 # ---- decode ----
@@ -267,14 +306,15 @@ def step(
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
     out = None
-    if exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
+    if geometry.plain and exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
     x = torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2)).to(accumulator(q_BHGD.dtype))
+    x = _capped(x, geometry)
     x = x if bias is None else x.add_(bias)
-    if buffer is None or x.requires_grad:
-        p = x.softmax(-1)
+    if buffer is None or x.requires_grad or not geometry.plain:
+        p = _weights(x, geometry)
         if buffer is not None:
             buffer.copy_(p.detach())
     else:
@@ -295,7 +335,9 @@ def _ragged_step(
     masked = masked or extents.uneven
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
     bias = None if bias is None else bias.flatten(0, 1)
-    q_NGD, exact = q_BHGD.flatten(0, 1), geometry.slopes_HG is None  # a half cannot hold ALiBi's bias
+    # a half cannot hold ALiBi's bias
+    q_NGD, exact = q_BHGD.flatten(0, 1), geometry.slopes_HG is None and geometry.plain
+    sinks_NG1 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[..., None]
     q_NGD = q_NGD if exact and q_BHGD.dtype != dtype else q_NGD * geometry.scale
     out, p = torch.empty_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
     for run in extents.runs:
@@ -309,7 +351,9 @@ def _ragged_step(
                 continue
             q = q * geometry.scale
         x = torch.bmm(q, k.transpose(1, 2)).to(dtype)
-        weights = (x if mask is None else x + mask).softmax(-1)
+        x = _capped(x, geometry)
+        sinks = None if sinks_NG1 is None else sinks_NG1[run.heads]
+        weights = _weights(x if mask is None else x + mask, geometry, sinks)
         if not exact or q.dtype == dtype:
             out[run.heads] = torch.bmm(weights.to(v.dtype), v)
         if p is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..parallel import WHOLE, Parallel
 from .budgets import share
 from .selection import FIRST, LAST, in_top
 
@@ -75,13 +76,23 @@ class Adaptive:
             raise KVPatchError(f"floor={self.floor!r} must be a share of the uniform budget, in [0, 1].")
 
     def counts(
-        self, order_BHT: Tensor, empty_BHT: Tensor | None, fixed_BH: Tensor, budget_B: list[int], nominal_B: list[int]
+        self,
+        order_BHT: Tensor,
+        empty_BHT: Tensor | None,
+        fixed_BH: Tensor,
+        budget_B: list[int],
+        nominal_B: list[int],
+        everyone: Parallel = WHOLE,
     ) -> Tensor:
-        """Tokens that each head may keep, int64 [B,H].
+        """Tokens that each head may keep, int64 [B,H], H the heads of the whole layer.
 
-        order: the selection's (see selection.py). fixed: tokens of each head that are kept outside the budget. nominal:
-        protected sizes, clamped inside the budget.
+        order: the selection's (see selection.py); of heads that several processes have (`everyone`) this one's, as is `empty`.
+        fixed: tokens of each head of the layer that are kept outside the budget. nominal: protected sizes, clamped inside the
+        budget.
         """
+        order_BHT = everyone.heads(order_BHT, empty=FIRST)
+        if empty_BHT is not None:
+            empty_BHT = everyone.heads(empty_BHT, empty=True)
         B, H, T = order_BHT.shape
         at_least = [max(share(float(self.floor), b), p) for b, p in zip(budget_B, nominal_B, strict=True)]
         least_BH = fixed_BH + torch.tensor(at_least, device=order_BHT.device)[:, None]

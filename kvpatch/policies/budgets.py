@@ -54,13 +54,16 @@ class Budget:
     per_layer: tuple[int | float, ...]
 
     @classmethod
-    def parse(cls, k: object, *, n_layers: int, bytes_per_token: int) -> Budget:
+    def parse(
+        cls, k: object, *, n_layers: int, bytes_per_token: int, bounds: Sequence[int | None] = ()
+    ) -> Budget:
         """Check `k` and turn sizes into tokens.
 
         Args:
             k: float, int, size string, or a sequence of `n_layers` of them.
             n_layers: decoder layers of the model.
             bytes_per_token: bytes of the keys and values of one token in one layer (all KV heads).
+            bounds: tokens of each layer that bounds itself, None for the others: a size is what all of them hold together.
 
         Raises:
             KVPatchError: anything else.
@@ -72,7 +75,9 @@ class Budget:
                 check_k(entry, f"k[{i}]")
             return cls(tuple(_tokens(entry, bytes_per_token) for entry in k))
         check_k(k)
-        return cls((_tokens(k, bytes_per_token * n_layers),) * n_layers)  # type: ignore[arg-type]
+        taken = [bound for bound in bounds if bound is not None]
+        free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
+        return cls((_tokens(k, bytes_per_token * free, reserved),) * n_layers)  # type: ignore[arg-type]
 
     def evicts(self, layer: int) -> bool:
         """False where this layer's budget is the float 1.0, which never evicts, however long the text."""
@@ -83,11 +88,12 @@ class Budget:
         return max(1, share(self.per_layer[layer], n))
 
 
-def _tokens(k: int | float | str, bytes_per_token: int) -> int | float:
+def _tokens(k: int | float | str, bytes_per_token: int, reserved: int = 0) -> int | float:
     if not isinstance(k, str):
         return k
     size = parse_bytes(k)
     assert size is not None  # check_k has passed
-    if size < bytes_per_token:
-        raise KVPatchError(f"k={k!r} holds no token: one token of this model takes {bytes_per_token} bytes.")
-    return size // bytes_per_token
+    if size - reserved < bytes_per_token:
+        sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
+        raise KVPatchError(f"k={k!r} holds no token: one token of this model takes {bytes_per_token} bytes{sliding}.")
+    return (size - reserved) // bytes_per_token

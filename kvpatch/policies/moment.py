@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel import WHOLE, Parallel
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Scores are float32, or float64 for a float64 model."""
@@ -28,7 +30,7 @@ class Moment:
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
     tokens, or None. empty: some slots may be empty. aligned: all heads hold the same tokens in the same slots where their
-    scores are the same.
+    scores are the same. parallel: whose heads these are, of a model that several processes share.
 
     For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
     [B,H,S], which need not be right where a mask says that they are not wanted.
@@ -45,6 +47,7 @@ class Moment:
     sliding: int | None
     empty: bool
     aligned: bool = True
+    parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
     norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
     _rows_seen: Tensor | None = field(default=None, repr=False)

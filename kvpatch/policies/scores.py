@@ -71,8 +71,11 @@ class Score:
         is one."""
         return 1.0
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
-        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]. layer: a number, or one per row [B]."""
+    def entry(
+        self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
+    ) -> dict[str, Tensor]:
+        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]. layer: a number, or one per row [B]. first: the
+        number of the first head, where others are on other processes."""
         return {}
 
     def check(self) -> None:
@@ -94,7 +97,8 @@ class Random(Score):
     is_weight: ClassVar[bool] = True
 
     def value(self, moment: Moment) -> Tensor:
-        head = torch.arange(moment.positions_BHS.shape[1], device=moment.positions_BHS.device)
+        H = moment.positions_BHS.shape[1]
+        head = moment.parallel.first(H) + torch.arange(H, device=moment.positions_BHS.device)
         return noise.uniform(moment.seed, moment.layer, head[None, :, None], moment.newest_B11, moment.positions_BHS)
 
 
@@ -221,16 +225,18 @@ class Last(Score):
         last = moment.state["tail"]
         if self.heads == "each":
             return last
+        everyone = moment.parallel
         if moment.aligned:
-            return last.mean(1, keepdim=True).expand_as(last)
+            return everyone.heads(last).mean(1, keepdim=True).expand_as(last)
         # heads hold different tokens: added up by position, in as many bins as there are slots
+        S, last = last.shape[-1], everyone.heads(last, empty=0)
         B, H, _ = last.shape
-        position, index = moment.positions_BHS.flatten(1).sort(-1)
+        position, index = everyone.heads(moment.positions_BHS, empty=-1).flatten(1).sort(-1)
         change = position != position.roll(1, -1)
         bins = torch.empty_like(index).scatter_(-1, index, change.long().cumsum(-1) - 1)
         bins = bins.clamp(min=0)
         total = torch.zeros_like(last.flatten(1)).scatter_add_(1, bins, last.flatten(1))
-        return (total / H).gather(-1, bins).view_as(last)
+        return everyone.own((total / H).gather(-1, bins).view_as(last))[..., :S]
 
 
 @dataclass(frozen=True)
@@ -351,13 +357,15 @@ class GumbelSoftmax(Score):
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
+    def entry(
+        self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
+    ) -> dict[str, Tensor]:
         if self.noise == "none" or self.fresh:
             return {}
         B, H, Q = k_BHQD.shape[:3]
         if self.noise == "constant":
             return {"noise": torch.full((B, H, Q, group), noise.GUMBEL_MEAN, device=k_BHQD.device).exp()}
-        head = rearrange(torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
+        head = rearrange(first * group + torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
         layer = rearrange(layer, "b -> b 1 1 1") if isinstance(layer, Tensor) else layer
         u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
         return {"noise": self._distributed(u).exp()}  # that is how it is used, at every step
@@ -370,7 +378,9 @@ class GumbelSoftmax(Score):
 class KeyNorm(Score):
     """s[i] = -||k_i||_2 of the cached key: a cheap baseline that needs no attention."""
 
-    def entry(self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int) -> dict[str, Tensor]:
+    def entry(
+        self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
+    ) -> dict[str, Tensor]:
         return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}
 
     def value(self, moment: Moment) -> Tensor:

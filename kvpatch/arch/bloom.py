@@ -1,0 +1,61 @@
+"""BLOOM: ALiBi, one fused projection interleaved by heads; the attention module adds the residual itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import Adapter, Core, Forward, source_module
+
+
+@functools.cache
+def _slopes(build: Callable[[Tensor, int, torch.dtype], Tensor], num_heads: int) -> Tensor:
+    """From the model's own table for two tokens: the newer one's bias is the slope."""
+    return build(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)[:, 0, 1]
+
+
+def alibi_slopes(attn: Any) -> Tensor:
+    """The slopes of a model that builds its ALiBi from the padding mask."""
+    return _slopes(source_module(attn).build_alibi_tensor, attn.num_heads)
+
+
+def _no_alibi(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    return mask
+
+
+class BloomAdapter(Adapter):
+    name = "bloom"
+    summary = "BLOOM: ALiBi"
+    classes = ("transformers.models.bloom.modeling_bloom.BloomAttention",)
+
+    projection = "dense"
+    renumbers = True
+
+    def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_heads, 3, attn.head_dim)).transpose(1, 2).unbind(3)
+        return q, k, v
+
+    plain = project  # ALiBi is no part of a key
+
+    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
+        out_BQE, weights = super().run(attn, own, core, call, positioned)
+        return call["residual"] + nn.functional.dropout(out_BQE, attn.hidden_dropout, attn.training), weights
+
+    def aside(self, decoder: Any) -> dict[str, Any]:
+        return {"build_alibi_tensor": _no_alibi}
+
+    def scale(self, attn: Any) -> float:
+        return attn.inv_norm_factor
+
+    def slopes(self, attn: Any) -> Tensor | None:
+        return alibi_slopes(attn)
+
+    def dropout(self, attn: Any) -> float:
+        return attn.attention_dropout.p
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        return attn.num_heads, attn.head_dim

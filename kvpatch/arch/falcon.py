@@ -1,0 +1,51 @@
+"""Falcon: rotary positions or ALiBi; one fused projection whose heads may share keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .bloom import alibi_slopes
+from .llama import LlamaAdapter
+
+
+class FalconAdapter(LlamaAdapter):
+    name = "falcon"
+    summary = "Falcon: rotary positions or ALiBi, MQA and GQA"
+    classes = (
+        "transformers.models.falcon.modeling_falcon.FalconAttention",
+        "transformers.models.falcon.modeling_falcon.FalconFlashAttention2",
+    )
+
+    projection = "dense"
+
+    def project(
+        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **call: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return (self.plain if attn.config.alibi else super().project)(attn, hidden_BQE, position_embeddings=position_embeddings)
+
+    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        # every KV head's queries, then its key and its value
+        qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
+        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        return x_BHTD if attn.config.alibi else super().rotate(attn, x_BHTD, places_BHT, table)
+
+    def scale(self, attn: Any) -> float:
+        return attn.inv_norm_factor
+
+    def slopes(self, attn: Any) -> Tensor | None:
+        """The model's own, which it rounds to bfloat16 (and, from position 256 on, their products with positions too)."""
+        return alibi_slopes(attn) * attn.inv_norm_factor if attn.config.alibi else None
+
+    def aside(self, decoder: Any) -> dict[str, Any]:
+        return {"use_alibi": False} if decoder.config.alibi else {}
+
+    def dropout(self, attn: Any) -> float:
+        return attn.attention_dropout.p if attn.config.alibi else 0.0  # with rotary positions the model has none
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        return attn.num_kv_heads, attn.head_dim

@@ -1,0 +1,164 @@
+"""Families whose attention goes through transformers' attention interface: their own forward runs, and the core attends.
+
+Such a module projects, norms and rotates as its family does, hands keys and values to the cache, and calls the function that
+is registered under the name of its config's attention implementation. While it is patched its config names the function
+below, which gets the core beside the arguments that the family passes. So a family is one row (families.py): whatever its
+forward does before and behind attention is honoured, and what it asks of attention itself is compared with the row.
+"""
+
+from __future__ import annotations
+
+import copy
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+
+from ..errors import KVPatchError
+from .adapter import Adapter, Core, Forward, source_module
+
+NAME = "kvpatch"
+
+
+class InterfaceAdapter(Adapter):
+    """One family.
+
+    attention: the qualified name of the attention class, "package.module.ClassName". slides: every layer has a sliding window
+    of config.sliding_window; where config.layer_types says which layers slide, that is known without it. learned: positions
+    are a table of config.max_position_embeddings rows. The others are names of attributes of an attention module
+    ("config.x" is its config's): projection, the output projection, None where more than that stands between attention and
+    the module's output; scale, which may also be a number; softcap; sinks; dropout.
+    """
+
+    why_not = "its own forward applies the positions"
+
+    def __init__(
+        self,
+        name: str,
+        attention: str,
+        summary: str = "",
+        *,
+        projection: str | None = "o_proj",
+        scale: str | float = "scaling",
+        slides: bool = False,
+        softcap: str | None = None,
+        sinks: str | None = None,
+        dropout: str = "config.attention_dropout",
+        learned: bool = False,
+    ) -> None:
+        self.name, self.classes, self.summary = name, (attention,), summary
+        self.projection, self.learned, self.positions_from_mask = projection, learned, learned
+        self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
+
+    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
+        call = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
+            self.compare(attn, asked)
+            return core(q, k, v).unflatten(-1, (q.shape[1], -1))
+
+        return own(**call, kvpatch=attend)
+
+    def attributes(self, attn: Any) -> dict[str, Any]:
+        config = copy.copy(attn.config)
+        config._kvpatch_own = config._attn_implementation
+        config._attn_implementation_internal = NAME
+        return {"config": config}
+
+    def scale(self, attn: nn.Module) -> float:
+        return _found(attn, self._scale) if isinstance(self._scale, str) else self._scale
+
+    def sliding(self, attn: nn.Module) -> int | None:
+        config: Any = attn.config
+        types = getattr(config, "layer_types", None)
+        slides = self._slides if types is None else types[attn.layer_idx] == "sliding_attention"  # type: ignore[index]
+        return getattr(config, "sliding_window", None) if slides else None
+
+    def softcap(self, attn: nn.Module) -> float | None:
+        return _found(attn, self._softcap)
+
+    def sinks(self, attn: nn.Module) -> Tensor | None:
+        return _found(attn, self._sinks)
+
+    def dropout(self, attn: nn.Module) -> float:
+        return _found(attn, self._dropout) or 0.0
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        config = attn.config
+        heads = getattr(attn, "kv_heads", None) or getattr(config, "num_key_value_heads", None)
+        head_dim = getattr(attn, "head_dim", None) or getattr(attn, "head_size", None)
+        return heads or config.num_attention_heads, head_dim or config.hidden_size // config.num_attention_heads
+
+    def max_positions(self, config: Any) -> int | None:
+        return config.max_position_embeddings if self.learned else None
+
+    def check(self, model: nn.Module) -> None:
+        config: Any = model.config
+        for name in ("use_bidirectional_attention", "add_cross_attention"):
+            if getattr(config, name, False):
+                raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
+        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if others:
+            raise KVPatchError(
+                f"This {type(model).__name__} has layers of type {', '.join(sorted(others))}, whose state is no cache of all "
+                "keys and values: kvpatch serves full and sliding attention."
+            )
+
+    def compare(self, attn: Any, asked: dict[str, Any]) -> None:
+        """Raise KVPatchError where a module asks something of attention that its row does not say."""
+        window = self.sliding(attn)  # some say it in the mask alone
+        for what, name, mine in (
+            ("scale", "scaling", self.scale(attn)),
+            ("slides", "sliding_window", asked.get("sliding_window", window) and window),
+            ("softcap", "softcap", self.softcap(attn)),
+            ("sinks", "s_aux", self.sinks(attn)),
+        ):
+            theirs = asked.get(name)
+            if theirs is not mine and (isinstance(theirs, Tensor) or theirs != mine):
+                raise KVPatchError(
+                    f"{type(attn).__name__} asks for {name}={theirs!r}, but its adapter {self.name!r} says {mine!r}: set "
+                    f"{what}= of its InterfaceAdapter."
+                )
+
+
+def routes_through_interface(module: nn.Module) -> bool:
+    """Whether an InterfaceAdapter might serve `module`."""
+    home = vars(source_module(module))
+    return hasattr(module, "layer_idx") and "Attention" in type(module).__name__ and "ALL_ATTENTION_FUNCTIONS" in home
+
+
+def _found(attn: Any, name: str | None) -> Any:
+    try:
+        return attrgetter(name)(attn) if name is not None else None
+    except AttributeError:
+        return None
+
+
+class Handover:
+    """Stands where a module expects its cache: keys and values come back as they are, for the core to write."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.cache.get_seq_length(layer_idx)
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What stands in transformers' AttentionInterface: the core where there is one, else what the model would have called."""
+    core = asked.pop("kvpatch", None)
+    if core is None:
+        own = AttentionInterface().get_interface(
+            module.config._kvpatch_own, source_module(module).eager_attention_forward
+        )
+        return own(module, query, key, value, attention_mask, **asked)
+    return core(query, key, value, asked), None
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,71 @@
+"""Where the parts of a model lie: accelerate's hooks bring weights to where they are used, and inputs to the weights.
+
+Such a hook keeps a module's own forward in `_old_forward` and stands in for `forward` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLACES = ("forward", "_old_forward")
+
+
+def replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]]) -> Callable[[], None]:
+    """Give `module` the forward that `make` makes of the one it had as an attribute (or None); returns what undoes it.
+
+    Hooks may come and go in between: the forward is taken out again where it then lies.
+    """
+    own = vars(module)
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    before = own.pop(name, None)
+    mine = own[name] = MethodType(make(before), module)
+
+    def undo() -> None:
+        place = next((place for place in _PLACES if own.get(place) is mine), name)
+        if before is None and place == "forward":
+            own.pop(place, None)
+        else:
+            own[place] = MethodType(type(module).forward, module) if before is None else before
+
+    return undo
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes, which is not always where its weights are kept."""
+    for one in module.modules():
+        for hook in _hooks(one):
+            device = getattr(hook, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return next(module.parameters()).device
+
+
+def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters by name; those that hooks keep elsewhere are fetched from there, and what is sharded or quantized comes as
+    the tensors that lie here."""
+    hooks = [(f"{at}." if at else "", hook) for at, one in model.named_modules() for hook in _hooks(one)]
+    stores = {at: hook.weights_map for at, hook in hooks if getattr(hook, "weights_map", None) is not None}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            found = (store[name.removeprefix(at)] for at, store in reversed(stores.items()) if name.startswith(at))
+            parameter = next(found, parameter)
+        for part in _parts(parameter):
+            yield name, part.detach()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else (hook, *getattr(hook, "hooks", ()))
