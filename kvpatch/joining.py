@@ -140,11 +140,11 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
         new.slack = 0 if new.evicting else slack(max(counts))
         capacities = [need + new.slack for need in needs]
         new.extents = Extents(capacities, needs if new.evicting else counts, like.positions.device)
-        C, rows = new.extents.width, (new.extents.rows,)
+        C, rows = new.extents.width, [new.extents.rows]
     else:
         held = max(counts)
         C = max(needs) if new.evicting else held + held // SLACK + slack(held)
-        rows = (B, H, C)  # type: ignore[assignment]
+        rows = [B, H, C]
     new.keys, new.values = (t.new_zeros(*rows, t.shape[-1]) for t in (like.keys, like.values))
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:

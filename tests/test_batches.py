@@ -54,9 +54,20 @@ def test_a_short_row_beside_a_long_one_holds_its_own_budget(policy, wrap, schedu
 
 
 def same_kept(cache, row, alone):
+    """The same tokens, exactly, and the same scores beside them."""
     for layer in range(len(cache.layers)):
-        held, own = cache.positions(layer)[row].tolist(), alone.positions(layer)[0].tolist()
-        assert sorted_positions([held]) == sorted_positions([own]), (layer, row)
+        one, other = cache.layers[layer], alone.layers[layer]
+        assert torch.equal(cache.held(layer)[row], alone.held(layer)[0]), (layer, row)
+        K = int(alone.held(layer).max())
+        (mine, at), (own, own_at) = (cache.positions(layer)[row].sort(-1), alone.positions(layer)[0].sort(-1))
+        assert torch.equal(mine[:, -K:], own[:, -K:]), (layer, row)
+        for name in set(one.state) & set(other.state):
+            got, want = (
+                t.flatten(2)[0] if t.ndim == 3 else t[0].double().mean(-1) for t in (one.state[name][row : row + 1], other.state[name])
+            )
+            got, want = got.gather(1, at)[:, -K:], want.gather(1, own_at)[:, -K:]
+            close = 1e-6 if one.dtype == torch.float64 else 1e-4
+            torch.testing.assert_close(got[own[:, -K:] >= 0].double(), want[own[:, -K:] >= 0].double(), atol=close, rtol=0)
 
 
 class Loop:
@@ -121,6 +132,23 @@ def test_schedules(policy):
         model = make("llama_gqa", dtype=torch.float64)
         with torch.no_grad(), kvpatch.patched(model, policy, 0.4, schedule=schedule) as patch:
             scenario(Loop(model, patch))
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("keyformer", {"shared": True, "generation_length": 9}),
+        ("keyformer", {"resample": True, "damping": 0.9, "generation_length": 9}),
+        ("keyformer", {"positions": "renumbered"}),
+        ("h2o", {"block": 5, "sinks": 2}),
+        (combined("roco", ("pyramid", "adaptive", "critical")), {"protected": 0.2, "recent": 1}),
+    ],
+    ids=["shared", "resample", "renumbered", "block", "pyramid+adaptive+critical"],
+)
+def test_options(policy, options):
+    model = make("llama_gqa", dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **options) as patch:
+        scenario(Loop(model, patch))
 
 
 def test_one_layer_for_all_where_rows_are_alike():
