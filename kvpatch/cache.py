@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from .deck import Deck
 
 SLIDING = get_policy("window")
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def writable(method: _Method) -> _Method:
+    """What it makes stays writable where inference mode is off, as it is in attention.attend."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class EvictingCache(Cache):
@@ -123,6 +131,7 @@ class EvictingCache(Cache):
         buffers = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in buffers)
 
+    @writable
     def clone(self) -> EvictingCache:
         """An independent copy, for several questions after one context."""
         self.catch_up()
@@ -135,6 +144,7 @@ class EvictingCache(Cache):
         return twin
 
     @staticmethod
+    @writable
     def concatenate(caches: Sequence[EvictingCache], consume: bool = False) -> EvictingCache:
         """One cache with the rows of several, in their order, for texts that are continued together from here on.
 
@@ -380,6 +390,7 @@ class EvictingCache(Cache):
             if self.room is not None:
                 compiled.mark(self)
 
+    @writable
     def absorb(self, past: Cache, mask_BT: Tensor | None = None) -> None:
         """Take over the keys and values of an unpatched prompt; the next prompt end evicts.
 
@@ -432,10 +443,12 @@ class EvictingCache(Cache):
         self.shared = None if self.shared is None else change(self.shared)
         self.lag_B = None if self.lag_B is None else change(self.lag_B)
 
+    @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
+    @writable
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.seen_B is not None and not len(self.seen_B[indices]):
             raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
@@ -446,6 +459,7 @@ class EvictingCache(Cache):
             for layer in self.layers:
                 layer.seen = columns
 
+    @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
@@ -461,6 +475,7 @@ class EvictingCache(Cache):
         self.clock, self.behind = None, False
         self.choice = Choice(self.choice.wanted)
 
+    @writable
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last tokens exactly: keys, values, positions, scores and free slots.
 

@@ -242,13 +242,14 @@ class Call:
         needed = self.slots.seen + 1
         if cache.shared is None:
             cache.shared = increment.new_zeros(B, H, needed)
-        if cache.shared.shape[-1] < needed:
-            more = increment.new_zeros(B, H, needed + needed // 4 + 64 - cache.shared.shape[-1])
-            cache.shared = torch.cat([cache.shared, more], -1)
+        shared = self._shared(positions)
+        if shared.shape[-1] < needed:
+            more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
+            cache.shared = shared = torch.cat([shared, more], -1)
         index = positions + 1  # column 0 is the empty slots'
-        old = self._shared(index).gather(-1, index)
+        old = shared.gather(-1, index)
         total = old * self._decay(old) + increment
-        cache.shared.scatter_(-1, index, total)
+        shared.scatter_(-1, index, total)
 
     def _shared(self, like: Tensor) -> Tensor:
         """The score that layers share, which goes with them from device to device."""

@@ -173,7 +173,7 @@ class Deck:
 
         tau = call.cache.temperature(1)
         if isinstance(tau, Tensor) and tau.ndim:
-            tau = tau.repeat(self.L).repeat_interleave(self.H)[:, None, None, None]
+            tau = tau.to(self.device).repeat(self.L).repeat_interleave(self.H)[:, None, None, None]
         block = Block(
             self.p.view(N, call.group, 1, self.C),
             keys_NR=self._visible_count().view(N, 1) if "count" in self.policy.statistics else None,

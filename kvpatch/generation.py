@@ -43,9 +43,9 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
             _draft(cache, columns)
         elif columns is not None:
             # ids that only continue a cache do not count what it has seen
-            seen = cache.get_seq_length()
-            cache.prompt_len = columns if columns > seen else seen + columns
-            cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len)
+            seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
+            cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+            cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
             if _compile_wanted(kwargs, *configs):
                 cache.room = cache.new_tokens
         kwargs["past_key_values"] = cache
@@ -98,6 +98,8 @@ def _begin_uncalled(
 
 def _finish(cache: EvictingCache, settings: Settings) -> None:
     cache.prompt_len = cache.new_tokens = None
+    for layer in cache.layers if settings.transparent else ():
+        layer.trim()
     settings.note(cache, finished=True)
 
 
@@ -180,6 +182,13 @@ def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
         if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
             return tokens.shape[1]
     return None
+
+
+def _virtual_tokens(model: Any) -> int:
+    """Tokens that PEFT's prompt tuning will put before the prompt: while it generates, it prepares the model's inputs."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 
 
 def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compiled, joining
+from . import compiled, joinable
 from .arch import Adapter
 from .arch.site import Site
 from .attention import attend
@@ -24,6 +25,7 @@ from .report import Report
 if TYPE_CHECKING:
     from .patching import Patch
 
+_LOG = logging.getLogger(__name__)
 MISSING = object()
 
 
@@ -38,11 +40,13 @@ class Settings:
         self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
         self.parallel = owner.parallel
         self.decoder_parameters: tuple[str, ...] = ()
-        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder: its own, and during a pass of ours
         # nothing is ever evicted and every position is the model's own: what cannot be served may run the model's own code
         acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
         acting = acting and self.policy.score is not None
         self.transparent = not acting and self.block is None and not self.renumbered
+        self.ran = self.felt = False
+        self.unfelt = self.longest = 0
+        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder: its own, and during a pass of ours
         self._owner = weakref.ref(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -60,6 +64,29 @@ class Settings:
             backend=self.backend,
             bounds=self.bounds[:layers],
             parallel=self.parallel,
+        )
+
+    def count(self, call: dict[str, Any], training: bool) -> None:
+        """Whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the longest of
+        those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+        Q, self.ran = 0 if tokens is None else tokens.shape[1], True
+        if call.get("past_key_values") is not None or (self.block is not None and Q > self.block):
+            self.felt = True
+        elif not call.get("use_cache") and not training:
+            self.unfelt, self.longest = self.unfelt + 1, max(self.longest, Q)
+
+    def warn_if_unfelt(self) -> None:
+        """Log that an evaluation measured the unpatched model, which nothing in its figures shows."""
+        acting = self.policy.score is not None and any(map(self.budget.evicts, range(len(self.budget.per_layer))))
+        count, self.unfelt = self.unfelt, 0
+        if not acting or self.felt or count < 2:  # one pass alone is to look at what a policy keeps
+            return
+        budgets = ", ".join(dict.fromkeys(map(str, self.budget.per_layer)))
+        _LOG.warning(
+            f"policy {self.policy.name!r}, k={budgets}: none of {count} forward passes felt the budget, so their figures "
+            "are the unpatched model's: a pass computes all of its tokens before it evicts, and nothing went on from there. "
+            f"For log-likelihoods and perplexity give block=, fewer than the {self.longest} tokens of the longest pass."
         )
 
     def note(self, cache: EvictingCache, finished: bool = False) -> None:
@@ -166,6 +193,7 @@ def _enter(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
 
 def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     """`before_decoder` of any pass but a step that torch.compile sees through."""
+    settings.count(call, decoder.training)
     past, config = call.get("past_key_values"), getattr(decoder, "config", None)
     use_cache = call.get("use_cache")
     if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
@@ -193,13 +221,13 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         return None  # the model's own error is the right one
     if not tokens.shape[1]:
         raise KVPatchError(
-            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids the "
-            "whole text, or what is new together with an attention_mask [B, seen + new] over both."
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids "
+            "the whole text, or what is new together with an attention_mask [B, seen + new] over both."
         )
     mask = _padding_mask(call.get("attention_mask"))
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
     if cache.joined and not settings.renumbered:
-        joining.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
+        joinable.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
     if table is None:
         _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
@@ -243,7 +271,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.joined and not settings.renumbered:
-        joining.place(call, cache, 1, mask, settings.decoder_parameters)
+        joinable.place(call, cache, 1, mask, settings.decoder_parameters)
     compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)

@@ -7,37 +7,32 @@ each head holds, into buffers of the sizes that the end of a prompt would have g
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import KVPatchError
+from .joinable import check
 from .policies.moment import Limits
 from .ragged import Extents, wasteful
 from .slots import SLACK, SlotLayer, slack
-from .storage import settings_of
 
 if TYPE_CHECKING:
     from .cache import EvictingCache
 
-MISPLACED = (
-    "position_ids do not go on from what each row of this concatenated cache has seen: leave them out, or pass "
-    "cache.next_positions()."
-)
-
 
 def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
     """See EvictingCache.concatenate."""
-    _check(caches)
+    check(caches)
     first, seen = caches[0], [cache.seen_B for cache in caches if cache.seen_B is not None]
-    new = type(first)(
-        first.policy, first.budget, seed=first.seed, block=first.block, renumbered=first.renumbered, backend=first.choice.wanted
-    )
-    new.make_table, new.joined = first.make_table, True
+    new = _blank(first)
+    new.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
-    new.turns, new.turn_from_B = max(cache.turns for cache in caches), sum((cache.turn_from_B for cache in caches), [])
+    new.turns = max(cache.turns for cache in caches)
+    new.turn_from_B = [start for cache in caches for start in cache.turn_from_B]
     new.shared = _shared(caches)
     _set_steps(new, caches)
     columns, limits = int(new.seen_B.max()), _Limits()
@@ -53,96 +48,13 @@ def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
     return new
 
 
-# ---- positions of what follows ----
-
-
-def place(call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, known: tuple[str, ...]) -> None:
-    """Give a decoder the position_ids of Q new tokens per row, for its own are the same for all rows; `call` are its
-    arguments, of which it knows those by the names `known`.
-
-    Raises:
-        KVPatchError: it was given others, or takes none and needs some.
-    """
-    geometry = cache.layers[0].geometry
-    if "position_ids" not in known:
-        if geometry is None or geometry.slopes_HG is None:
-            raise KVPatchError(
-                "Rows of a concatenated cache are at different places of their texts, which this model's decoder cannot be "
-                "told, for it takes no position_ids: continue the caches one by one."
-            )
-        return
-    given, wanted = call.get("position_ids"), cache.next_positions(Q)
-    real = None if mask_BT is None else mask_BT[:, -Q:].to(wanted.device).bool()
-    if real is not None and real.shape == wanted.shape and Q > 1:  # a padded prompt
-        wanted = (wanted[:, :1] + real.long().cumsum(-1) - 1).clamp(min=0)
-    if given is None:
-        call["position_ids"] = wanted
-    elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
-        wrong = given.to(wanted.device) != wanted
-        wrong = wrong if real is None or real.shape != wrong.shape else wrong & real
-        if wanted.device.type != "cpu" or torch.compiler.is_compiling():  # asserted on the device, without waiting for it
-            torch._assert_async(~wrong.any(), MISPLACED)
-        elif bool(wrong.any()):
-            row = int(wrong.any(-1).nonzero()[0])
-            raise KVPatchError(f"{MISPLACED} Row {row} has seen {int(cache.next_positions()[row])} tokens.")
-
-
-# ---- what can be joined ----
-
-
-def _check(caches: Sequence[EvictingCache]) -> None:
-    from .cache import EvictingCache
-
-    if not caches:
-        raise KVPatchError("EvictingCache.concatenate was given no cache: give a list with at least one.")
-    if len({id(cache) for cache in caches}) < len(caches):
-        raise KVPatchError("A cache is in the list twice: give its clone(), or repeat its rows with batch_repeat_interleave().")
-    for index, cache in enumerate(caches):
-        if not isinstance(cache, EvictingCache):
-            raise KVPatchError(
-                f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated."
-            )
-        cache.catch_up()
-        _check_one(index, cache)
-        _check_same(index, caches[0], cache)
-
-
-def _check_one(index: int, cache: EvictingCache) -> None:
-    if cache.unfinished or cache.turn_open:
-        raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
-    if not cache.turns or cache.seen_B is None:
-        raise KVPatchError(f"Cache {index} has read no prompt: run one through it first.")
-    if cache.room is not None:
-        raise KVPatchError(
-            f"Cache {index} was made with room={cache.room} (or by a generate() that compiles), for buffers that never change: "
-            "concatenating makes new ones. Make it without room."
-        )
-    if cache.by_columns:
-        raise KVPatchError(
-            f"Cache {index} read a padded batch without position_ids, so that its positions count the padding, which is gone "
-            "here: pass position_ids (attention_mask.cumsum(-1) - 1, as generate() does), or read the prompts unpadded."
-        )
-
-
-def _check_same(index: int, first: EvictingCache, cache: EvictingCache) -> None:
-    mine, theirs = settings_of(cache), settings_of(first)
-    differ = [name for name in theirs if mine[name] != theirs[name]]
-    shapes = [[_shape(layer) for layer in one.layers] for one in (first, cache)]
-    for words, old, new in zip(("KV heads", "head size", "dtype", "device"), *(zip(*one, strict=True) for one in shapes), strict=True):
-        if old != new:
-            differ.append(words)
-            theirs, mine = {**theirs, words: old[0]}, {**mine, words: new[0]}
-    if differ:
-        name = differ[0]
-        raise KVPatchError(
-            f"Cache {index} was made under another patch or model than cache 0: {name} is {mine[name]!r} there and "
-            f"{theirs[name]!r} here. Rows of one batch share all settings."
-        )
-
-
-def _shape(layer: SlotLayer) -> tuple[int, tuple[int, int], torch.dtype, torch.device]:
-    assert layer.keys is not None and layer.values is not None
-    return layer.positions.shape[1], (layer.keys.shape[-1], layer.values.shape[-1]), layer.dtype, layer.positions.device
+def _blank(cache: EvictingCache) -> EvictingCache:
+    """An empty cache made as this one was."""
+    new = copy.copy(cache)
+    new.layers = [copy.copy(layer) for layer in cache.layers]
+    new.table, new.limits_of = None, {}
+    new.reset()
+    return new
 
 
 # ---- what rows have beside their slots ----
@@ -168,7 +80,7 @@ def _shared(caches: Sequence[EvictingCache]) -> Tensor | None:
     if not sums:
         return None
     width = max(one.shape[-1] for one in sums)
-    return torch.cat([torch.nn.functional.pad(one, (0, width - one.shape[-1])) for one in sums])
+    return torch.cat([F.pad(one, (0, width - one.shape[-1])) for one in sums])
 
 
 class _Limits:
@@ -197,13 +109,17 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     if all(part.keep_BH1 is not None for part in parts):
         new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
-        of_all = [torch.ones(part.positions.shape[:2], device=part.positions.device) for part in parts]
-        new.mass_BH = torch.cat([one if part.mass_BH is None else part.mass_BH for part, one in zip(parts, of_all, strict=True)])
+        new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
-    with torch.no_grad():
-        _lay_out(new, parts, counts)
-        _fill(new, parts)
+    _lay_out(new, parts, counts)
+    _fill(new, parts)
     _open(new, counts)
+
+
+def _mass(layer: SlotLayer) -> Tensor:
+    if layer.mass_BH is not None:
+        return layer.mass_BH
+    return torch.ones(layer.positions.shape[:2], device=layer.positions.device)
 
 
 def _needs(layer: SlotLayer, counts: list[int]) -> tuple[list[int], int]:

@@ -28,7 +28,7 @@ from .cache import EvictingCache
 from .errors import KVPatchError
 from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
 from .hooks import MISSING, Settings, attention_forward, before_decoder, parameters
-from .parallel import Parallel, check_layers, local, parallel_of
+from .parallel import Parallel, check_layers, parallel_of
 from .placement import device_of, replace_forward, weights
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
@@ -182,10 +182,10 @@ class _Target:
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
         _check_decoder(decoder)
-        generators = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+        generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
         check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
-        return cls(found, decoder, generators, parallel_of(model, found))  # type: ignore[arg-type]
+        return cls(found, decoder, generators, parallel_of(model, found))
 
     def bounds(self) -> tuple[int | None, ...]:
         """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
@@ -211,7 +211,7 @@ class _Target:
         """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
         digest = hashlib.sha256()
         for name, weight in weights(self.decoder):
-            few = local(weight).flatten()[:16]
+            few = weight.flatten()[:16]
             digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
@@ -276,10 +276,12 @@ def _contains(module: nn.Module, wanted: set[int]) -> bool:
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
     for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
-        if "PREFIX" in str(getattr(config, "peft_type", "")):
+        kind = str(getattr(config, "peft_type", ""))
+        if "PREFIX" in kind or "CARTRIDGE" in kind:
+            name = "cartridges" if "CARTRIDGE" in kind else "prefix tuning"
             raise KVPatchError(
-                "PEFT's prefix tuning brings a KV cache of its own, which cannot be put on a budget; LoRA and other "
-                "adapters that change weights work."
+                f"PEFT's {name} brings a KV cache of its own, which cannot be put on a budget; LoRA and other adapters that "
+                "change weights work, and so does prompt tuning."
             )
 
 
@@ -394,7 +396,8 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             return Report.of(cache)
         if self._report is None:
-            raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
+            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._settings.ran else ""
+            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
         return self._report
 
     def remove(self) -> None:
@@ -403,3 +406,4 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             self._report, self._cache = Report.of(cache), None
         self._undo.close()
+        self._settings.warn_if_unfelt()

@@ -46,11 +46,24 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters by name; those that hooks keep elsewhere are fetched from there."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            kept = [hook.weights_map for hook in _hooks(module) if getattr(hook, "weights_map", None) is not None]
-            yield f"{prefix}.{name}", kept[0][name] if parameter.is_meta and kept else parameter.detach()
+    """All parameters by name; those that hooks keep elsewhere are fetched from there, and what is sharded or quantized comes as
+    the tensors that lie here."""
+    hooks = [(f"{at}." if at else "", hook) for at, one in model.named_modules() for hook in _hooks(one)]
+    stores = {at: hook.weights_map for at, hook in hooks if getattr(hook, "weights_map", None) is not None}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            found = (store[name.removeprefix(at)] for at, store in reversed(stores.items()) if name.startswith(at))
+            parameter = next(found, parameter)
+        for part in _parts(parameter):
+            yield name, part.detach()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:

@@ -28,7 +28,8 @@ class Report:
     and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
     policy looked at it, that fell on what was kept; None where it did not look, or kept all. bounds: per layer, the sliding
     window of a layer that bounds itself, on which the policy does not act; None for the others. part: whose heads these are,
-    where several processes share a model: every number here is this process' own.
+    where several processes share a model: every number here is this process' own. felt: whether any token was computed after
+    the first eviction; those before it are as a full cache gives them.
     """
 
     policy: str
@@ -44,6 +45,7 @@ class Report:
     mass: list[Tensor | None] = field(default_factory=list)
     bounds: tuple[int | None, ...] = ()
     part: str = ""
+    felt: bool = True
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -70,6 +72,7 @@ class Report:
             part="" if cache.parallel.size == 1 else str(cache.parallel),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
             bounds=tuple(cache.bounds[index] for index in filled),
+            felt=cache.turns > 1 or cache.steps > 0 or 0 < (cache.block or 0) < cache.get_seq_length(),
         )
 
     @property
@@ -116,6 +119,7 @@ class Report:
             "held": self.held().tolist(),
             "bounds": list(self.bounds),
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
+            "felt": self.felt,
         }
 
     def __str__(self) -> str:
@@ -135,6 +139,8 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({self.share:.0%})"))
+        if not self.felt and self.nbytes < self.full_nbytes:
+            rows.append(("felt by", "no token: all were computed before the first eviction, as with a full cache"))
         masses = [mass for mass in self.mass if mass is not None]
         if masses:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)

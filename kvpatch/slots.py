@@ -200,6 +200,15 @@ class SlotLayer(CacheLayerMixin):
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
         return self.state[name]
 
+    def trim(self) -> None:
+        """Show no spare columns, to whoever looks at a cache that holds everything."""
+        if not self.is_initialized or self.extents is not None or self.free_BH is not None:
+            return
+        assert self.keys is not None and self.values is not None
+        T = self.used
+        self.keys, self.values, self.positions = self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
+        self.state = {name: tensor[:, :, :T] for name, tensor in self.state.items()}
+
     def _zero_statistics(self, start: int) -> None:
         for name in self.statistics:
             self.statistic(name)[:, :, start : self.used] = 0

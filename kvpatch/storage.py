@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .cache import EvictingCache
+from .cache import EvictingCache, writable
 from .errors import KVPatchError
 from .policies import Policy
 from .policies.moment import SIZES, Limits
@@ -64,6 +64,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     save_file(tensors, path, metadata={"kvpatch": text, "checksum": _checksum(text, tensors)})
 
 
+@writable
 def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], devices: list[torch.device]) -> EvictingCache:
     """The cache saved at `path`, under `patch`, each layer on its own device.
 

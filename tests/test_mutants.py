@@ -3,7 +3,6 @@
 Each runs in a copy of the library with one change, and must turn the named tests red; the unchanged copy must pass them.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -210,10 +209,21 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def pytest_in(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def nursery():
+    """`nursery(folder, tests)` runs pytest there, in a fork of a process that has imported everything but the library."""
+    command = [sys.executable, str(ROOT / "tests" / "nursery.py")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(folder: Path, tests: list[str]) -> tuple[int, str]:
+        log = folder / "log.txt"
+        process.stdin.write("\t".join([str(folder), str(log), *tests]) + "\n")
+        process.stdin.flush()
+        return int(process.stdout.readline()), log.read_text()[-3000:]
+
+    yield run
+    process.stdin.close()
+    process.wait(timeout=60)
 
 
 def copy_to(folder: Path) -> None:
@@ -222,22 +232,22 @@ def copy_to(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def test_the_unchanged_copy_passes(tmp_path):
+def test_the_unchanged_copy_passes(tmp_path, nursery):
     copy_to(tmp_path)
     (tmp_path / "tests" / "test_where.py").write_text(
         f"import kvpatch\n\ndef test_where():\n    assert kvpatch.__file__.startswith({str(tmp_path)!r})\n"
     )
-    result = pytest_in(tmp_path, ["tests/test_where.py", f"{ORACLE}[llama-h2o]"])
-    assert result.returncode == 0, result.stdout[-3000:]
+    status, log = nursery(tmp_path, ["tests/test_where.py", f"{ORACLE}[llama-h2o]"])
+    assert status == 0, log
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_sabotage_is_noticed(name, tmp_path):
+def test_a_sabotage_is_noticed(name, tmp_path, nursery):
     file, before, after, tests = MUTANTS[name]
     copy_to(tmp_path)
     path = tmp_path / "kvpatch" / file
     source = path.read_text()
     assert source.count(before) == 1, f"{name}: the line to sabotage stands {source.count(before)} times in {file}"
     path.write_text(source.replace(before, after))
-    result = pytest_in(tmp_path, [tests])
-    assert result.returncode == 1, f"{name}: nothing noticed\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+    status, log = nursery(tmp_path, [tests])
+    assert status == 1, f"{name}: nothing noticed\n{log}"

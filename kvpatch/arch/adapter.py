@@ -116,7 +116,7 @@ class Adapter:
 @functools.cache
 def _first_parameter(cls: Any) -> str:
     """What the forward of an attention class calls the hidden states."""
-    return [name for name in inspect.signature(cls.forward).parameters if name != "self"][0]
+    return next(name for name in inspect.signature(cls.forward).parameters if name != "self")
 
 
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:

@@ -71,6 +71,7 @@ class Moment:
 
 
 SIZES = ("first", "newest", "prompt", "deviation", "tail", "nominal")
+FLAGS = ("any_first", "any_newest", "any_prompt")
 
 
 @dataclass
@@ -101,15 +102,16 @@ class Limits:
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
-        return cls(*sizes, *flags, count)
+        found: dict[str, Any] = dict(zip((*SIZES, *FLAGS), (*sizes, *flags), strict=True))
+        return cls(**found, deviation_count=count)
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
         """The rows of several."""
-        sizes = (torch.cat([getattr(part, name) for part in parts]) for name in SIZES)
-        flags = (any(getattr(part, name) for part in parts) for name in ("any_first", "any_newest", "any_prompt"))
+        found: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
+        found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}
-        return cls(*sizes, *flags, counts.pop() if len(counts) == 1 else None)
+        return cls(**found, deviation_count=counts.pop() if len(counts) == 1 else None)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
         """The same with every tensor changed along its batch axis."""

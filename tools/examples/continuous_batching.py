@@ -81,11 +81,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with kvpatch.patched(model, args.policy, args.k) as patch:
         memory = serve(model, patch, requests, args.rows, end)
     for number, one in enumerate(requests):
-        print(f"request {number}: {one.ids_1T.shape[1]:4} tokens read, {len(one.tokens):3} written, {one.steps:3} steps in the batch")
+        n, written = one.ids_1T.shape[1], len(one.tokens)
+        print(f"request {number}: {n:4} tokens read, {written:3} written, {one.steps:3} steps in the batch")
     for step in range(0, len(memory), 4):
         print(f"step {step:3}: {memory[step][0]} rows, {memory[step][1] / 1024:7.1f} KiB held")
-    alone = sum(one.steps for one in requests)
-    print(f"{len(memory)} steps for {alone} tokens; at most {max(held for _, held in memory) / 1024:.1f} KiB of keys and values")
+    tokens, most = sum(one.steps for one in requests), max(held for _, held in memory) / 1024
+    print(f"{len(memory)} steps for {tokens} tokens; at most {most:.1f} KiB of keys and values")
     return {"model": model, "requests": requests, "memory": memory}
 
 
