@@ -194,18 +194,18 @@ def _enter(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
 def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     """`before_decoder` of any pass but a step that torch.compile sees through."""
     settings.count(call, decoder.training)
-    past = call.get("past_key_values")
+    past, config = call.get("past_key_values"), getattr(decoder, "config", None)
     use_cache = call.get("use_cache")
     if settings.transparent and not isinstance(past, EvictingCache) and (past is not None or _own_attention(decoder, call)):
         return None
     if use_cache is None:
-        use_cache = decoder.config.use_cache if past is None else True  # type: ignore[union-attr]
+        use_cache = getattr(config, "use_cache", True) if past is None else True
     scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
     if scratch and (settings.block is None or past is not None):
         return None  # without block=, training and cache-less forwards run the model's own code
     cache = settings.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
-    n_layers = min(len(settings.budget.per_layer), getattr(decoder.config, "num_hidden_layers", len(cache.layers)))
+    n_layers = min(len(settings.budget.per_layer), getattr(config, "num_hidden_layers", len(cache.layers)))
     if len(cache.layers) != n_layers:
         raise KVPatchError(
             f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
@@ -251,7 +251,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
 
 def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
     asked = call.get("output_attentions")
-    return bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
+    return bool(getattr(getattr(decoder, "config", None), "output_attentions", False) if asked is None else asked)
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:

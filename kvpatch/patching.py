@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from .arch import Adapter, adapter_of, architectures, routes_through_interface
-from .arch.adapter import dtype_bytes
+from .arch.adapter import dtype_bytes, dtype_of
 from .backends.choice import check, check_name
 from .backends.protocol import Case
 from .cache import EvictingCache
@@ -185,6 +186,7 @@ class _Target:
             )
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
+        _check_decoder(decoder)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
         check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
@@ -220,14 +222,14 @@ class _Target:
         heads, head_dim = adapter.kv_shape(module)
         kind = type(self.decoder).__name__
         shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
-        numbers = {"dtype": str(self.decoder.dtype), "weights": digest.hexdigest()[:16]}
+        numbers = {"dtype": str(dtype_of(self.decoder)), "weights": digest.hexdigest()[:16]}
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
         return {"class": kind, **part, **shape, **numbers}
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """What every layer will ask of a backend."""
         fresh = policy.score is not None and policy.score.fresh
-        dtype: Any = self.decoder.dtype
+        dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
@@ -259,6 +261,18 @@ def _unknown(model: nn.Module) -> str:
         "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
         "kvpatch.register_arch(MyAdapter())."
     )
+
+
+def _check_decoder(decoder: nn.Module) -> None:
+    """A decoder that transformers does not know must be able to take what it will be given."""
+    takes = inspect.signature(type(decoder).forward).parameters
+    missing = [name for name in ("past_key_values", "attention_mask", "use_cache") if name not in takes]
+    if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        raise KVPatchError(
+            f"The forward of {type(decoder).__name__} takes no {', '.join(missing)}: kvpatch hands the decoder its cache as "
+            "past_key_values, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
+            "attention modules."
+        )
 
 
 def _contains(module: nn.Module, wanted: set[int]) -> bool:

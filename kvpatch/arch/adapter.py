@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,8 @@ class Adapter:
     """One architecture. Subclass it, fill in what differs, and hand an instance to `register_arch`.
 
     name: what `architectures()` lists. classes: qualified names of the attention modules it serves, as
-    "package.module.ClassName"; their forward must find the cache among its arguments and return (output, weights).
+    "package.module.ClassName"; their forward takes hidden states first, finds the cache among its other arguments and returns
+    (output, weights); they have a layer_idx.
     projection: the attribute that holds the output projection, if it is one module. renumbers: whether keys can be cached
     without positions (`plain`, `rotary_table` and `rotate` are filled in); why_not says why they cannot. positions_from_mask:
     the decoder counts positions in the padding mask, which it does not get here, so that they are handed to it.
@@ -39,9 +42,10 @@ class Adapter:
         own: that forward; call: its arguments, by name. core: attention of queries [B,H*G,Q,D], keys and values [B,H,Q,D]
         through the cache -> [B,Q,H*G*D]. positioned: False where keys are cached without positions.
         """
-        rest = {name: value for name, value in call.items() if name != "hidden_states"}
+        first = _first_parameter(attn.__class__)
+        rest = {name: value for name, value in call.items() if name != first}
         project = self.project if positioned else self.plain
-        return self.output(attn, core(*project(attn, call["hidden_states"], **rest))), None
+        return self.output(attn, core(*project(attn, call[first], **rest))), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         """What stands in place of the module's own attributes while it is patched."""
@@ -109,6 +113,12 @@ class Adapter:
         """Raise KVPatchError for a configuration that this adapter does not serve."""
 
 
+@functools.cache
+def _first_parameter(cls: Any) -> str:
+    """What the forward of an attention class calls the hidden states."""
+    return next(name for name in inspect.signature(cls.forward).parameters if name != "self")
+
+
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
     """[B,Q,heads*D] -> a view [B,heads,Q,D]."""
     return tensor_BQE.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -147,8 +157,11 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 
 def dtype_bytes(model: nn.Module) -> int:
-    """Bytes of one number of the model's activations: its first floating-point parameter's."""
-    for parameter in model.parameters():
-        if parameter.dtype.is_floating_point:
-            return parameter.dtype.itemsize
-    return torch.get_default_dtype().itemsize
+    """Bytes of one number of the model's activations."""
+    return dtype_of(model).itemsize
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The type of the model's activations: its first floating-point parameter's."""
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
+    return next(dtypes, torch.get_default_dtype())

@@ -107,10 +107,11 @@ class InterfaceAdapter(Adapter):
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
         """Raise KVPatchError where a module asks something of attention that its row does not say."""
-        window = self.sliding(attn)  # some say it in the mask alone
+        window = self.sliding(attn)
+        asked = {"sliding_window": window, **asked}  # some say it in the mask alone
         for what, name, mine in (
             ("scale", "scaling", self.scale(attn)),
-            ("slides", "sliding_window", asked.get("sliding_window", window) and window),
+            ("slides", "sliding_window", window),
             ("softcap", "softcap", self.softcap(attn)),
             ("sinks", "s_aux", self.sinks(attn)),
         ):
