@@ -408,7 +408,8 @@ class EvictingCache(Cache):
             return
         if not all(layer.can_crop(count) for layer in self.layers):
             if self.drafts:
-                return self.reset()
+                self.reset()
+                return
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
