@@ -51,7 +51,6 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
             if _compile_wanted(kwargs, *configs):
                 cache.room = cache.new_tokens
         kwargs["past_key_values"] = cache
-        kwargs.pop("cache_implementation", None)
         try:
             return run(*args, **kwargs)
         finally:

@@ -97,7 +97,7 @@ def test_left_padding(model):
 
 def test_from_embeddings(model):
     ids = prompt(2, 12)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+    options = {"max_new_tokens": 4, "do_sample": False, **RETURN}
     embeds = model.get_input_embeddings()(ids)
     want = model.generate(ids, **options)
     both, only = model.generate(ids, inputs_embeds=embeds, **options), model.generate(inputs_embeds=embeds, **options)

@@ -11,7 +11,11 @@ from typing import Any
 import kvpatch
 from kvpatch.loading import MODELS, load_model, load_tokenizer
 
-PROMPTS = ["import os\nimport sys\nimport json\nimport re\n", "def add(a, b):\n    return a", "class Stack:\n    def __init__(self):\n        self.items = []\n"]
+PROMPTS = [
+    "import os\nimport sys\nimport json\nimport re\n",
+    "def add(a, b):\n    return a",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n",
+]
 
 
 def main(
