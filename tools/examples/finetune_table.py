@@ -39,7 +39,7 @@ Differences, paired by window; below zero the first is better:
 {differences}
 
 Brackets: 95% by a bootstrap over shipped models, and over windows within them, where a window's value is its mean over the
-seeds of the training rows; {models} models, {seeds} seeds each. Bold: the interval leaves zero out, and all models agree in sign.
+seeds of the training rows; {models} models, {seeds} seeds each. Bold: the interval leaves zero out and models agree in sign.
 
 ## Each run
 
