@@ -18,14 +18,14 @@ from tools.examples import finetune_table, finetune_under_budget, train_with_tra
 
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 LATEST = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+SOURCE = Path(__file__).read_text()
 
 
 def trainer(model, folder, **options):
     data = [{"input_ids": row, "labels": row} for row in prompt(16, 24)]
     options = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", **options}
-    arguments = TrainingArguments(
-        folder, per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=1, disable_tqdm=True, **options
-    )
+    options |= {"report_to": [], "use_cpu": True, "seed": 1, "disable_tqdm": True}
+    arguments = TrainingArguments(folder, per_device_train_batch_size=2, **options)
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4])
 
 
@@ -63,7 +63,7 @@ def test_a_trainer_run_is_bit_for_bit_the_same(name, options, tmp_path):
 
 
 def files(folder):
-    """The hash of every file but training_args.bin, which names its folder."""
+    """Hashes of all files but training_args.bin, which names its folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "training_args.bin"]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
@@ -79,8 +79,8 @@ def test_checkpoints_of_the_block_are_those_of_the_model(tmp_path):
             keys = list(model.state_dict())
         models[where] = model
         assert keys == list(make("llama_gqa").state_dict())
-    found = files(tmp_path / "inside")
-    assert found == files(tmp_path / "outside") and {"saved/config.json", "checkpoint-4/model.safetensors"} <= set(found)
+    found, want = files(tmp_path / "inside"), files(tmp_path / "outside")
+    assert found == want and {"saved/config.json", "checkpoint-4/model.safetensors"} <= set(found)
     assert not [path for path in (tmp_path / "inside").rglob("*") if path.is_file() and b"_kvpatch" in path.read_bytes()]
     resumed = make("llama_gqa", seed=1)
     with kvpatch.patched(resumed, "h2o", 0.3):
@@ -155,8 +155,7 @@ def test_accelerate_prepares_the_model_before_or_after(order, fresh_accelerate):
 
 
 def test_a_compiled_training_step_is_bit_for_bit_the_same():
-    """Compiled outside the block, it may be used inside and again outside; and the other way round. (Without inductor: that
-    it is compiled again where it has to be is what can go wrong.)"""
+    """Compiled outside the block, it may be used inside; and the other way round."""
     model, ids = make("llama_gqa", layers=1).train(), prompt(2, 20)
     outside = torch.compile(model, backend="aot_eager")
     want = gradients(outside, ids)
@@ -170,8 +169,7 @@ def test_a_compiled_training_step_is_bit_for_bit_the_same():
 
 def test_generating_in_training_mode_works_or_is_refused_in_words():
     ids = prompt(1, 20)
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
+    options = {"max_new_tokens": 3, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
     model = make("llama_gqa").train()
     want = torch.cat(model.generate(ids, **options).logits)
     with kvpatch.patched(model, "h2o", 1.0):
@@ -189,8 +187,7 @@ def test_generating_in_training_mode_works_or_is_refused_in_words():
 
 def test_fine_tuning_under_a_budget_at_small_size(tmp_path, monkeypatch):
     """On the text that it is measured on, so that a few steps show; the page is made of what was found."""
-    source = Path(train_with_trainer.__file__).read_text()
-    monkeypatch.setattr(finetune_under_budget, "python_sources", lambda held_out: [source])
+    monkeypatch.setattr(finetune_under_budget, "python_sources", lambda held_out: [SOURCE])
     lines, written = tmp_path / "runs.jsonl", tmp_path / "page.md"
     given = {"steps": 5, "rows": 2, "windows": 2, "learning_rate": 1e-3, "k": 0.2, "block": 32, "policy": "h2o"}
     (found,) = finetune_under_budget.main(models="llama-python", seeds=1, lines=lines, write=written, **given)
@@ -199,6 +196,5 @@ def test_fine_tuning_under_a_budget_at_small_size(tmp_path, monkeypatch):
     assert mean["shipped"] > torch.tensor(found["shipped"]["full"]).mean() + 0.02, "the budget costs something"
     assert mean["tuned"] < mean["shipped"] - 0.1, "gradients flow through what is left"
     assert found["losses of tuned"][0] > found["losses of control"][0], "the control trains with its full cache"
-    again = finetune_under_budget.main(models="llama-python", seeds=1, lines=lines, write=None, **given)
-    assert again == [found], "what is there is not run again"
+    assert finetune_under_budget.main(models="llama-python", seeds=1, lines=lines, **given) == [found], "not run again"
     assert f"{torch.tensor(found['tuned']['block']).mean():.3f}" in written.read_text()

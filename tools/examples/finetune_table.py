@@ -30,7 +30,7 @@ rate falling from {learning_rate:g} to 0, eviction after every {block} tokens.
 ## Nats per token
 
 Of the last 128 tokens of {windows} windows of 256 tokens, spread over the files that no model has read; with a full cache,
-under the budget read {block} tokens at a time as in training, and under it with these tokens fed one by one, as generation does.
+under the budget read {block} tokens at a time as in training, and under it with these tokens fed one by one, as in generation.
 
 {nats}
 
@@ -38,8 +38,8 @@ Differences, paired by window; below zero the first is better:
 
 {differences}
 
-Brackets: 95% by a bootstrap over shipped models, and over windows and seeds of the training rows within them; {models} models,
-{seeds} seeds each. Bold: the interval leaves zero out, and every one of three models or more has that sign.
+Brackets: 95% by a bootstrap over shipped models, and over windows within them, where a window's value is its mean over the
+seeds of the training rows; {models} models, {seeds} seeds each. Bold: the interval leaves zero out and models agree in sign.
 
 ## Each run
 
@@ -71,8 +71,9 @@ def short(run: Run) -> str:
 def page(runs: list[Run]) -> str:
     """The page. All runs are of one setting."""
     runs = sorted(runs, key=lambda run: (run["model"], run["seed"]))
-    bootstrap = Bootstrap([("llama-python", run["model"]) for run in runs for _ in run["shipped"]["full"]])
-    values = {(arm, way): np.array([x for run in runs for x in run[arm][way]]) for arm in ARMS for way in WAYS}
+    one, models = runs[0], sorted({run["model"] for run in runs})
+    bootstrap = Bootstrap([("llama-python", model) for model in models for _ in range(one["windows"])])
+    values = {(arm, way): _values(runs, models, arm, way) for arm in ARMS for way in WAYS}
     found = {key: bootstrap.estimate(column) for key, column in values.items()}
     gaps = {
         (pair, way): bootstrap.estimate(values[pair[0], way] - values[pair[1], way]) for pair in PAIRS for way in WAYS
@@ -84,7 +85,6 @@ def page(runs: list[Run]) -> str:
         for run in runs
     ]
     names = [f"{arm}, {where}" for where in ("budget", "full") for arm in ARMS]
-    one, models = runs[0], {run["model"] for run in runs}
     seeds = "/".join(sorted({str(sum(run["model"] == model for run in runs)) for model in models}))
     return TEXT.format(
         nats=markdown(["", *HEADS], nats),
@@ -98,6 +98,11 @@ def page(runs: list[Run]) -> str:
     )
 
 
+def _values(runs: list[Run], models: list[str], arm: str, way: str) -> np.ndarray:
+    """One value for every window of every model: its mean over seeds."""
+    return np.concatenate([np.mean([run[arm][way] for run in runs if run["model"] == name], 0) for name in models])
+
+
 def _said(found: dict[Any, Estimate], gaps: dict[Any, Estimate], runs: list[Run]) -> str:
     """The verdict, in the figures' own words."""
     below = sum(mean(run["tuned"]["block"]) < mean(run["shipped"]["block"]) for run in runs)
@@ -106,7 +111,7 @@ def _said(found: dict[Any, Estimate], gaps: dict[Any, Estimate], runs: list[Run]
     control, tuned = (gaps[(arm, "shipped"), "full"].mean for arm in ("control", "tuned"))
     said = (
         f"Under the budget the tuned model is better than the shipped one in {below} of {len(runs)} runs. The budget costs "
-        f"the\nshipped model {cost:.3f} nats; the tuned model differs from it by {won:+.3f}, and from the control by {over:+.3f}.\n"
+        f"the\nshipped model {cost:.3f} nats; the tuned model differs from it by {won:+.3f}, from the control by {over:+.3f}.\n"
         f"With the full cache the control differs from the shipped model by {control:+.3f}, the tuned one by {tuned:+.3f}"
     )
     if control > 0 and tuned > control:
