@@ -95,6 +95,8 @@ def words(function: Any) -> str:
 
 def main(folder: Path) -> None:
     from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -121,6 +123,9 @@ def main(folder: Path) -> None:
         _, cache = force(llama, IDS, FED[:, :2])
         found["report"] = patch.report()
         del cache
+    by_hand = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    parallelize_module(by_hand, init_device_mesh("cpu", (2,)), {"model.layers.0.self_attn.q_proj": ColwiseParallel()})
+    found["by hand"] = words(lambda: run(by_hand, "h2o", 0.3, {}))
     found["mqa"] = words(lambda: run(models["mqa"], "h2o", 0.3, {}))
     torch.save(found, folder / f"{rank}.pt")
     distributed.barrier()

@@ -330,7 +330,8 @@ def _sharded(name, plan):
 REFUSED = {
     "ALiBi": (
         lambda: _sharded("mpt", {"transformer.blocks.*.attn.out_proj": "rowwise"}),
-        "mpt has an ALiBi slope for each head, which kvpatch does not share out over processes: load the model without a tp_plan.",
+        "mpt has an ALiBi slope for each head, which kvpatch does not share out over processes: load the model without a "
+        "tp_plan.",
     ),
     "sequence": (
         lambda: _sharded("llama_gqa", {"model.norm": "sequence_parallel"}),
@@ -339,8 +340,8 @@ REFUSED = {
     ),
     "pipeline": (
         lambda: _pipeline(),
-        "Of this model's layers only [1] are on this process (pipeline parallel), but a budget counts all of them: load it with "
-        "tp_plan='auto' (tensor parallel) or with a device_map.",
+        "Of this model's layers only [1] are on this process (pipeline parallel), but a budget counts all of them: load it "
+        "with tp_plan='auto' (tensor parallel) or with a device_map.",
     ),
 }
 

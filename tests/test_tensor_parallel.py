@@ -118,6 +118,14 @@ def test_heads_that_cannot_be_shared(halves):
         )
 
 
+def test_weights_sharded_by_hand(halves):
+    for half in halves:
+        assert half["by hand"] == (
+            "Attention weights are sharded by something other than transformers, so that nothing says which heads are on this "
+            "process: load the model with from_pretrained(..., tp_plan='auto')."
+        )
+
+
 def test_example():
     told = torchrun("-m", "tools.examples.tensor_parallel")
     assert "counted here          the heads of process 0 of 2" in told
