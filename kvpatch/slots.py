@@ -125,6 +125,10 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[rows], self.values[rows]
         self.positions = change(self.positions)
         self.state = {name: change(tensor) for name, tensor in self.state.items()}
+        if self.extents is not None and self.extents.width < self.positions.shape[2]:  # the longest row has gone
+            C = self.used = self.extents.width
+            self.positions = self.positions[:, :, :C].contiguous()
+            self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
         self.free_BH = None if self.free_BH is None else change(self.free_BH)
         if self.tail_rows is not None:
             self.tail_rows = (change(self.tail_rows[0]), change(self.tail_rows[1]))

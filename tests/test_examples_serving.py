@@ -3,6 +3,7 @@
 import torch
 
 import kvpatch
+from kvpatch.loading import MODELS, load_model, load_tokenizer
 from tools.examples import continuous_batching
 
 
@@ -28,12 +29,14 @@ def test_continuous_batching(capsys):
 
 def test_requests_end_early_and_alone():
     """A text that ends at once leaves no row behind; one row at a time is a batch too."""
-    found = continuous_batching.main(["--rows", "1", "--policy", "adakv"])
-    assert len(found["memory"]) == sum(one.steps for one in found["requests"])
-    model, requests = found["model"], found["requests"]
-    end = requests[0].tokens[0]
+    name = str(MODELS / "llama-python")
+    model = load_model(name)
+    requests = continuous_batching.requests_of(load_tokenizer(name), model.device)[2:4]
     again = [continuous_batching.Request(one.ids_1T, one.wanted) for one in requests]
     with kvpatch.patched(model, "adakv", 0.5) as patch:
+        memory = continuous_batching.serve(model, patch, requests, 1, None)
+        assert len(memory) == sum(one.steps for one in requests) == sum(one.wanted - 1 for one in requests)
+        end = requests[0].tokens[0]
         continuous_batching.serve(model, patch, again, 4, end)
     for one, whole in zip(again, requests, strict=True):
         cut = whole.tokens.index(end) + 1 if end in whole.tokens else len(whole.tokens)
