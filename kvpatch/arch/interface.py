@@ -26,9 +26,9 @@ class InterfaceAdapter(Adapter):
 
     attention: the qualified name of the attention class, "package.module.ClassName". slides: every layer has a sliding window
     of config.sliding_window; where config.layer_types says which layers slide, that is known without it. learned: positions
-    are a table of config.max_position_embeddings rows. positions_from_mask: as in Adapter. The others are names of attributes of an attention module
-    ("config.x" is its config's): projection, the output projection, None where more than that stands between attention and
-    the module's output; scale, which may also be a number; softcap; sinks; dropout.
+    are a table of config.max_position_embeddings rows. positions_from_mask: as in Adapter. The others are names of
+    attributes of an attention module ("config.x" is its config's): projection, the output projection, None where more than
+    that stands between attention and the module's output; scale, which may also be a number; softcap; sinks; dropout.
     """
 
     why_not = "its own forward applies the positions"
