@@ -236,7 +236,7 @@ def test_a_prompt_in_chunks_and_assistance_change_nothing(name):
 
 @pytest.mark.parametrize("name", ["opt", "gpt_bigcode"])
 def test_learned_positions(name):
-    """OPT counts them in the padding mask itself; both run out of them."""
+    """OPT counts them in the padding mask, StarCoder by columns; both run out of them."""
     model, ids = make(name), prompt(2, 16)
     mask = left_pad(ids, [16, 9])
     want = model(ids, attention_mask=mask).logits
@@ -252,11 +252,11 @@ def test_a_dynamic_cache_from_before_the_block(name):
     model, ids, fed = make(name), prompt(1, 20), prompt(1, 4, seed=2)
     with torch.no_grad():
         past = model(ids, use_cache=True).past_key_values
-    with kvpatch.patched(model, "streaming_llm", 10) as patch:
-        want, _ = force(model, ids, fed)
-        cache = patch.new_cache(past)
-        got, _ = force(model, fed[:, :1], fed[:, 1:], cache=cache)
-    torch.testing.assert_close(got, want[:, 1:], atol=2e-5, rtol=0)
+    want, _ = force(model, ids, fed)
+    for policy, k in (("h2o", 1.0), ("window", 24)):
+        with kvpatch.patched(model, policy, k) as patch:
+            got, _ = force(model, fed[:, :1], fed[:, 1:], cache=patch.new_cache(past))
+        torch.testing.assert_close(got, want[:, 1:], atol=2e-5, rtol=0)
 
 
 REFUSED = {

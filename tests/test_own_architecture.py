@@ -6,14 +6,14 @@ import pytest
 import reference_families
 import torch
 from comparing import agrees, sorted_positions
-from tiny import VOCAB, force, left_pad, prompt
-from tools.examples import own_architecture
-from tools.examples.own_architecture import ToyAdapter, ToyAttention, toy
+from tiny import IDS, VOCAB, force, left_pad, prompt
 from torch import nn
 from transformers import CodeGenConfig, CodeGenForCausalLM, FlexOlmoConfig, FlexOlmoForCausalLM
 
 import kvpatch
 from kvpatch.arch import adapter as registry
+from tools.examples import own_architecture
+from tools.examples.own_architecture import ToyAdapter, ToyAttention, toy
 
 
 @pytest.fixture(autouse=True)
@@ -167,9 +167,7 @@ def test_a_decoder_that_takes_no_mask_is_refused():
 def flex_olmo(dtype=torch.float32):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = FlexOlmoConfig(
-        vocab_size=VOCAB, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=None, **sizes
-    )
+    config = FlexOlmoConfig(vocab_size=VOCAB, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, **IDS, **sizes)
     config._experts_implementation = "eager"
     model = FlexOlmoForCausalLM(config).eval()
     with torch.no_grad():

@@ -26,9 +26,9 @@ class InterfaceAdapter(Adapter):
 
     attention: the qualified name of the attention class, "package.module.ClassName". slides: every layer has a sliding window
     of config.sliding_window; where config.layer_types says which layers slide, that is known without it. learned: positions
-    are a table of config.max_position_embeddings rows. The others are names of attributes of an attention module
-    ("config.x" is its config's): projection, the output projection, None where more than that stands between attention and
-    the module's output; scale, which may also be a number; softcap; sinks; dropout.
+    are a table of config.max_position_embeddings rows. positions_from_mask: as in Adapter. The others are names of
+    attributes of an attention module ("config.x" is its config's): projection, the output projection, None where more than
+    that stands between attention and the module's output; scale, which may also be a number; softcap; sinks; dropout.
     """
 
     why_not = "its own forward applies the positions"
@@ -46,9 +46,10 @@ class InterfaceAdapter(Adapter):
         sinks: str | None = None,
         dropout: str = "config.attention_dropout",
         learned: bool = False,
+        positions_from_mask: bool = False,
     ) -> None:
         self.name, self.classes, self.summary = name, (attention,), summary
-        self.projection, self.learned, self.positions_from_mask = projection, learned, learned
+        self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
         self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
 
     def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
