@@ -123,7 +123,7 @@ def attention_forward(
         # a bound method belongs to the model that was patched, not to a copy of it
         bound = previous is not None and getattr(previous, "__func__", None) is not cls.forward
         own: Callable[..., Any] = previous if bound else functools.partial(cls.forward, self)  # type: ignore[assignment]
-        return adapter.run(self, own, core, call, positioned=not cache.renumbered)
+        return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.renumbered)
 
     return forward
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,16 +34,16 @@ class Adapter:
     why_not: str = "its adapter does not project keys without positions"
     positions_from_mask: bool = False
 
-    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
+    def run(
+        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
+    ) -> Any:
         """What the module's forward returns, with `core` in place of its attention.
 
-        own: that forward; call: its arguments, by name. core: attention of queries [B,H*G,Q,D], keys and values [B,H,Q,D]
+        own: that forward; call: its arguments behind the hidden states, by name. core: attention of queries [B,H*G,Q,D], keys and values [B,H,Q,D]
         through the cache -> [B,Q,H*G*D]. positioned: False where keys are cached without positions.
         """
-        first = _first_parameter(attn.__class__)
-        rest = {name: value for name, value in call.items() if name != first}
         project = self.project if positioned else self.plain
-        return self.output(attn, core(*project(attn, call[first], **rest))), None
+        return self.output(attn, core(*project(attn, hidden_BQE, **call))), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         """What stands in place of the module's own attributes while it is patched."""
@@ -111,12 +109,6 @@ class Adapter:
 
     def check(self, model: nn.Module) -> None:
         """Raise KVPatchError for a configuration that this adapter does not serve."""
-
-
-@functools.cache
-def _first_parameter(cls: Any) -> str:
-    """What the forward of an attention class calls the hidden states."""
-    return next(name for name in inspect.signature(cls.forward).parameters if name != "self")
 
 
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:

@@ -41,8 +41,10 @@ class BloomAdapter(Adapter):
 
     plain = project  # ALiBi is no part of a key
 
-    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
-        out_BQE, weights = super().run(attn, own, core, call, positioned)
+    def run(
+        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
+    ) -> Any:
+        out_BQE, weights = super().run(attn, own, core, hidden_BQE, call, positioned)
         return call["residual"] + nn.functional.dropout(out_BQE, attn.hidden_dropout, attn.training), weights
 
     def aside(self, decoder: Any) -> dict[str, Any]:

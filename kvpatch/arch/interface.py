@@ -52,14 +52,16 @@ class InterfaceAdapter(Adapter):
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
         self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
 
-    def run(self, attn: Any, own: Forward, core: Core, call: dict[str, Any], positioned: bool) -> Any:
+    def run(
+        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
+    ) -> Any:
         call = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
             self.compare(attn, asked)
             return core(q, k, v).unflatten(-1, (q.shape[1], -1))
 
-        return own(**call, kvpatch=attend)
+        return own(hidden_BQE, **call, kvpatch=attend)
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         config = copy.copy(attn.config)
