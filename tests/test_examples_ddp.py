@@ -30,8 +30,9 @@ def alone():
 
 def test_two_processes_train_as_they_do_unpatched(tmp_path):
     """Gradient accumulation with no_sync() included. A run under `block=` differs, and its processes agree with each other."""
-    program = "from tools.examples import train_ddp; train_ddp.main(['--steps', '2'])"
-    program += "; train_ddp.main(['--steps', '1', '--block', '8'])"
+    program = "import torch.distributed as dist; from tools.examples import train_ddp; dist.init_process_group('gloo')"
+    program += "; train_ddp.main(['--steps', '2']); train_ddp.main(['--steps', '1', '--block', '8'])"
+    program += "; dist.destroy_process_group()"
     script = tmp_path / "both.py"
     script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

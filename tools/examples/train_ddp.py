@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo")
     found = [run(args.model, how, args.policy, args.k, args.block, args.steps) for how in WAYS]
     for one in found:
         same = torch.equal(one["weights"], found[0]["weights"])
@@ -78,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         dist.all_gather_object(gathered, one["weights"].double().sum().item())
         line = {"how": one["how"], "rank": dist.get_rank(), "losses": one["losses"], "same weights": same}
         print(json.dumps(line | {"processes agree": len(set(gathered)) == 1}), flush=True)
-    dist.destroy_process_group()
+    dist.barrier()  # none leaves while another still talks to it
+    if started:
+        dist.destroy_process_group()
     return found
 
 
