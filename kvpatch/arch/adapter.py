@@ -65,7 +65,7 @@ class Adapter:
         return getattr(attn, "attention_dropout", 0.0)
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
-        """KV heads H and head size D of the module; those of all processes together where a tp_plan shares them out."""
+        """KV heads H and head size D of the module; of all processes together where a tp_plan shares them out."""
         raise NotImplementedError
 
     def max_positions(self, config: Any) -> int | None:
