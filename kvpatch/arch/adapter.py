@@ -39,8 +39,8 @@ class Adapter:
     ) -> Any:
         """What the module's forward returns, with `core` in place of its attention.
 
-        own: that forward; call: its arguments behind the hidden states, by name. core: attention of queries [B,H*G,Q,D], keys and values [B,H,Q,D]
-        through the cache -> [B,Q,H*G*D]. positioned: False where keys are cached without positions.
+        own: that forward; call: its arguments behind the hidden states, by name. core: attention through the cache, of queries
+        [B,H*G,Q,D], keys and values [B,H,Q,D] -> [B,Q,H*G*D]. positioned: False where keys are cached without positions.
         """
         project = self.project if positioned else self.plain
         return self.output(attn, core(*project(attn, hidden_BQE, **call))), None
@@ -100,7 +100,7 @@ class Adapter:
         return getattr(attn, "attention_dropout", 0.0)
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
-        """KV heads H and head size D of the module; those of all processes together where a tp_plan shares them out."""
+        """KV heads H and head size D of the module; of all processes together where a tp_plan shares them out."""
         raise NotImplementedError
 
     def max_positions(self, config: Any) -> int | None:

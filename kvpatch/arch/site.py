@@ -53,7 +53,7 @@ class Site:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
         sinks = self.adapter.sinks(self.attn)
         if sinks is not None:
-            sinks = sinks.to(device).unflatten(0, (self.H, -1))
+            sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
             sinks = sinks if torch.is_grad_enabled() else sinks.detach()
         return Geometry(
             self.adapter.scale(self.attn), slopes, self.adapter.sliding(self.attn), self.adapter.softcap(self.attn), sinks
