@@ -75,11 +75,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         dist.init_process_group("gloo")
     found = [run(args.model, how, args.policy, args.k, args.block, args.steps) for how in WAYS]
     for one in found:
-        same = torch.equal(one["weights"], found[0]["weights"])
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, one["weights"].double().sum().item())
-        line = {"how": one["how"], "rank": dist.get_rank(), "losses": one["losses"], "same weights": same}
-        print(json.dumps(line | {"processes agree": len(set(gathered)) == 1}), flush=True)
+        same, total = torch.equal(one["weights"], found[0]["weights"]), one["weights"].double().sum().item()
+        line = {"how": one["how"], "rank": dist.get_rank(), "losses": one["losses"], "same weights": same, "sum": total}
+        lines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lines, line)
+        if dist.get_rank() == 0:  # one process writes, so that lines stay whole
+            for line in lines:
+                print(json.dumps(line | {"processes agree": len({each["sum"] for each in lines}) == 1}), flush=True)
     dist.barrier()  # none leaves while another still talks to it
     if started:
         dist.destroy_process_group()
