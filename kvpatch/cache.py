@@ -12,6 +12,7 @@ from transformers import Cache
 
 from . import compiled
 from .backends.choice import Choice
+from .converting import take_over
 from .errors import KVPatchError
 from .forward import Forward, cut
 from .parallel import WHOLE, Parallel
@@ -397,42 +398,7 @@ class EvictingCache(Cache):
         Raises:
             KVPatchError: the policy scores by attention that `past` does not hold, or `past` has dropped tokens.
         """
-        if self.chooses and self.policy.rows != "none":
-            raise KVPatchError(
-                f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: it scores tokens by the "
-                "attention of the prompt's rows, which that cache does not hold. Run the prompt inside the block."
-            )
-        if self.chooses and self.policy.selection is not None:
-            raise KVPatchError(
-                f"A {type(past).__name__} cannot be taken over under policy {self.policy.name!r}: its selection weighs values "
-                "as they are read. Run the prompt inside the block."
-            )
-        if self.renumbered:
-            raise KVPatchError(
-                f"A {type(past).__name__} holds keys at their original positions; with positions='renumbered' run the prompt "
-                "inside the block."
-            )
-        if self.policy.scope.protect is not None:
-            raise KVPatchError("protect= marks prompt tokens as they are read: run the prompt inside the block.")
-        seen = past.get_seq_length()
-        for index, (mine, other) in enumerate(zip(self.layers, past.layers, strict=True)):
-            keys, values = getattr(other, "keys", None), getattr(other, "values", None)
-            bound = self.bounds[index]
-            if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
-                raise KVPatchError(
-                    f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen."
-                )
-            B, H, _, _ = keys.shape
-            real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
-            if mask_BT is not None:
-                real = mask_BT[:, :seen].to(keys.device).bool()
-            positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)[:, -keys.shape[2] :]
-            entry, score = {}, self.policies[index].score
-            if self.acting[index] and score is not None:
-                entry = score.entry(keys, positions, 1, index, self.seed)
-            mine.append(keys, values, positions, entry)
-            mine.seen, mine.holes = seen, not bool(real.all())
-            self.seen_B = positions.amax(-1) + 1
+        take_over(self, past, mask_BT)
 
     # ---- batch and roll-back ----
 
