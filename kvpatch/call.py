@@ -118,7 +118,7 @@ class Call:
             scores=scores,
             fresh=self.score is not None and self.score.fresh,
             renumbered=self.cache.renumbered,
-            special=not self.geometry.plain,
+            special=self.geometry.special,
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:

@@ -105,7 +105,7 @@ class Target:
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            special = adapter.softcap(module) is not None or adapter.sinks(module) is not None
+            special = any(own(module) is not None for own in (adapter.softcap, adapter.sinks, adapter.coarse))
             device = device_of(module).type
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 

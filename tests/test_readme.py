@@ -1,5 +1,6 @@
 """The README's tables are the registries', and its code runs."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -108,5 +109,40 @@ def test_links_and_tree():
 
 
 def test_only_true_commands():
-    for command in re.findall(r"`?kvpatch (\w+) ?", re.sub(r"```python.*?```", "", README, flags=re.DOTALL)):
+    prose = re.sub(r"```python.*?```|<!-- refused -->.*<!-- /refused -->", "", README, flags=re.DOTALL)
+    for command in re.findall(r"`?kvpatch (\w+) ?", prose):
         assert command in {"demo", "check", "compare", "generate", "policies", "architectures", "keeps", "says"}, command
+
+
+def _rows(name):
+    table = README.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].strip().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[2:]]
+
+
+def test_what_works_has_a_test_and_every_example_is_named():
+    named = set()
+    for what, example, test in _rows("works"):
+        if not test.strip("` "):
+            assert what.startswith("**"), what
+            continue
+        file, function = test.strip("` ").split("::")
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(), test
+        named |= set(re.findall(r"\[(\w+)\]", example))
+    parts = {"__init__", "finetune_table"}  # not run by themselves
+    assert named == {path.stem for path in (ROOT / "tools" / "examples").glob("*.py")} - parts
+
+
+def _words(path):
+    """What the file's strings say, with a gap for whatever is filled in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_what_is_refused_is_said_in_these_words():
+    said = [words for path in (ROOT / "kvpatch").rglob("*.py") for words in _words(path)]
+    for what, wanted in _rows("refused"):
+        for part in wanted.split(" ... "):
+            assert any(part in words for words in said), f"{what}: {part}"

@@ -83,6 +83,10 @@ class Adapter:
         """ALiBi slopes [H*G] on any device, added as slope * (i - t); None for other positions."""
         return None
 
+    def coarse(self, attn: nn.Module) -> float | None:
+        """What ALiBi is multiplied with after slopes times positions were rounded to bfloat16; None where they are not."""
+        return None
+
     def sliding(self, attn: nn.Module) -> int | None:
         """Tokens that a query sees, itself included; None for all."""
         return None

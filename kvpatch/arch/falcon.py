@@ -12,7 +12,7 @@ from .llama import LlamaAdapter
 
 class FalconAdapter(LlamaAdapter):
     name = "falcon"
-    summary = "Falcon: rotary positions or ALiBi (exact, where transformers rounds far positions to bfloat16), MQA and GQA"
+    summary = "Falcon: rotary positions or ALiBi, MQA and GQA"
     classes = (
         "transformers.models.falcon.modeling_falcon.FalconAttention",
         "transformers.models.falcon.modeling_falcon.FalconFlashAttention2",
@@ -38,9 +38,11 @@ class FalconAdapter(LlamaAdapter):
         return attn.inv_norm_factor
 
     def slopes(self, attn: Any) -> Tensor | None:
-        """The model's own, which are rounded to bfloat16. It rounds their products with positions too, which beyond 256 tokens
-        puts far tokens in steps: that is left out here."""
         return alibi_slopes(attn) * attn.inv_norm_factor if attn.config.alibi else None
+
+    def coarse(self, attn: Any) -> float | None:
+        """The model rounds slopes, positions and their products, which beyond 256 tokens puts far tokens in steps."""
+        return attn.inv_norm_factor if attn.config.alibi else None
 
     def aside(self, decoder: Any) -> dict[str, Any]:
         return {"use_alibi": False} if decoder.config.alibi else {}

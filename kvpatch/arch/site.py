@@ -55,9 +55,9 @@ class Site:
         if sinks is not None:
             sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
             sinks = sinks if torch.is_grad_enabled() else sinks.detach()
-        return Geometry(
-            self.adapter.scale(self.attn), slopes, self.adapter.sliding(self.attn), self.adapter.softcap(self.attn), sinks
-        )
+        adapter, attn = self.adapter, self.attn
+        own = (adapter.scale(attn), slopes, adapter.sliding(attn), adapter.softcap(attn), sinks, adapter.coarse(attn))
+        return Geometry(*own)
 
     def rotate(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         """Keys or queries with the positions `places` applied."""

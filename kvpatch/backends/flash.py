@@ -35,7 +35,7 @@ class Refused(RuntimeError):
 def reason(task: Task, case: Case) -> str | None:
     """Why no flash kernel can do it; None if one can."""
     if case.special:
-        return "it has neither capped logits nor attention sinks"
+        return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
     if task in ("statistics", "decode"):
         return "flash-attn returns no score statistics: triton or torch gather them"
     if case.device != "cuda":

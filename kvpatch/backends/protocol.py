@@ -45,7 +45,8 @@ class Geometry:
     """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens.
 
     softcap: logits x become softcap * tanh(x / softcap) before any mask [Gemma 2]. sinks_HG: a logit of each query head that
-    takes its share of the softmax and belongs to no key [gpt-oss].
+    takes its share of the softmax and belongs to no key [gpt-oss]. coarse: where it is not None, ALiBi is coarse * (slope /
+    coarse * i) for key i, slope, position and product in bfloat16 [Falcon's code].
     """
 
     scale: float
@@ -53,11 +54,17 @@ class Geometry:
     sliding: int | None
     softcap: float | None = None
     sinks_HG: Tensor | None = None
+    coarse: float | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether the probabilities are a softmax over scaled products, biases and masks alone, as kernels compute it."""
+        """Whether the probabilities are a softmax over scaled products, biases and masks alone."""
         return self.softcap is None and self.sinks_HG is None
+
+    @property
+    def special(self) -> bool:
+        """Whether kernels cannot take it."""
+        return not self.plain or self.coarse is not None
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Case:
     device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
     came before this piece of a prompt. gradients: the output must be differentiable. scores: a step's probabilities are
     wanted. fresh: so is noise drawn for every query and key. renumbered: positions are ranks, new at every step. special:
-    logits are capped, or a sink takes part in the softmax.
+    logits are capped, a sink takes part in the softmax, or ALiBi is coarse.
     """
 
     device: str

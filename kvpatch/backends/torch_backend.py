@@ -96,8 +96,8 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | No
     positions_BT = keys.positions_BHT[:, 0]
     bias = torch.zeros(positions_BT.shape, dtype=accumulator(dtype), device=positions_BT.device)[:, None, None]
     if geometry.slopes_HG is not None:
-        age = positions_BT - positions_BT.amax(-1, keepdim=True)
-        bias = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype) * age[:, None, None]
+        slopes, newest_BT = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype), positions_BT.amax(-1, keepdim=True)
+        bias = _alibi(slopes, positions_BT[:, None, None], newest_BT[:, None, None], geometry)
     return bias.masked_fill(positions_BT[:, None, None] < 0, -torch.inf) if keys.holes else bias
 
 
@@ -118,8 +118,8 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
         if geometry.slopes_HG is None:
             mask = visible if visible.shape[1] == 1 else visible.repeat_interleave(G, 1)
         else:
-            age = keys.positions_BHT[:, :, None, lo:hi] - rows_BQ[:, None, start:stop, None]
-            bias = geometry.slopes_HG[None, :, :, None, None].to(q.dtype) * age[:, :, None]
+            slopes, own = geometry.slopes_HG[None, :, :, None, None].to(q.dtype), keys.positions_BHT[:, :, None, None, lo:hi]
+            bias = _alibi(slopes, own, rows_BQ[:, None, None, start:stop, None], geometry)
             mask = rearrange(bias.masked_fill(~visible[:, :, None], -torch.inf), "b h g r m -> b (h g) r m")
         k, v = k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale, enable_gqa=G > 1)
@@ -143,6 +143,15 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
         p = _weights(_capped(x, geometry).masked_fill(~visible, -torch.inf), geometry)
         outs.append(p @ v[:, :, :, lo:hi])
     return torch.cat(outs, 3).to(q_BHGQD.dtype)
+
+
+def _alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
+    """ALiBi of keys at `positions`, less that of a key at `origin`: in a softmax only differences count."""
+    if geometry.coarse is None:
+        return slopes * (positions - origin)
+    rounded = (slopes / geometry.coarse).bfloat16()
+    own, theirs = ((rounded * place.bfloat16()).to(slopes.dtype) for place in (positions, origin))
+    return (own - theirs) * geometry.coarse
 
 
 def _capped(x: Tensor, geometry: Geometry) -> Tensor:
@@ -258,8 +267,8 @@ class _Mask:
         positions = self.positions_NT[n0:n1, None, None, lo:hi]
         if self.geometry.slopes_HG is not None:
             # relative to the block's last row, so that large distances do not cancel
-            age = positions - self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
-            x_NGRM += self.slopes_NG[n0:n1, :, None, None].to(x_NGRM.dtype) * age
+            slopes, last = self.slopes_NG[n0:n1, :, None, None], self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
+            x_NGRM += _alibi(slopes.to(x_NGRM.dtype), positions, last, self.geometry)
         future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
         x_NGRM[..., -R:].masked_fill_(future, -torch.inf)
         if self.padded:
@@ -282,7 +291,7 @@ def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_B
     x = _capped(x, geometry)
     positions, rows = keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None]
     if geometry.slopes_HG is not None:
-        x = x + geometry.slopes_HG[None, :, :, None, None].to(dtype) * (positions - rows)
+        x = x + _alibi(geometry.slopes_HG[None, :, :, None, None].to(dtype), positions, rows, geometry)
     visible = (positions >= 0) & (positions <= rows)
     if geometry.sliding is not None:
         visible = visible & (rows - positions < geometry.sliding)
@@ -369,7 +378,8 @@ def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.
     if geometry.slopes_HG is None:
         bias = torch.zeros(positions.shape, dtype=dtype, device=positions.device)[:, :, None]
     else:
-        bias = geometry.slopes_HG[None, :, :, None].to(accumulator(dtype)) * (positions - newest_B11)[:, :, None]
+        slopes = geometry.slopes_HG[None, :, :, None].to(accumulator(dtype))
+        bias = _alibi(slopes, positions[:, :, None], newest_B11[:, :, None], geometry)
     if keys.holes:
         bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
     if geometry.sliding is not None:

@@ -27,7 +27,7 @@ SUMMED = ("sum", "squares", "count")
 def reason(task: Task, case: Case) -> str | None:
     """Why the kernels cannot do it; None if they can."""
     if case.special:
-        return "it has neither capped logits nor attention sinks"
+        return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
     if task == "prompt":
         return "its kernels gather scores and decode; the attention of a prompt is flash-attn's or torch's"
     if find_spec("triton") is None:
