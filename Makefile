@@ -17,7 +17,7 @@ PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 demo: .venv/ok
 	.venv/bin/kvpatch demo
 
-test: .venv/ok
+test: .venv/ok .venv/torchao
 	.venv/bin/python -m pytest -n 2 --dist worksteal
 
 check: .venv/ok
@@ -38,6 +38,11 @@ peer-env: .venv/ok .venv-kvpress/ok
 	$(PEER_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
 	$(PEER_PIP) "kvpress==0.5.5" "transformers==5.2.0"
 	touch .venv-kvpress/ok
+
+# for the tests alone: with it, whatever imports transformers prints warnings about torchao's own kernels
+.venv/torchao: .venv/ok
+	$(PIP) --no-deps "torchao==0.18.0"
+	touch .venv/torchao
 
 .venv/ok: requirements-dev.txt setup.cfg pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kvpatch is developed with Python 3.11 or newer: make PYTHON=python3.12')"

@@ -37,8 +37,7 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         _refuse_cache_implementation(kwargs, *configs)
         if _no_cache_wanted(kwargs, config) or not _takes_cache(run, kwargs):
             return run(*args, **kwargs)
-        if not settings.transparent:
-            _refuse_checkpointing(self)
+        _refuse_checkpointing(self)
         cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         if getattr(config, "is_assistant", False):

@@ -206,8 +206,8 @@ class SlotLayer(CacheLayerMixin):
 
     def trim(self) -> None:
         """Show no spare columns, to whoever looks at a cache that holds everything."""
-        if not self.is_initialized or self.extents is not None or self.free_BH is not None:
-            return
+        if not self.is_initialized or self.extents is not None or self.free_BH is not None or self.journal:
+            return  # what is recorded stands in columns of its own
         assert self.keys is not None and self.values is not None
         T = self.used
         self.keys, self.values, self.positions = self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
