@@ -328,7 +328,8 @@ class EvictingCache(Cache):
         """Columns of this pass that belong to a prompt (policies.md, Budgets: prompts fed in pieces)."""
         if self.prompt_len is not None:
             return min(max(self.prompt_len - seen, 0), Q)
-        return Q if seen == 0 or Q > 1 else 0
+        # what was taken over from an unpatched prompt ends with the first tokens that follow, be it one
+        return Q if seen == 0 or Q > 1 or not self.turns else 0
 
     @staticmethod
     def _refuse_padding(real_BQ: Tensor) -> None:

@@ -333,8 +333,10 @@ def test_an_unpatched_prompt_is_converted_where_that_is_exact(policy):
         got = model.generate(text, past_key_values=past, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert torch.equal(want, got)
         with torch.no_grad():
-            logits = model(more, past_key_values=patch.new_cache(past)).logits
-            assert torch.isfinite(logits).all()
+            cache = patch.new_cache(past)
+            for held in (12, 12, 12):  # half of 25 tokens, from the first one that follows
+                assert torch.isfinite(model(more, past_key_values=cache).logits).all()
+                assert cache.held(0).unique().tolist() == [held]
     with kvpatch.patched(model, "h2o", 0.5), pytest.raises(kvpatch.KVPatchError, match="Run the prompt inside"):
         model.generate(text, past_key_values=past, max_new_tokens=2)
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpatch
-from kvpatch.arch import adapter_of
+from kvpatch.arch import Adapter, adapter_of
 from kvpatch.arch.site import Site
 from kvpatch.feeding import feed
 
@@ -91,7 +91,13 @@ def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[La
     """The layers of one unpatched run over `tokens`, for queries from `start` on, and its logits [B,T,V]."""
     calls, hooks = [], []
     for module in model.modules():
-        if adapter_of(module) is not None:
+        adapter = adapter_of(module)
+        if adapter is not None and type(adapter).project is Adapter.project:
+            raise kvpatch.KVPatchError(
+                f"Perturbations are measured from queries, which {adapter.name}'s attention keeps to itself: take a model of an "
+                "architecture with an adapter of its own (llama, mistral, mpt, gptj, gpt2)."
+            )
+        if adapter is not None:
             hooks.append(module.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True))
     run = model(tokens_BT, past_key_values=DynamicCache(), use_cache=True)  # keeps what sliding windows have left, too
     for hook in hooks:
