@@ -6,6 +6,7 @@ mask that is written by hand, for a policy whose kept set can be told without lo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,16 @@ from .feeding import feed, wide
 from .loading import positions_of
 from .patching import patched
 from .policies import Policy, get_policy
+from .target import Target
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of two logits that passes, as a share of the largest logit (1 at least).
 
 float64 gets no less, for the code of some models takes softmax in float32 whatever their dtype.
 """
+
+Outcome = str | tuple[Tensor, Tensor] | None
+"""What is wrong in words, what was got and what was expected, or nothing that could be compared."""
 
 _PROMPT, _NEW, _SINKS, _BUDGET = 40, 8, 4, 16
 
@@ -44,6 +49,8 @@ class Checks:
         self.policy, self.k = get_policy(policy) if isinstance(policy, str) else policy, k
         with patched(model, self.policy, k, seed=seed):
             pass  # a wrong option ends here, before anything is measured
+        target = Target.find(model)
+        self.mask_has_positions = bool(target.attentions[0][1].aside(target.decoder))
         limit = positions_of(model) or _PROMPT + _NEW
         self.n = min(_PROMPT, limit - _NEW)
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -53,7 +60,7 @@ class Checks:
 
     def run(self) -> list[Result]:
         """All checks, in order; an error inside one is its result."""
-        checks: list[tuple[str, Callable[[], str | tuple[Tensor, Tensor]]]] = [
+        checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.full),
             ("eviction is the same as masking", self.masking),
             ("a row of a padded batch is as it is alone", self.padding),
@@ -62,12 +69,14 @@ class Checks:
         ]
         return [self._judged(name, check) for name, check in checks]
 
-    def _judged(self, name: str, check: Callable[[], str | tuple[Tensor, Tensor]]) -> Result:
+    def _judged(self, name: str, check: Callable[[], Outcome]) -> Result:
         try:
             with torch.no_grad():
                 outcome = check()
         except Exception as error:  # whatever goes wrong on a model we do not know belongs into the table
             return Result(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+        if outcome is None:
+            return Result(name, True, "not compared: this model reads ALiBi from its padding mask, so it takes no other")
         if isinstance(outcome, str):
             return Result(name, not outcome, outcome or "bit for bit")
         got, expected = outcome
@@ -80,8 +89,10 @@ class Checks:
         with patched(self.model, self.policy, 1.0, seed=self.seed):
             return self._feed(self.ids_BN), expected
 
-    def masking(self) -> tuple[Tensor, Tensor]:
+    def masking(self) -> tuple[Tensor, Tensor] | None:
         """The first _SINKS and the newest tokens, against one unpatched forward whose mask hides all others."""
+        if self.mask_has_positions:
+            return None
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
         with patched(self.model, "window", budget, sinks=sinks):
@@ -90,14 +101,25 @@ class Checks:
         query, key = torch.arange(total)[:, None], torch.arange(total)[None]
         seen = key <= query
         # a generated token meets what was kept before it came, and itself
-        seen &= (query < self.n) | (key < sinks) | (key >= query - (budget - sinks))
-        window = getattr(self.model.config.get_text_config(), "sliding_window", None)
-        if window is not None:
-            seen &= key > query - window
-        mask = torch.zeros(total, total, dtype=self.model.dtype).masked_fill(~seen, torch.finfo(self.model.dtype).min)
-        mask_B1QK = mask[None, None].expand(len(self.ids_BN), 1, -1, -1).to(self.model.device)
-        expected = self.model(self.ids_BN, attention_mask=mask_B1QK, use_cache=False).logits[:, self.n - 1 :]
+        kept = seen & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
+        text = self.model.config.get_text_config()
+        types, window = set(getattr(text, "layer_types", None) or ()), getattr(text, "sliding_window", None)
+        masks: Any = self._mask(kept)
+        if window is not None and len(types) > 1:  # layers that slide hold their window, whatever the policy
+            masks = {"full_attention": masks, "sliding_attention": self._mask(seen & (key > query - window))}
+        elif window is not None and types != {"full_attention"}:
+            masks = self._mask(kept & (key > query - window))
+        places = {}
+        if "position_ids" in inspect.signature(type(self.model).forward).parameters:
+            places["position_ids"] = torch.arange(total, device=self.model.device)[None].expand(len(self.ids_BN), -1)
+        expected = self.model(self.ids_BN, attention_mask=masks, use_cache=False, **places).logits[:, self.n - 1 :]
         return got, wide(expected)
+
+    def _mask(self, seen_QK: Tensor) -> Tensor:
+        """[B,1,Q,K], to be added to logits."""
+        smallest = torch.finfo(self.model.dtype).min
+        mask = torch.zeros(seen_QK.shape, dtype=self.model.dtype).masked_fill(~seen_QK, smallest)
+        return mask[None, None].expand(len(self.ids_BN), 1, -1, -1).to(self.model.device)
 
     def padding(self) -> tuple[Tensor, Tensor]:
         """Row 1 without its first third, padded on the left beside row 0, and alone."""

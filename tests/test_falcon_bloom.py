@@ -13,6 +13,7 @@ from tiny import MORE, VOCAB, force, left_pad, make, prompt, snapshot
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import kvpatch
+from kvpatch.check import Checks
 
 ALIBI = ("falcon_alibi", "bloom")
 WIDE = {"vocab_size": VOCAB, "initializer_range": 0.3, "hidden_size": 48}
@@ -163,3 +164,10 @@ def test_falcons_alibi_is_rounded_as_the_model_rounds_it(heads):
         with kvpatch.patched(model, policy, 1.0, block=64 if policy == "tova" else None):
             got, _ = force(model, ids, fed, mask)
         torch.testing.assert_close(got, own, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["falcon", "falcon_alibi", "bloom"])
+def test_kvpatch_check(name):
+    results = Checks(make(name)).run()
+    assert [result for result in results if not result.passed] == []
+    assert any("not compared" in result.detail for result in results) == (name in ALIBI)

@@ -22,6 +22,7 @@ from tiny_families import FAMILIES, ONE_WINDOW
 import kvpatch
 from kvpatch.arch.families import FAMILIES as ROWS
 from kvpatch.cache import EvictingCache
+from kvpatch.check import Checks
 
 THREE = ("gemma2", "gpt_oss", "qwen3")
 BOUNDED = tuple(name for name, (_, given) in FAMILIES.items() if "layer_types" in given)
@@ -300,3 +301,9 @@ def test_attention_dropout_is_refused_while_training(name):
             setattr(module, rate, 0.2)
     with kvpatch.patched(model, "h2o", 5, block=4), pytest.raises(kvpatch.KVPatchError, match=r"attention dropout of 0\.2"):
         model(prompt(1, 12))
+
+
+@pytest.mark.parametrize("name", ["qwen2_mixed", "gemma2", "gpt_oss", "opt", "gpt_bigcode"])
+def test_kvpatch_check(name):
+    """The command's checks, which make masks of their own, know what the family does."""
+    assert [result for result in Checks(make(name)).run() if not result.passed] == []
