@@ -94,8 +94,8 @@ def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[La
         adapter = adapter_of(module)
         if adapter is not None and type(adapter).project is Adapter.project:
             raise kvpatch.KVPatchError(
-                f"Perturbations are measured from queries, which {adapter.name}'s attention keeps to itself: take a model of an "
-                "architecture with an adapter of its own (llama, mistral, mpt, gptj, gpt2)."
+                f"Perturbations are measured from queries, which {adapter.name}'s attention keeps to itself: take a model of "
+                "an architecture with an adapter of its own (llama, mistral, mpt, gptj, gpt2)."
             )
         if adapter is not None:
             hooks.append(module.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True))
