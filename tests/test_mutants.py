@@ -49,8 +49,18 @@ MUTANTS = {
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
         f"{ORACLE}[mistral_sliding-full]"),
     "ALiBi from slots instead of positions": (
-        "backends/torch_backend.py", "(positions - newest_B11)[:, :, None]",
-        "(torch.arange(positions.shape[-1]) - newest_B11).expand_as(positions)[:, :, None]", f"{ORACLE}[mpt-streaming_llm]"),
+        "backends/torch_backend.py", "bias = _alibi(slopes, positions[:, :, None], newest",
+        "bias = _alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest",
+        f"{ORACLE}[mpt-streaming_llm]"),
+    "logits not capped while decoding": (
+        "backends/torch_backend.py", "    x = _capped(x, geometry)\n    x = x if bias", "    x = x if bias",
+        "tests/test_families.py::test_every_policy[gemma2-tova]"),
+    "a sink takes no share": (
+        "backends/torch_backend.py", "-1).softmax(-1)[..., :-1]", "-1)[..., :-1].softmax(-1)",
+        "tests/test_families.py::test_every_policy[gpt_oss-key_attention]"),
+    "sliding layers count in the pyramid": (
+        "cache.py", "len(self.free), least, most)[self.free.index(layer)]", "len(self.layers), least, most)[layer]",
+        "tests/test_families.py::test_budgets_count_the_layers_that_see_all"),
     "ties to the lower position": (
         "policies/selection.py", "return (bits.long() << 30) | positions",
         "return (bits.long() << 30) | (MAX_POSITION - positions)",
