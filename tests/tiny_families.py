@@ -78,7 +78,8 @@ def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
     config = AutoConfig.for_model(kind, **given)
     for rate in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
         setattr(config, rate, 0.0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None  # which some versions' sdpa leaves out
+    model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "eager"} if capped else {})).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key and "weight" in key:
