@@ -37,7 +37,8 @@ def _shown(module: Any, inputs: int) -> Tensor | None:
         weight = local(weight) if local(weight).shape[-1] == inputs else weight.full_tensor()
     elif type(weight) not in (Tensor, nn.Parameter):  # quantized: a kind of tensor of its own
         return None
-    return weight.T if type(module) is nn.Linear else weight
+    weight = weight.T if type(module) is nn.Linear else weight
+    return weight if weight.shape[0] == inputs else None  # a part of it, whose module splits what it is given
 
 
 class Site:
