@@ -31,5 +31,6 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         start += one.prompt
     out = torch.cat(outs, 3)
     if now.packing_BQ is not None:
+        call.slots.floor = call.slots.used  # a row's last columns need not be its last tokens
         out = out.movedim(3, 1)[b, order.argsort(dim=1)].movedim(1, 3)
     return out

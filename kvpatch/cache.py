@@ -254,7 +254,7 @@ class EvictingCache(Cache):
             self.steps, self.lag_B, self.deck_due = 0, None, self.room is None
             self.limits_of.clear()
         journalled = any(layer.record_past for layer in self.layers)
-        if not journalled:
+        if not journalled or prompt:  # what was recorded before a prompt does not lead back over it
             for layer in self.layers:
                 layer.journal.clear()
         recording = journalled or Q - prompt > 1
@@ -409,6 +409,10 @@ class EvictingCache(Cache):
         self.seen_B = None if self.seen_B is None else change(self.seen_B)
         self.shared = None if self.shared is None else change(self.shared)
         self.lag_B = None if self.lag_B is None else change(self.lag_B)
+        if self.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
+            self.clock, columns = None, int(self.seen_B.max())
+            for layer in self.layers:
+                layer.seen = columns
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -421,10 +425,6 @@ class EvictingCache(Cache):
             raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
         super().batch_select_indices(indices)
         self._map_rows(lambda tensor: tensor[indices, ...])
-        if self.joined and self.seen_B is not None:  # no mask counts its columns
-            self.clock, columns = None, int(self.seen_B.max())
-            for layer in self.layers:
-                layer.seen = columns
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -14,9 +14,11 @@ from os import PathLike
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Cache
 
+from .arch.site import Site
 from .backends.choice import check, check_name
 from .cache import EvictingCache
 from .errors import KVPatchError
@@ -241,7 +243,11 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        return load(self, path, self._target.identity(), self._target.devices())
+        cache = load(self, path, self._target.identity(), self._target.devices())
+        with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
+            for layer, (module, adapter) in zip(cache.layers, self._target.attentions, strict=True):
+                layer.geometry = Site(adapter, module, layer.positions.shape[1]).geometry(layer.device)
+        return cache
 
     def report(self) -> Report:
         """What the last run kept and cost.

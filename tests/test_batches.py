@@ -511,3 +511,26 @@ def test_nothing_twice_and_no_row():
             cache.batch_select_indices(torch.tensor([], dtype=torch.long))
         with pytest.raises(KVPatchError, match="The cache is empty, so that it has no rows yet"):
             patch.new_cache().next_positions()
+
+
+def test_reordered_rows_know_the_longest_of_them():
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
+        caches = [patch.new_cache(), patch.new_cache()]
+        for cache, n in zip(caches, (30, 10), strict=True):
+            model(ids[:, :n], past_key_values=cache)
+        joined = EvictingCache.concatenate(caches)
+        joined.reorder_cache(torch.tensor([1, 1]))
+        assert joined.get_seq_length() == 10
+
+
+def test_caches_from_files_join_where_positions_are_distances(tmp_path):
+    model, ids = make("mpt"), prompt(1, 30)
+    with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
+        caches = []
+        for n in (30, 10):
+            model(ids[:, :n], past_key_values=(cache := patch.new_cache()))
+            patch.save_cache(cache, tmp_path / f"{n}")
+            caches.append(patch.load_cache(tmp_path / f"{n}"))
+        joined = EvictingCache.concatenate(caches)
+        assert model(ids[:, :1].expand(2, 1), past_key_values=joined).logits.isfinite().all()

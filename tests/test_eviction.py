@@ -227,6 +227,29 @@ def test_rolling_back_what_was_not_recorded_is_refused():
         cache.crop(-5)
 
 
+def test_a_later_prompt_cannot_be_rolled_back_into_the_steps_before_it():
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(ids[:, :20], past_key_values=cache)
+        cache.activate_past_recording()
+        for t in range(20, 23):
+            model(ids[:, t : t + 1], past_key_values=cache)
+        model(ids[:, 23:28], past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 2 tokens"):
+            cache.crop(-2)
+
+
+def test_a_padded_prompt_read_in_blocks_cannot_be_cropped_into():
+    """A row's last columns are not its last tokens there."""
+    model, ids = make("llama_gqa"), prompt(2, 20)
+    with kvpatch.patched(model, "snapkv", 100, block=8, window=4) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(ids, attention_mask=left_pad(ids, [20, 11]), past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 2 tokens"):
+            cache.crop(-2)
+
+
 @pytest.mark.parametrize("name", FIVE)
 @pytest.mark.parametrize("policy", ["h2o", "keyformer", "tova"])
 def test_assisted_decoding_gives_what_plain_decoding_gives(name, policy):
