@@ -243,7 +243,7 @@ def test_a_later_prompt_cannot_be_rolled_back_into_the_steps_before_it():
 def test_a_padded_prompt_read_in_blocks_cannot_be_cropped_into():
     """A row's last columns are not its last tokens there."""
     model, ids = make("llama_gqa"), prompt(2, 20)
-    with kvpatch.patched(model, "snapkv", 100, block=8, window=4) as patch, torch.no_grad():
+    with kvpatch.patched(model, "h2o", 1.0, block=8) as patch, torch.no_grad():
         cache = patch.new_cache()
         model(ids, attention_mask=left_pad(ids, [20, 11]), past_key_values=cache)
         with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 2 tokens"):
