@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+import transformers
 from comparing import certain
+from packaging.version import Version
 from tiny import FIVE, IDS, VOCAB, make, prompt
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpatch
+from kvpatch import generation
 
+NEW = Version(transformers.__version__) >= Version("5.18")
 POLICIES = {"h2o": {}, "keyformer": {}, "tova": {}, "roco": {}, "snapkv": {"window": 5}, "adakv": {"window": 5}}
 
 
@@ -47,9 +51,20 @@ def test_assistance_changes_no_logit_and_no_kept_token(name, policy):
     with kvpatch.patched(model, policy, 0.5, **POLICIES[policy]):
         plain = decode(model, ids)
         same(plain, decode(model, ids, prompt_lookup_num_tokens=4))
-        same(plain, decode(model, ids, assistant_model=draft))
+        if name != "mistral_sliding" or NEW:  # transformers 5.17 fails on an unpatched assistant with a sliding window
+            same(plain, decode(model, ids, assistant_model=draft))
         with kvpatch.patched(draft, policy, 0.4, **POLICIES[policy]):
             same(plain, decode(model, ids, assistant_model=draft))
+
+
+def test_an_assistant_that_is_no_longer_behind_its_text_reads_it_again():
+    draft, ids = make("llama_gqa"), prompt(1, 25)
+    with torch.no_grad(), kvpatch.patched(draft, "h2o", 0.4) as patch:
+        for columns, seen in ((26, 25), (25, 0), (None, 25)):
+            cache = patch.new_cache()
+            draft(ids, past_key_values=cache)
+            generation._draft(cache, columns)
+            assert cache.get_seq_length() == seen
 
 
 def test_drafts_are_taken_in_part():

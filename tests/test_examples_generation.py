@@ -1,6 +1,9 @@
 """The examples of tools/examples that generate: what they show is so."""
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.utils import logging
 
 from tools.examples import (
@@ -51,6 +54,9 @@ def test_decoding_under_a_budget_and_without():
     assert [name for name, row in shown["results"].items() if not row["same"]] == []
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="transformers 5.15 fails on unpatched ones that stop early"
+)
 def test_assisted():
     shown = assisted.main(k=0.4, new=8)
     assert len(shown["difference"]) == 5

@@ -86,9 +86,11 @@ def test_generate(models, halves, name, options):
 def test_loss_and_gradient_of_blocks(models, halves):
     loss, gradient = sharded.trained(models["llama"])
     assert gradient.abs().max() > 1e-3
-    for half in halves:
+    for rank, half in enumerate(halves):
+        mine = half["trained"][1]
+        expected = gradient if len(mine) == len(gradient) else gradient.chunk(2)[rank]  # transformers 5.15 keeps plain shards
         torch.testing.assert_close(half["trained"][0], loss, atol=TOLERANCE, rtol=0)
-        torch.testing.assert_close(half["trained"][1], gradient, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(mine, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_saved_caches_belong_to_a_process(models, halves, tmp_path):

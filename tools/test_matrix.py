@@ -1,8 +1,12 @@
-"""Run the tests under several versions of transformers, each in an environment of its own: `make test-matrix`.
+"""Run the tests under several versions of transformers and torch, each in an environment of its own: `make test-matrix`.
 
-    python tools/test_matrix.py [VERSION ...] [--pytest ARGUMENTS]
+    python tools/test_matrix.py [TRANSFORMERS[/TORCH] ...] [--pytest ARGUMENTS] [--write]
 
-Environments are .venv-<version> in the repository's root; they are made once and used again. Needs nothing but Python.
+A version is a number, `pinned` (requirements-dev.txt's) or `newest` (of those that setup.cfg allows); a torch that is not named
+is the pinned one. Other builds of torch than the pinned one come with several gigabytes of CUDA packages unless TORCH_INDEX
+names an index without. Environments are .venv-<transformers>-<torch> in the repository's root; they are made once and used
+again, but those with a `newest` are made anew. --write puts the table into docs/reliability/versions.md. Needs nothing but
+Python.
 """
 
 import argparse
@@ -10,65 +14,119 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = ("5.15.0", "5.17.0", "5.23.0")
+PAGE = ROOT / "docs/reliability/versions.md"
+ROWS = ("5.15.0", "5.17.0", "newest", "pinned/2.10.0", "pinned/newest")
+RANGE = {"transformers": ">=5.15,<6", "torch": ">=2.10"}
+# their pins suit the pinned transformers or torch; another one brings its own
+FOLLOW = {"transformers": ("tokenizers", "safetensors"), "torch": ("triton",)}
+SHOW = "import torch, transformers; print(transformers.__version__, torch.__version__)"
+
+
+@dataclass
+class Outcome:
+    """One environment's run: what was asked for, the versions that were there, pytest's last line and the failed tests."""
+
+    asked: str
+    versions: str
+    passed: bool
+    seconds: float
+    line: str
+    failed: list[str]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def environment(version: str) -> str | None:
-    """Make .venv-<version> where it is not there yet or older than its requirements; what went wrong, or None."""
-    folder, requirements = ROOT / f".venv-{version}", ROOT / "requirements-dev.txt"
-    if (folder / "ok").is_file() and (folder / "ok").stat().st_mtime > requirements.stat().st_mtime:
+def python(row: str) -> str:
+    return str(ROOT / f".venv-{row.replace('/', '-')}" / "bin/python")
+
+
+def requirements(row: str) -> tuple[str, list[str]]:
+    """torch, and all else, as pip takes them."""
+    transformers, _, torch = row.partition("/")
+    wanted = {"transformers": transformers, "torch": torch or "pinned"}
+    pins = [line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line and line[0] != "#"]
+    for name, version in wanted.items():
+        if version == "pinned":
+            continue
+        dropped = tuple(f"{other}==" for other in (name, *FOLLOW[name]))
+        pins = [line for line in pins if not line.startswith(dropped)]
+        pins.append(name + (RANGE[name] if version == "newest" else f"=={version}"))
+    first = next(line for line in pins if line.startswith(("torch=", "torch>")))
+    return first, [line for line in pins if line != first]
+
+
+def environment(row: str) -> str | None:
+    """Make the environment where it is not there yet or older than its requirements; what went wrong, or None."""
+    done = Path(python(row)).parents[1] / "ok"
+    if "newest" not in row and done.is_file() and done.stat().st_mtime > (ROOT / "requirements-dev.txt").stat().st_mtime:
         return None
-    lines = requirements.read_text().splitlines()
-    names = [line for line in lines if line and not line.startswith("#")]
-    torch = next(line for line in names if line.startswith("torch=="))
-    chosen_by_transformers = ("transformers==", "tokenizers==", "safetensors==")
-    rest = [line for line in names if line != torch and not line.startswith(chosen_by_transformers)]
-    pip = (f"{folder}/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    torch, rest = requirements(row)
+    pip = (python(row), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
     for command in (
-        (sys.executable, "-m", "venv", "--clear", str(folder)),
+        (sys.executable, "-m", "venv", "--clear", str(done.parent)),
         (*pip, *index, torch),
-        (*pip, *rest, f"transformers=={version}", "setuptools>=68"),
+        (*pip, *rest, "setuptools>=68"),
+        (*pip, "--no-deps", "torchao==0.18.0"),
         (*pip, "--no-deps", "--no-build-isolation", "-e", "."),
     ):
-        done = run(*command)
-        if done.returncode:
-            return done.stdout.strip().splitlines()[-1]
-    (folder / "ok").touch()
+        made = run(*command)
+        if made.returncode:
+            return made.stdout.strip().splitlines()[-1]
+    done.touch()
     return None
 
 
-def tests(version: str, arguments: list[str]) -> tuple[bool, str]:
-    """Whether pytest passed, and its last line."""
-    done = run(f".venv-{version}/bin/python", "-m", "pytest", "-n", "2", *arguments)
+def tests(row: str, arguments: list[str]) -> Outcome:
+    started = time.monotonic()
+    problem = environment(row)
+    if problem:
+        return Outcome(row, "-", False, time.monotonic() - started, problem, [])
+    versions = run(python(row), "-c", SHOW).stdout.strip().splitlines()[-1]
+    done = run(python(row), "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments)
     lines = done.stdout.strip().splitlines() or ["no output"]
-    if done.returncode:
-        print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))))
-    return done.returncode == 0, lines[-1].strip("= ")
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return Outcome(row, versions, done.returncode == 0, time.monotonic() - started, lines[-1].strip("= "), failed)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown."""
+    lines = ["| transformers | torch | result | minutes | pytest |", "|---|---|---|---|---|"]
+    for one in outcomes:
+        transformers, _, torch = one.versions.partition(" ")
+        verdict = "pass" if one.passed else "FAIL"
+        lines.append(f"| {transformers} | {torch or one.asked} | {verdict} | {one.seconds / 60:.0f} | {one.line} |")
+    return "\n".join(lines)
+
+
+def page(outcomes: list[Outcome], arguments: str) -> str:
+    which = f"`pytest {arguments}`" if arguments else "the whole suite"
+    failed = [f"- {one.versions}: {line}" for one in outcomes for line in one.failed]
+    told = ["", "What failed:", "", *failed] if failed else []
+    return "\n".join(["## Versions", "", f"`make test-matrix` ({which}).", "", table(outcomes), *told, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", default=VERSIONS)
+    parser.add_argument("rows", nargs="*", default=ROWS, metavar="TRANSFORMERS[/TORCH]")
     parser.add_argument("--pytest", default="", help="arguments for pytest, as one string")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     given = parser.parse_args()
-    rows = []
-    for version in given.versions:
-        started = time.monotonic()
-        problem = environment(version)
-        passed, line = (False, problem) if problem else tests(version, given.pytest.split())
-        spent = time.monotonic() - started
-        rows.append((passed, f"{version:<14}{'pass' if passed else 'FAIL':<8}{spent:6.0f} s  {line}"))
-        print(rows[-1][1], flush=True)
-    print("\ntransformers  result    time  last line\n" + "\n".join(line for _, line in rows))
-    sys.exit(0 if all(passed for passed, _ in rows) else 1)
+    outcomes = []
+    for row in given.rows:
+        outcomes.append(tests(row, given.pytest.split()))
+        print("\n".join([f"{row}: {outcomes[-1].line}", *outcomes[-1].failed]), flush=True)
+    print("\n" + table(outcomes))
+    if given.write:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page(outcomes, given.pytest))
+    sys.exit(0 if all(one.passed for one in outcomes) else 1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import WatermarkingConfig, set_seed
 
 import kvpatch
 from kvpatch.loading import MODELS, load_model, load_tokenizer, parse_k
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
     "penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
     "sequence bias": {"do_sample": False, "sequence_bias": [[[7], 4.0]]},
-    "watermark": {"do_sample": False, "watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}},
+    "watermark": {"do_sample": False, "watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
     "guidance": {"do_sample": False, "guidance_scale": 1.5},
     "prompt in chunks": {"do_sample": False, "prefill_chunk_size": 16},
     "stop strings": {"do_sample": False, "stop_strings": ["("]},
