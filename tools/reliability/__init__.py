@@ -1,0 +1,1 @@
+"""What is measured of kvpatch's reliability; each part writes a section of docs/reliability.md."""
