@@ -9,7 +9,7 @@ from tiny import make, prompt, snapshot
 from transformers import DynamicCache
 
 import kvpatch
-from kvpatch import EvictingCache, KVPatchError
+from kvpatch import EvictingCache
 
 N, MOST = 24, 14  # tokens of a prompt; lines at which each operation is interrupted
 
