@@ -506,6 +506,7 @@ class EvictingCache(Cache):
         self.lag_B = None
         self.deck, self.deck_due = None, False
         self.clock, self.behind = None, False
+        self.table, self.limits_of = None, {}
         self.choice = Choice(self.choice.wanted)
         self.release()
 

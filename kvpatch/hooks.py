@@ -31,8 +31,8 @@ MISSING = object()
 
 def _refuse_pickle(self: object, protocol: object) -> Any:
     raise KVPatchError(
-        "A patched model cannot be pickled, nor saved whole by torch.save: leave the block or call Patch.remove() first, or save "
-        "model.state_dict(). (copy.deepcopy works: the copy evicts by the same settings.)"
+        "A patched model cannot be pickled, nor saved whole by torch.save: leave the block or call Patch.remove() first, or "
+        "save model.state_dict(). (copy.deepcopy works: the copy evicts by the same settings.)"
     )
 
 

@@ -41,7 +41,8 @@ def generate(model, ids, **options):
 def test_a_block_interrupted_while_it_is_entered_or_left(name, error):
     model, ids = make(name), prompt(1, 12)
     before, want = snapshot(model), model(ids).logits
-    names = {"patched", "patch", "__init__", "_install", "_set", "undo", "remove", "restore", "replace_forward", "put_hook", "put", "_claim"}
+    names = {"patched", "patch", "__init__", "_install", "_set", "_claim", "put", "replace_forward", "put_hook"}
+    names |= {"remove", "restore", "undo"}
     count = lines(lambda: block(model), names)
     for n in range(count):
         where, _ = interrupt(functools.partial(block, model), n, error, names)
@@ -171,9 +172,7 @@ def test_two_threads_on_one_cache():
         twin = cache.clone()
         hook = model.model.layers[0].mlp.register_forward_pre_hook(wait)
         got = []
-        thread = threading.Thread(target=lambda: got.extend(in_threads(lambda: model(more[:, :1], past_key_values=cache).logits)))
         first = threading.Thread(target=lambda: got.append(model(more[:, :1], past_key_values=cache).logits))
-        del thread
         first.start()
         assert inside.wait(20)
         for use in (lambda: model(more[:, :1], past_key_values=cache), lambda: cache.crop(-1), cache.clone,
