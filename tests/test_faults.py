@@ -1,5 +1,6 @@
 """An interrupt in the middle of anything: the model can be restored, and no cache is half-written without saying so."""
 
+import copy
 import functools
 import gc
 
@@ -294,3 +295,17 @@ def test_out_of_memory_in_a_prompt_frees_what_was_taken(scenes, scene):
 def tensors():
     """Tensors that have come and are alive."""
     return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("copied", [EvictingCache.clone, copy.deepcopy])
+def test_a_copy_of_a_cache_does_not_copy_the_model(copied):
+    model, ids, more = make("llama_gqa"), prompt(1, 20), prompt(1, 1, seed=2)
+    modules = lambda: sum(isinstance(thing, torch.nn.Module) for thing in gc.get_objects())  # noqa: E731
+    with kvpatch.patched(model, "h2o", 0.5, positions="renumbered") as handle:
+        cache = handle.new_cache()
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        before = modules()
+        twin = copied(cache)
+        assert modules() == before
+        assert torch.equal(*(model(more, past_key_values=one).logits for one in (twin, cache)))
