@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from . import blocks, decode, prompt
+from . import blocks, decode, prompt, strict
 from .arch.site import Site
 from .cache import EvictingCache
 from .call import Call
@@ -36,6 +36,8 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if cache.strict:
+        strict.check_inputs(call, q, k, v)
     q_BHGQD, P, Q = q.unflatten(1, (-1, call.group)), call.now.prompt, q.shape[2]
     read = blocks.attend if call.now.blocks else prompt.attend
     if P == Q:
@@ -50,6 +52,8 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
             at = slice(t, t + 1)
             outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
         out = torch.cat(outs, 3)
+    if cache.strict:
+        strict.check_outcome(call, out)
     if P and call.now.ends_prompt:
         decode.foresee(call, q_BHGQD[:, :, :, 0])
     slots.graph = None
@@ -60,7 +64,7 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
 def _deck(call: Call, q_BHGD: Tensor) -> Deck | None:
     """The cache's Deck for this pass: made when every slot is in use, given up when rows are moved or steps recorded."""
     cache = call.cache
-    if call.now.recording:
+    if call.now.recording or cache.strict:
         cache.deck = None
         return None
     # only between passes: within one, the layers before this one have evicted already

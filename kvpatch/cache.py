@@ -74,6 +74,7 @@ class EvictingCache(Cache):
         self.parallel = parallel
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
+        self.strict: tuple[str, ...] = ()  # names of the layers, where numbers are looked at (strict.py)
         self.table: tuple[int, Any] | None = None
         self.make_table: Callable[[int], Any] | None = None
         self.turns, self.turn_from_B = 0, [0]

@@ -248,7 +248,7 @@ class Call:
             cache.shared = shared = torch.cat([shared, more], -1)
         index = positions + 1  # column 0 is the empty slots'
         old = shared.gather(-1, index)
-        total = old * self._decay(old) + increment
+        total = old * self._decay(old) + increment.nan_to_num(0.0)  # a layer without a number adds nothing to the others'
         shared.scatter_(-1, index, total)
 
     def _shared(self, like: Tensor) -> Tensor:

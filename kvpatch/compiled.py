@@ -48,8 +48,8 @@ class Clock:
 
 def can_trace(cache: EvictingCache, B: int, Q: int) -> bool:
     """Whether a pass of Q columns is a step whose shapes and places are all settled."""
-    if cache.parallel.size > 1:
-        return False  # heads on other processes may have a say
+    if cache.parallel.size > 1 or cache.strict:
+        return False  # heads on other processes may have a say; or numbers are read back
     if Q != 1 or cache.turn_open or cache.unfinished or cache.clock is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):

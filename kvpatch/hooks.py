@@ -56,6 +56,7 @@ class Settings:
         self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
         self.parallel = owner.parallel
         self.decoder_parameters: tuple[str, ...] = ()
+        self.strict: tuple[str, ...] = ()
         # nothing is ever evicted and every position is the model's own: what cannot be served may run the model's own code
         acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
         acting = acting and self.policy.score is not None
@@ -73,7 +74,7 @@ class Settings:
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """layers: so many of the first ones, for a model that leaves early."""
         budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:layers])
-        return EvictingCache(
+        cache = EvictingCache(
             self.policy,
             budget,
             seed=self.seed,
@@ -83,6 +84,8 @@ class Settings:
             bounds=self.bounds[:layers],
             parallel=self.parallel,
         )
+        cache.strict = self.strict
+        return cache
 
     def count(self, call: dict[str, Any], training: bool) -> None:
         """Whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the longest of

@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Cache
 
@@ -30,6 +31,7 @@ from .policies.budgets import Budget
 from .report import Report
 from .storage import load, save
 from .target import Target, already_patched
+from .versions import check_versions
 
 
 @contextmanager
@@ -43,6 +45,7 @@ def patched(
     positions: str = "original",
     backend: str = "auto",
     seed: int = 0,
+    strict: bool = False,
     **policy_options: Any,
 ) -> Iterator[Patch]:
     """Put `model` on a KV budget inside a with-block; afterwards the model is as it was, also after an error.
@@ -59,6 +62,9 @@ def patched(
         backend: who computes attention and scores: "auto" (the fastest that can: flash-attn and Triton on a GPU, else torch),
             "torch", or "flash" or "triton" wherever these can.
         seed: of the policy's random numbers.
+        strict: raise an error that names the layer and the positions where queries, keys, values, attention or scores are NaN
+            or infinite. It waits for the device in every layer and leaves out what makes steps fast: to find a fault with.
+            Without it a score that is NaN counts as the lowest.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`.
 
     Yields:
@@ -79,6 +85,7 @@ def patched(
                 positions=positions,
                 backend=backend,
                 seed=seed,
+                strict=strict,
                 **policy_options,
             )
             yield handle
@@ -100,10 +107,14 @@ def patch(
     positions: str = "original",
     backend: str = "auto",
     seed: int = 0,
+    strict: bool = False,
     **policy_options: Any,
 ) -> Patch:
     """As `patched`, without a with-block: undo it with `Patch.remove()`."""
+    check_versions(transformers.__version__, torch.__version__)
     _check_options(positions, seed)
+    if not isinstance(strict, bool):
+        raise KVPatchError(f"strict={strict!r} must be True or False.")
     check_name(backend)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
     chosen = chosen.with_options(schedule, **policy_options)
@@ -123,7 +134,7 @@ def patch(
     )
     for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
         check(backend, case)
-    return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend)
+    return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend, strict)
 
 
 def _check_block(block: object, policy: Policy) -> None:
@@ -162,9 +173,10 @@ class Patch:
         block: int | None,
         renumbered: bool,
         backend: str,
+        strict: bool = False,
     ) -> None:
         self.policy, self.budget, self.seed = policy, budget, seed
-        self.block, self.renumbered, self.backend = block, renumbered, backend
+        self.block, self.renumbered, self.backend, self.strict = block, renumbered, backend, strict
         self.parallel, self._target = target.parallel, target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
@@ -185,6 +197,9 @@ class Patch:
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         settings = Settings(self, adapter, limit, target.bounds())
+        if self.strict:
+            names = {module: name for name, module in target.decoder.named_modules()}
+            settings.strict = tuple(names[module] for module, _ in target.attentions)
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
         for name, ours in adapter.aside(target.decoder).items():
             settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)

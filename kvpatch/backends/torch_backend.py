@@ -27,6 +27,7 @@ NAME = "torch"
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26  # and elsewhere: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask
+FLOAT16 = torch.finfo(torch.float16).max
 SMALL = 1 << 19  # numbers: heads of different lengths that are padded to so many cost less than a call for each length
 
 
@@ -319,7 +320,7 @@ def step(
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
-    x = torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2)).to(accumulator(q_BHGD.dtype))
+    x = _finite(torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2))).to(accumulator(q_BHGD.dtype))
     x = _capped(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
@@ -359,7 +360,7 @@ def _ragged_step(
             if p is None:
                 continue
             q = q * geometry.scale
-        x = torch.bmm(q, k.transpose(1, 2)).to(dtype)
+        x = _finite(torch.bmm(q, k.transpose(1, 2))).to(dtype)
         x = _capped(x, geometry)
         sinks = None if sinks_NG1 is None else sinks_NG1[run.heads]
         weights = _weights(x if mask is None else x + mask, geometry, sinks)
@@ -368,6 +369,11 @@ def _ragged_step(
         if p is not None:
             p[run.heads, :, :used] = weights
     return out.view(B, H, G, -1), None if p is None else p.view(B, H, G, T)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Logits of a float16 model that exceed it are its largest number: infinite ones would make NaN of a whole row."""
+    return x.clamp(-FLOAT16, FLOAT16) if x.dtype == torch.float16 else x
 
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:

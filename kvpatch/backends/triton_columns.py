@@ -311,7 +311,7 @@ def _columns_kernel(
             if noise_ptr is not None:
                 x += (tl.load(noise_tile + g, mask=n < T, other=0.0) * bias_factor)[:, None]
             if part != 1:
-                visible = (term < float("inf"))[None, :]
+                visible = (term != float("inf"))[None, :]
                 if BY_POSITION:
                     visible = visible & (age <= 0)
                 else:
@@ -414,5 +414,5 @@ def _normalisers_kernel(
             base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf minus -inf is no number
             total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
             largest = higher
-    lse = tl.where((rows >= 0) & (total > 0), (largest + tl.log2(total)) * LN2, float("inf"))
+    lse = tl.where((rows >= 0) & (total != 0), (largest + tl.log2(total)) * LN2, float("inf"))
     tl.store(lse_ptr + bhg * Q + m, lse, mask=m < Q)

@@ -253,8 +253,8 @@ def _merged(found, there, G: tl.constexpr):
     own = tl.load(found, mask=there, other=float("-inf"))
     maximum = _rest(tl.max(own, 0))
     total = tl.sum(tl.load(found + G, mask=there, other=0.0) * tl.exp2(own - maximum[None, :]), 0)
-    # rounded as IEEE asks, so that n equal keys get 1/n
-    return maximum, tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total > 0.0, total, 1.0))
+    # rounded as IEEE asks, so that n equal keys get 1/n; a NaN among the logits makes NaN of the row, as a softmax does
+    return maximum, tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit
@@ -355,6 +355,7 @@ def combine_kernel(
                     value = tl.div_rn(value, rows.to(tl.float32))
                 if ((VALUE == "mean") | (VALUE == "count")) & (G > 1):
                     value = tl.div_rn(value, tl.full([BLOCK], G, tl.float32))
+                value = tl.where(value == value, value, 0.0)
                 # the order of policies/selection.py: the value's bits, then the position; dead tokens below all others
                 key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 30) | position
                 if sliding is not None:

@@ -225,6 +225,7 @@ class Last(Score):
         last = moment.state["tail"]
         if self.heads == "each":
             return last
+        last = last.nan_to_num(0.0)  # a head without a number has no say in the layer's mean
         everyone = moment.parallel
         if moment.aligned:
             return everyone.heads(last).mean(1, keepdim=True).expand_as(last)

@@ -3,6 +3,9 @@
 Every choice goes through one total order, an int64 per token: tier, then score, then position. The score's 32 bits and 30
 bits of position make ties impossible, so results do not depend on where a token lies in memory; tiers are booleans
 folded into the top bits, so no score is ever replaced by a magic number.
+
+A score that is NaN (a broken weight, an overflow) counts as the lowest there is, and such tokens go oldest first: a head that
+knows nothing about its tokens is a window, on every backend.
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ MAX_POSITION = (1 << 30) - 1
 def order(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
     """int64 in [0, 2**62), ascending in (score, position). `score` float, `positions` int64 >= 0, same shape.
 
-    signed: some scores may be negative. (The bits of floats that are not are in their own order already.)
+    signed: some scores may be negative. (The bits of floats that are not are in their own order already.) NaN is the lowest,
+    whatever its sign and payload.
     """
-    bits = score.to(torch.float32).contiguous().view(torch.int32)
+    # one op, and no second one where scores are float32: this runs at every step
+    score = score.nan_to_num(-torch.inf if signed else 0.0, posinf=torch.inf, neginf=-torch.inf).to(torch.float32)
+    bits = score.contiguous().view(torch.int32)
     if signed:
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order = float order
         return ((bits.long() + (1 << 31)) << 30) | positions
@@ -117,6 +123,7 @@ class TwoStage:
         critical = in_top(first, count_BH1, _one_for_all(count_BH1))
         if out is not None:
             critical = critical & ~out
+        score = score.nan_to_num(0.0, posinf=torch.inf)  # or one would make NaN of all shares
         share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)
         bound = order((share + self.eps) * moment.norms(critical, out), moment.positions_BHS, signed=False)
         return tiers(bound, protected=critical if protected is None else critical | protected, dead=dead, empty=None)

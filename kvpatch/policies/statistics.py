@@ -47,8 +47,8 @@ def _gumbel(block: Block, score: Any) -> Tensor:
     p = p if weight is None else p * weight
     if plain:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
-    # a row of padding is -inf throughout, and NaN after the softmax
-    return p.log().div_(block.tau).softmax(-1).nan_to_num_(0.0).sum((1, 2))
+    # a row of padding is -inf throughout, and NaN after the softmax; one that was NaN before it stays so, as in other sums
+    return p.log().div_(block.tau).softmax(-1).masked_fill_(p.amax(-1, keepdim=True) == 0, 0.0).sum((1, 2))
 
 
 _TINY = 1e-30  # a row without keys (padding) divides zero by this

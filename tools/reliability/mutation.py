@@ -1,0 +1,215 @@
+"""Mutation testing: every change of policies/, cache.py and attention.py that cosmic-ray can think of, and who notices.
+
+    python -m tools.reliability.mutation [--files policies/noise.py ...] [--sample 300] [--minutes 60] [--page-only]
+
+A mutant meets the tests that run its line (coverage is collected first, and again when sources or tests have changed), the
+most telling first; it is killed by the first that fails, or by a time limit. Results are kept in .mutation/ by mutated
+function, so that a later run does what is missing. The page is docs/reliability/mutation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import queue
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.reliability.mutants import Mutant, mutants
+from tools.reliability.mutation_page import write_page
+from tools.reliability.mutation_tests import ALWAYS, Tests, files
+
+ROOT = Path(__file__).parents[2]
+STATE = ROOT / ".mutation"
+PAGE = ROOT / "docs" / "reliability" / "mutation.md"
+PARTS = ("kvpatch", "tests", "README.md", "setup.cfg", "pyproject.toml")
+
+
+class Worker:
+    """A process of mutation_worker.py with a copy of the tree for it."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = STATE / name
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        for part in PARTS:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, self.folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, self.folder / part)
+        command = [sys.executable, str(Path(__file__).with_name("mutation_worker.py"))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, tests: list[str], cover: Path | None = None) -> tuple[int, str]:
+        """Exit status of pytest, and the first test that failed."""
+        log = self.folder / "log.txt"
+        job = {"folder": str(self.folder), "log": str(log), "tests": tests, "cover": None if cover is None else str(cover)}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"The worker in {self.folder} has gone; see {log}.")
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", log.read_text(), re.MULTILINE)
+        return int(answer), failed[1] if failed else ""
+
+    def try_on(self, mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+        """The verdict on a mutant, and who noticed."""
+        path = self.folder / "kvpatch" / mutant.file
+        path.write_text(mutant.source)
+        try:
+            status, failed = self.run(tests)
+        finally:
+            shutil.copy(ROOT / "kvpatch" / mutant.file, path)
+        return {0: "survived", -9: "timeout"}.get(status, "killed"), failed
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def in_scope() -> list[str]:
+    own = sorted(f"policies/{path.name}" for path in (ROOT / "kvpatch" / "policies").glob("*.py"))
+    return ["attention.py", "cache.py", *own]
+
+
+def collect(workers: list[Worker]) -> Tests:
+    """What each test runs: from the last run if no source and no test has changed since."""
+    tests = files(ROOT)
+    names = [*sorted((ROOT / "kvpatch").rglob("*.py")), *(ROOT / name for name in tests)]
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in names)).hexdigest()
+    path, stamp = STATE / "coverage.json", STATE / "coverage.sha256"
+    if not (path.is_file() and stamp.is_file() and stamp.read_text() == state):
+        begun, found = time.monotonic(), {}
+        parts = [[name] for name in tests]
+        todo: queue.Queue[tuple[int, list[str]]] = queue.Queue()
+        for part in enumerate(parts):
+            todo.put(part)
+
+        def work(worker: Worker) -> None:
+            while True:
+                try:
+                    number, names = todo.get_nowait()
+                except queue.Empty:
+                    return
+                part = STATE / f"coverage-{number}.json"
+                worker.run(names, cover=part)
+                if part.is_file():
+                    found.update(json.loads(part.read_text()))
+                    part.unlink()
+                print(f"covered {names[0]}: {len(found)} tests so far, {time.monotonic() - begun:.0f} s", flush=True)
+
+        _in_threads(workers, work)
+        path.write_text(json.dumps(found))
+        stamp.write_text(state)
+    return Tests.read(path)
+
+
+def _in_threads(workers: list[Worker], work: Any) -> None:
+    errors: list[BaseException] = []
+
+    def safely(worker: Worker) -> None:
+        try:
+            work(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=safely, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def check_unchanged(worker: Worker, tests: Tests) -> None:
+    """Tests that fail on the unchanged copy would kill everything: they are left out, and said."""
+    for test in list(ALWAYS):
+        status, failed = worker.run([test])
+        if status:
+            raise SystemExit(f"The unchanged copy fails {failed or test}: mend that first.")
+
+
+def run(args: argparse.Namespace) -> None:
+    STATE.mkdir(exist_ok=True)
+    wanted = args.files or in_scope()
+    listed = [mutant for file in wanted for mutant in mutants(ROOT, file, args.seed, args.packages)]
+    print(f"{len(listed)} mutants in {len(wanted)} files", flush=True)
+    order = listed[:]
+    random.Random(args.seed).shuffle(order)
+    order = order[: args.sample]
+    known = read_results()
+    todo = [mutant for mutant in order if mutant.key not in known or args.again == known[mutant.key]["verdict"]]
+    print(f"{len(order) - len(todo)} have a result already, {len(todo)} to do", flush=True)
+    begun, lock, results = time.monotonic(), threading.Lock(), (STATE / "results.jsonl").open("a")
+    (STATE / "listed.json").write_text(
+        json.dumps([{**dataclasses.asdict(mutant), "source": ""} for mutant in listed]) if not args.files else "[]"
+    )
+    if todo:
+        workers = [Worker(f"copy-{number}") for number in range(args.workers)]
+        try:
+            tests = collect(workers)
+            check_unchanged(workers[0], tests)
+            counts = {"killed": 0, "survived": 0, "timeout": 0}
+
+            def work(worker: Worker) -> None:
+                while todo and time.monotonic() - begun < args.minutes * 60:
+                    with lock:
+                        if not todo:
+                            return
+                        mutant = todo.pop()
+                        chosen = tests.of(mutant)
+                    started = time.monotonic()
+                    verdict, failed = worker.try_on(mutant, chosen) if chosen else ("survived", "")
+                    with lock:
+                        tests.note(mutant, failed)
+                        counts[verdict] += 1
+                        one = {**dataclasses.asdict(mutant), "source": "", "verdict": verdict, "by": failed, "met": len(chosen)}
+                        results.write(json.dumps(one | {"seconds": round(time.monotonic() - started, 2)}) + "\n")
+                        results.flush()
+                        if verdict == "survived":
+                            print(f"survived: {mutant.file}:{mutant.line} {mutant.before}  =>  {mutant.after}", flush=True)
+
+            _in_threads(workers, work)
+            print(f"{counts}, {len(todo)} left, {time.monotonic() - begun:.0f} s", flush=True)
+        finally:
+            for worker in workers:
+                worker.close()
+    results.close()
+    write_page(PAGE, ROOT, listed, read_results(), args.seed)
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """The last verdict on each mutant, by key."""
+    path = STATE / "results.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {one["key"]: one for one in map(json.loads, lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", nargs="*", help="below kvpatch/; all of the scope without it")
+    parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
+    parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", choices=("survived", "timeout"), help="do those with this verdict again")
+    parser.add_argument("--packages", default=str(STATE / "packages"), help="where pip put cosmic-ray (--target)")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Which tests run each line of kvpatch, what they take, and the order in which a mutant meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from tools.reliability.mutants import Mutant
+
+SECONDS = 40.0  # of tests that a mutant meets at most, by what they took unchanged
+MOST = 150  # tests
+# what notices most; left out are the command line, tools, other processes and whatever needs a GPU
+FILES = (
+    "test_oracle", "test_oracle_parts", "test_numerics", "test_eviction", "test_turns", "test_blocks", "test_batches",
+    "test_ragged", "test_patching", "test_errors", "test_noise", "test_storage", "test_sequences", "test_generation_contract",
+    "test_report", "test_perturbation", "test_backends", "test_compiled", "test_full", "test_versions", "test_survivors",
+    "test_stateful", "test_faults", "test_misuse",
+)  # fmt: skip
+# of what runs when a module is imported: defaults and the table of policies
+ALWAYS = ("tests/test_readme.py::test_tables_are_the_registries",)
+
+
+def files(root: Path) -> list[str]:
+    """Test files that are there, the longest-running ones apart from each other, for two halves of equal work."""
+    return [f"tests/{name}.py" for name in FILES if (root / "tests" / f"{name}.py").is_file()]
+
+
+class Tests:
+    """What coverage found, and which tests have noticed what so far."""
+
+    def __init__(self, found: dict[str, dict]) -> None:  # type: ignore[type-arg]
+        self.seconds = {test: one["seconds"] for test, one in found.items()}
+        self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for test, one in found.items():
+            for file, lines in one["lines"].items():
+                for line in lines:
+                    self.by_line[file, line].add(test)
+        self.noticed: dict[str, Counter[str]] = defaultdict(Counter)
+
+    @classmethod
+    def read(cls, path: Path) -> Tests:
+        return cls(json.loads(path.read_text()))
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """The tests to run: those that noticed a change of the same function first, then one of each function, the fastest
+        first, then the second of each, and so on."""
+        lines = mutant.lines if not mutant.at_import else mutant.span
+        known = set().union(*(self.by_line.get((mutant.file, line), ()) for line in range(lines[0], lines[1] + 1)))
+        if not known:  # nobody runs this line: whoever runs its function
+            known = set().union(*(self.by_line.get((mutant.file, line), ()) for line in range(*mutant.span)))
+        if not known:
+            known = {test for (file, _), tests in self.by_line.items() if file == mutant.file for test in tests}
+        rounds: Counter[str] = Counter()
+        ranked = []
+        for test in sorted(known, key=lambda test: (self.seconds[test], test)):
+            function = re.sub(r"\[.*", "", test)
+            ranked.append((rounds[function], self.seconds[test], test))
+            rounds[function] += 1
+        best = [test for test, _ in self.noticed[f"{mutant.file}:{mutant.where}"].most_common(6) if test in known]
+        best += [test for test, _ in self.noticed[mutant.file].most_common(4) if test in known and test not in best]
+        chosen = [*(ALWAYS if mutant.at_import else ()), *best]
+        spent = sum(self.seconds.get(test, 1.0) for test in chosen)
+        for _, seconds, test in sorted(ranked):
+            if len(chosen) >= MOST:
+                break
+            if test not in chosen and spent + seconds <= SECONDS:
+                chosen.append(test)
+                spent += seconds
+        return chosen
+
+    def note(self, mutant: Mutant, test: str) -> None:
+        """`test` noticed it."""
+        if test in self.seconds:
+            self.noticed[f"{mutant.file}:{mutant.where}"][test] += 1
+            self.noticed[mutant.file][test] += 1

@@ -1,0 +1,118 @@
+"""A process that has imported what tests import, and forks a child for each run of pytest in a folder of its own.
+
+It reads lines of JSON {"folder", "log", "tests", "cover"} and answers each with the run's exit status; -9 is one that exceeded
+LIMIT. kvpatch is imported by the child alone, from its folder. cover: a file for what each test takes and which lines of
+kvpatch/ it runs, {test: {"seconds": s, "lines": {file: [line, ...]}}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+LIMIT = 60  # seconds for the tests of one mutant
+COVER_LIMIT = 3600
+MEMORY = 24 << 30
+
+
+class Cover:
+    """A plugin of pytest that notes lines and seconds of every test that passes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.found, self.lines = str(root / "kvpatch") + os.sep, {}, {}  # type: ignore[var-annotated]
+        self.begun: dict[str, float] = {}
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(self.root):
+            return None
+        own = self.lines.setdefault(name[len(self.root) :], set())
+        own.add(frame.f_lineno)
+
+        def line(inner: FrameType, event: str, arg: object) -> Any:
+            own.add(inner.f_lineno)
+            return line
+
+        return line
+
+    def pytest_runtest_logstart(self, nodeid: str, location: object) -> None:
+        self.lines.clear()
+        self.begun[nodeid] = time.perf_counter()
+        sys.settrace(self._call)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" and report.passed:
+            lines = {file: sorted(own) for file, own in self.lines.items()}
+            self.found[report.nodeid] = {"seconds": round(time.perf_counter() - self.begun[report.nodeid], 3), "lines": lines}
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: object) -> None:
+        sys.settrace(None)
+
+
+def child(job: dict[str, Any]) -> int:
+    os.setpgid(0, 0)
+    os.chdir(job["folder"])
+    sys.path.insert(0, job["folder"])
+    sys.dont_write_bytecode = True
+    with open(job["log"], "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    if not job.get("cover"):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a sabotage may ask for any size
+        return int(pytest.main(["-x", *options, *job["tests"]]))
+    plugin = Cover(Path(job["folder"]).resolve())
+    status = int(pytest.main([*options, *job["tests"]], plugins=[plugin]))
+    Path(job["cover"]).write_text(json.dumps(plugin.found))
+    return status
+
+
+def wait(pid: int, limit: float) -> int:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -9
+
+
+if __name__ == "__main__":
+    import resource
+
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    import einops  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest
+    import torch
+    from transformers import (  # noqa: F401
+        BloomForCausalLM,
+        DynamicCache,
+        FalconForCausalLM,
+        GPT2LMHeadModel,
+        GPTJForCausalLM,
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        MptForCausalLM,
+    )
+
+    torch.set_num_threads(1)
+    for text in sys.stdin:
+        order = json.loads(text)
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            try:
+                code = child(order)
+            except BaseException:
+                code = 70
+            os._exit(code)
+        print(wait(process, COVER_LIMIT if order.get("cover") else LIMIT), flush=True)
