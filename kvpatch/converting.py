@@ -43,6 +43,14 @@ def take_over(cache: EvictingCache, past: Cache, mask_BT: Tensor | None) -> None
 
 def _check(cache: EvictingCache, past: Cache) -> None:
     kind, policy = type(past).__name__, cache.policy
+    if not isinstance(past, Cache):
+        raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
+    if hasattr(past, "budget"):
+        raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
+    if len(past.layers) != len(cache.layers):
+        raise KVPatchError(
+            f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."
+        )
     if cache.chooses and policy.rows != "none":
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention of the prompt's "

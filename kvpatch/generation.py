@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 
+from . import validating
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .hooks import Settings, own_cache
@@ -45,6 +46,7 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         elif columns is not None:
             # ids that only continue a cache do not count what it has seen
             seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
+            validating.mask_columns(kwargs.get("attention_mask"), columns, seen)
             cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
             cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
             if _compile_wanted(kwargs, *configs):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from . import belonging
 from .arch.site import Site
 from .backends.choice import check, check_name
 from .cache import EvictingCache
@@ -26,10 +27,11 @@ from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wr
 from .hooks import MISSING, Settings, attention_forward, before_decoder, parameters
 from .placement import replace_forward
 from .policies import Policy, get_policy
-from .policies.budgets import Budget
+from .policies.budgets import Budget, whole
 from .report import Report
 from .storage import load, save
 from .target import Target
+from .validating import file_path, no_argument
 
 
 @contextmanager
@@ -100,6 +102,7 @@ def patch(
     _check_options(positions, seed)
     check_name(backend)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
+    no_argument(chosen, policy_options)
     chosen = chosen.with_options(schedule, **policy_options)
     _check_block(block, chosen)
     target = Target.find(model)
@@ -123,8 +126,8 @@ def patch(
 def _check_block(block: object, policy: Policy) -> None:
     if block is None:
         return
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise KVPatchError(f"block={block!r} must be a number of tokens, at least 1.")
+    whole("block", block, "tokens")
+    assert isinstance(block, int)
     if policy.schedule == "decode":
         raise KVPatchError(
             f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
@@ -177,7 +180,7 @@ class Patch:
             self._undo.callback(replace_forward(module, functools.partial(attention_forward, type(module), adapter)))
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
-        settings = Settings(self, adapter, limit, target.bounds())
+        settings = Settings(self, adapter, limit, target.bounds(), adapter.kv_shape(target.attentions[0][0]))
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
         for name, ours in adapter.aside(target.decoder).items():
             settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
@@ -221,10 +224,12 @@ class Patch:
         Raises:
             KVPatchError: the policy needs attention rows that `past` does not hold, or `room` is no number of tokens.
         """
-        if room is not None and (isinstance(room, bool) or not isinstance(room, int) or room < 1):
-            raise KVPatchError(f"room={room!r} must be a number of tokens, at least 1.")
+        if room is not None:
+            whole("room", room, "tokens")
         cache = self._settings.new_cache()
         cache.room = room
+        if past is not None and isinstance(past, Cache):
+            belonging.check_layers(past, self._settings)
         if past is not None:
             cache.absorb(past)
         return cache
@@ -235,7 +240,8 @@ class Patch:
         Raises:
             KVPatchError: the cache is empty or in the middle of a prompt.
         """
-        save(cache, path, self._target.identity())
+        belonging.check_own(cache, self._settings)
+        save(cache, file_path(path), self._target.identity())
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
         """A cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
@@ -243,7 +249,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        cache = load(self, path, self._target.identity(), self._target.devices())
+        cache = load(self, file_path(path), self._target.identity(), self._target.devices())
         with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
             for layer, (module, adapter) in zip(cache.layers, self._target.attentions, strict=True):
                 layer.geometry = Site(adapter, module, layer.positions.shape[1]).geometry(layer.device)
@@ -266,7 +272,9 @@ class Patch:
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model will take them."""
         cache = self._cache() if self._cache is not None else None
-        if cache is not None and cache.get_seq_length():
-            self._report, self._cache = Report.of(cache), None
-        self._undo.close()
+        try:
+            if cache is not None and cache.get_seq_length():
+                self._report, self._cache = Report.of(cache), None
+        finally:
+            self._undo.close()
         self._settings.warn_if_unfelt()

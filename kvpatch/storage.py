@@ -166,5 +166,5 @@ def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: objec
                 _compare(f"{what}'s {name}", old, new, path)
             raise KVPatchError(
                 f"{path} was saved under another {what}: {name} is {old!r} there and {new!r} here. A cache only continues "
-                "under what it was made with."
+                "under what it was made with: load it under that, or read the text again."
             )
