@@ -1,4 +1,4 @@
-"""Whether a cache can go on under a patch: it was made by it, or by one of the same settings over a model of the same shapes."""
+"""Whether a cache can go on under a patch: one that it made, or another of the same settings over a model of the same shapes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_shape(keys: Tensor, H: int, settings: Settings) -> None:
     wanted, D = settings.kv_shape, keys.shape[-1]
     if (H, D) != wanted:
         raise KVPatchError(
-            f"The cache holds {H} KV heads of {D} numbers, as another model made it; this model has {wanted[0]} of {wanted[1]}. "
-            "Make one with this model's own patch.new_cache()."
+            f"The cache holds {H} KV heads of {D} numbers, as another model made it; this model has {wanted[0]} of "
+            f"{wanted[1]}. Make one with this model's own patch.new_cache()."
         )
 
 
@@ -50,8 +50,8 @@ def _check_settings(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     for name, here in theirs.items():
         if mine.get(name) != here:
             raise KVPatchError(
-                f"The cache was made under another patch: its {name} is {mine.get(name)!r} there and {here!r} here. A cache goes "
-                "on under the settings it was made with: make one with this patch.new_cache() and read the text again."
+                f"The cache was made under another patch: its {name} is {mine.get(name)!r} there and {here!r} here. A cache "
+                "goes on under the settings it was made with: make one with this patch.new_cache() and read the text again."
             )
 
 

@@ -47,10 +47,6 @@ def _check(cache: EvictingCache, past: Cache) -> None:
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if hasattr(past, "budget"):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    if len(past.layers) != len(cache.layers):
-        raise KVPatchError(
-            f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."
-        )
     if cache.chooses and policy.rows != "none":
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention of the prompt's "
@@ -67,3 +63,7 @@ def _check(cache: EvictingCache, past: Cache) -> None:
         )
     if policy.scope.protect is not None:
         raise KVPatchError("protect= marks prompt tokens as they are read: run the prompt inside the block.")
+    if len(past.layers) != len(cache.layers):
+        raise KVPatchError(
+            f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."
+        )

@@ -25,6 +25,7 @@ from .report import Report
 
 if TYPE_CHECKING:
     from .patching import Patch
+    from .target import Target
 
 _LOG = logging.getLogger(__name__)
 MISSING = object()
@@ -34,9 +35,10 @@ class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
 
     def __init__(
-        self, owner: Patch, adapter: Adapter, max_positions: int | None, bounds: tuple[int | None, ...], kv_shape: tuple[int, int]
+        self, owner: Patch, adapter: Adapter, max_positions: int | None, target: Target
     ) -> None:
-        self.origin, self.kv_shape = uuid.uuid4().hex, kv_shape
+        self.origin = uuid.uuid4().hex
+        bounds, self.kv_shape = target.bounds(), adapter.kv_shape(target.attentions[0][0])
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
         self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
@@ -74,7 +76,7 @@ class Settings:
         """Whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the longest of
         those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
-        Q, self.ran = tokens.shape[1] if getattr(tokens, "ndim", 0) > 1 else 0, True
+        Q, self.ran = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else 0, True
         if call.get("past_key_values") is not None or (self.block is not None and Q > self.block):
             self.felt = True
         elif not call.get("use_cache") and not training:
@@ -227,7 +229,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     B, Q = tokens.shape[:2]
     if not Q:
         raise KVPatchError(
-            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. give generate() the "
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. Give generate() the "
             "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
     mask = validating.padding_mask(call.get("attention_mask"), B, Q > 1)

@@ -30,8 +30,8 @@ def check(caches: Sequence[EvictingCache]) -> None:
     for index, cache in enumerate(caches):
         if not isinstance(cache, EvictingCache):
             raise KVPatchError(
-                f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated: give the "
-                "past_key_values of its output."
+                f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated: "
+                "give past_key_values of its output."
             )
         cache.catch_up()
         _check_one(index, cache)
@@ -61,8 +61,8 @@ def _check_same(index: int, first: EvictingCache, cache: EvictingCache) -> None:
         if mine.get(name) != theirs.get(name):
             raise KVPatchError(
                 f"Cache {index} was made under another patch or model than cache 0: {name} is {mine.get(name)!r} there and "
-                f"{theirs.get(name)!r} here. Rows of one batch share all settings: "
-                "read both texts under one patch."
+                f"{theirs.get(name)!r} here. Rows of one batch share all settings. "
+                "Read both texts under one patch."
             )
 
 

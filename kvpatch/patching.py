@@ -180,7 +180,7 @@ class Patch:
             self._undo.callback(replace_forward(module, functools.partial(attention_forward, type(module), adapter)))
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
-        settings = Settings(self, adapter, limit, target.bounds(), adapter.kv_shape(target.attentions[0][0]))
+        settings = Settings(self, adapter, limit, target)
         settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
         for name, ours in adapter.aside(target.decoder).items():
             settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from misuse import _row
+from misuse_world import row
 from typer.testing import CliRunner
 
 import kvpatch
@@ -19,7 +19,7 @@ from kvpatch.policies.scopes import Scope
 from kvpatch.policies.scores import Accumulated
 
 HUGE, NAN = 10**30, float("nan")
-_m = _row("model")
+_m = row("model")
 
 
 class Nameless(Adapter):
@@ -73,7 +73,8 @@ ARGUMENTS = [
     _m("protect as a set", lambda w: w.patched("h2o", protect={3, 4}), r"protect=\{3, 4\} must be a boolean mask"),
     _m("window that is too large", lambda w: w.patched("snapkv", window=HUGE), r"window=1\d+ .*at most"),
     _m("window True", lambda w: w.patched("snapkv", window=True), r"window=True must be a number of rows"),
-    _m("kernel that is too large", lambda w: w.patched("snapkv", kernel=HUGE + 1), r"kernel=1\d+ must be an odd number of tokens, 1 to"),
+    _m("kernel that is too large", lambda w: w.patched("snapkv", kernel=HUGE + 1),
+       r"kernel=1\d+ must be an odd number of tokens, 1 to"),
     _m("kernel True", lambda w: w.patched("snapkv", kernel=True), r"kernel=True must be an odd number"),
     _m("dilation True", lambda w: w.patched("dilated_window", dilation=True), r"dilation=True must be a whole number"),
     _m("dilation that is too large", lambda w: w.patched("dilated_window", dilation=HUGE), r"dilation=1\d+ must be .* 0 to"),
@@ -98,15 +99,18 @@ ARGUMENTS = [
     _m("a policy with a score's name", lambda w: Policy("mine", "h2o"), r"score='h2o' is not a kvpatch Score"),
     _m("a policy without a scope", lambda w: Policy("mine", Accumulated(), None), r"scope=None is not a kvpatch Scope"),
     _m("a policy named by a number", lambda w: Policy(3, Accumulated(), Scope()), r"name=3 .* such as 'my_policy'"),
-    _m("register_policy without a name", lambda w: register_policy(None, get_policy("h2o")), r"must be an identifier.*not None"),
+    _m("register_policy without a name", lambda w: register_policy(None, get_policy("h2o")),
+       r"must be an identifier.*not None"),
     _m("register_policy by a name with a space", lambda w: register_policy("my h2o", get_policy("h2o")), r"not 'my h2o'"),
     _m("register_policy by a known name", lambda w: register_policy("h2o", get_policy("tova")), r"already registered; choose"),
     _m("register_policy with a name for a policy", lambda w: register_policy("mine", "h2o"), r"not str: build one from"),
     _m("register_arch with a class", lambda w: register_arch(Nameless), r"takes an instance.*MyAdapter\(\)"),
     _m("register_arch without a name", lambda w: register_arch(Nameless()), r"Nameless has no name: set"),
-    _m("register_arch with one string", lambda w: register_arch(OneString()), r"classes='a\.b\.Attention'.*\('a\.b\.Attention',\)"),
+    _m("register_arch with one string", lambda w: register_arch(OneString()),
+       r"classes='a\.b\.Attention'.*\('a\.b\.Attention',\)"),
     _m("register_arch without classes", lambda w: register_arch(NoClass()), r"classes=\(\).*package\.module\.ClassName"),
-    _m("register_arch of what is served", lambda w: register_arch(kvpatch.arch.LlamaAdapter()), r"served by the adapter 'llama'"),
+    _m("register_arch of what is served", lambda w: register_arch(kvpatch.arch.LlamaAdapter()),
+       r"served by the adapter 'llama'"),
     _m("an InterfaceAdapter by a short name", lambda w: register_arch(InterfaceAdapter("mine", "Attention")),
        r"package\.module\.ClassName"),
     _m("Checks of an unknown policy", lambda w: Checks(w.model, "h20"), r"Unknown policy 'h20'\. Did you mean 'h2o'"),
@@ -120,12 +124,16 @@ ARGUMENTS = [
     _m("--prompt-file that is a folder", lambda w: read_prompt(str(w.folder)), r"cannot be read: Is a directory"),
     _m("--option without a value", lambda w: parse_options(["window"]), r"--option window must look like name=value"),
     _m("--policies of none", lambda w: comparing.choose(",", {}, 8), r"--policies names none: give some"),
-    _m("--option that no policy has", lambda w: comparing.choose("h2o", {"windw": 1}, 8), r"--option windw: none of h2o has it"),
+    _m("--option that no policy has", lambda w: comparing.choose("h2o", {"windw": 1}, 8),
+       r"--option windw: none of h2o has it"),
     _m("--budgets of none", lambda w: comparing.budgets(" "), r"-k names no budget: give some"),
     _m("--budgets with a word", lambda w: comparing.budgets("0.5,much"), r"'much' is not a size"),
-    _m("kvpatch generate by a wrong policy", lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--policy", "h20"),
+
+          _m("kvpatch generate by a wrong policy",
+       lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--policy", "h20"),
        r"kvpatch: Unknown policy 'h20'\. Did you mean 'h2o'"),
-    _m("kvpatch check of a missing folder", lambda w: _call("check", "--model", "./none"), r"kvpatch: --model \./none: there is no"),
+    _m("kvpatch check of a missing folder", lambda w: _call("check", "--model", "./none"),
+       r"kvpatch: --model \./none: there is no"),
 ]
 # fmt: on
 assert "mine" not in POLICIES

@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from misuse import CACHES, PASSES, PATCHES, Misuse, enter
+from misuse import CACHES, PASSES, PATCHES
 from misuse_arguments import ARGUMENTS
+from misuse_world import Misuse, enter
 from test_errors import ARGUMENTS as OF_PATCHED
 from tiny import force, make, prompt, snapshot
 
@@ -19,7 +20,8 @@ from kvpatch.report import Report
 ROWS = CACHES + PATCHES + PASSES + ARGUMENTS
 WAY_OUT = re.compile(
     r"\b(give|use|set|call|run|make|must be|must look|leave|did you mean|drop|pad|choose|takes an?|build|read|let the cache go|"
-    r"write \d)\b|known: |there is no|cannot be read|is not a share in|does not exist|the batch has the rows|loading",
+    r"needs|write \d)\b|(known|have|has): |there is no|cannot be read|is not a share in|does not exist|"
+    r"the batch has the rows",
     re.IGNORECASE,
 )
 

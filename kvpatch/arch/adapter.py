@@ -147,7 +147,8 @@ def register_arch(adapter: Adapter) -> None:
         )
     for qualified in classes:
         if qualified in REGISTRY:
-            raise KVPatchError(f"{qualified} is served by the adapter {REGISTRY[qualified].name!r} already: give other classes.")
+            other = REGISTRY[qualified].name
+            raise KVPatchError(f"{qualified} is served by the adapter {other!r} already: give other classes.")
     REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
 
 

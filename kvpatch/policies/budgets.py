@@ -52,7 +52,7 @@ def check_k(k: object, where: str = "k") -> None:
         if k < 1:
             raise KVPatchError(f"{where}={k} tokens keeps nothing: it must be at least 1. {_WANTED}")
         if k > MAX_POSITION:
-            raise KVPatchError(f"{where}={k} tokens is more than any text has (at most {MAX_POSITION}): k=1.0 keeps everything.")
+            raise KVPatchError(f"{where}={k} tokens is more than any text has ({MAX_POSITION}): use k=1.0 to keep everything.")
     elif not 0.0 < k <= 1.0:  # NaN fails this too
         raise KVPatchError(f"{where}={k} is not a share in (0, 1]. {_WANTED}")
 
@@ -105,5 +105,6 @@ def _tokens(k: int | float | str, bytes_per_token: int, reserved: int = 0) -> in
     assert size is not None  # check_k has passed
     if size - reserved < bytes_per_token:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
-        raise KVPatchError(f"k={k!r} holds no token: one token of this model takes {bytes_per_token} bytes{sliding}: give more.")
+        takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"
+        raise KVPatchError(f"k={k!r} holds no token: {takes}: give more.")
     return min((size - reserved) // bytes_per_token, MAX_POSITION)

@@ -56,7 +56,7 @@ class Policy:
         for field, kind, optional in _PARTS:
             part = getattr(self, field)
             if not isinstance(part, kind) and not (optional and part is None):
-                raise KVPatchError(f"{field}={part!r} is not a kvpatch {kind.__name__}: give one of those in {kind.__module__}.")
+                raise KVPatchError(f"{field}={part!r} is not a kvpatch {kind.__name__}: give one of {kind.__module__}.")
         if not isinstance(self.name, str) or not self.name:
             raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:

@@ -268,7 +268,7 @@ class ObservationWindow(Score):
         whole("window", self.window, "rows")
         if type(self.kernel) is not int or not 1 <= self.kernel <= MAX_POSITION or self.kernel % 2 == 0:
             raise KVPatchError(
-                f"kernel={self.kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that pooling keeps the length."
+                f"kernel={self.kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay."
             )
         if self.pooling not in ("max", "avg", None):
             raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
