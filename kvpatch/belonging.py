@@ -1,4 +1,4 @@
-"""Whether a cache can go on under a patch: one that it made, or another of the same settings over a model of the same shapes."""
+"""Whether a cache can go on under a patch: one that it made, or another of the same settings over the same shapes."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        cache = load(self, file_path(path), self._target.identity(), self._target.devices())
+        cache = load(self, file_path(path), self._target)
         with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
             for layer, (module, adapter) in zip(cache.layers, self._target.attentions, strict=True):
                 layer.geometry = Site(adapter, module, layer.positions.shape[1]).geometry(layer.device)

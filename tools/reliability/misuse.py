@@ -65,8 +65,8 @@ def page() -> str:
     parts.append(_table("Arguments of patched()", [(text, *of_patched(one, model)) for text, one in shown]))
     return (
         "## Misuse\n\n"
-        f"{count + len(shown)} misuses, each with its error as it was printed. After each one tests/test_misuse.py finds the model "
-        "bit for bit as before, and a misused cache goes on as its untouched clone does. Written by "
+        f"{count + len(shown)} misuses, each with its error as it was printed. After each one tests/test_misuse.py finds the "
+        "model bit for bit as before, and a misused cache goes on as its untouched clone does. Written by "
         "`python -m tools.reliability.misuse --write`.\n\n" + "\n".join(parts)
     )
 
