@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import compiled
+from . import compiled, validating
 from .backends.choice import Choice
 from .converting import take_over
 from .errors import KVPatchError
 from .forward import Forward, cut
 from .parallel import WHOLE, Parallel
 from .policies import Policy, get_policy
-from .policies.budgets import Budget
+from .policies.budgets import Budget, whole
 from .policies.moment import Limits
 from .policies.scopes import protect_tensor
 from .slots import SlotLayer
@@ -60,6 +60,7 @@ class EvictingCache(Cache):
         bounds: tuple[int | None, ...] = (),
         parallel: Parallel = WHOLE,
     ) -> None:
+        validating.made_of(policy, budget)
         n_layers = len(budget.per_layer)
         # a layer that bounds itself by its sliding window, beside others that do not, holds that window whatever the policy
         self.bounds = bounds or (None,) * n_layers
@@ -72,6 +73,7 @@ class EvictingCache(Cache):
         self.policy, self.budget, self.seed = policy, budget, seed
         self.block, self.renumbered, self.choice = block, renumbered, Choice(backend)
         self.parallel = parallel
+        self.origin = ""  # of which patch; copies keep it
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.strict: tuple[str, ...] = ()  # names of the layers, where numbers are looked at (strict.py)
@@ -107,6 +109,7 @@ class EvictingCache(Cache):
         if torch.compiler.is_compiling() and self.clock is not None:
             return self.clock.columns  # type: ignore[return-value]
         self.catch_up()
+        validating.layer_of("layer_idx", layer_idx, len(self.layers))
         return self.layers[layer_idx].seen
 
     @property
@@ -170,7 +173,9 @@ class EvictingCache(Cache):
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 where a slot is empty."""
+        validating.layer_of("layer", layer, len(self.layers))
         one = self.layers[layer]
+        validating.filled(one.is_initialized)
         return one.positions[:, :, : one.used].clone()
 
     def held(self, layer: int) -> Tensor:
@@ -223,10 +228,11 @@ class EvictingCache(Cache):
         """Positions of each row's next Q tokens, int64 [B,Q]: the position_ids of a forward over rows of different texts.
 
         Raises:
-            KVPatchError: the cache is empty.
+            KVPatchError: the cache is empty, or Q is no number of tokens.
         """
-        if self.seen_B is None:
-            raise KVPatchError("The cache is empty, so that it has no rows yet: run a prompt through it first.")
+        validating.filled(self.seen_B is not None)
+        whole("Q", Q, "tokens")
+        assert self.seen_B is not None
         return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
 
     def tokens(self, layer: int, n: int) -> int:
@@ -379,7 +385,10 @@ class EvictingCache(Cache):
 
     def _check(self, B: int, Q: int, mask_BT: Tensor | None) -> None:
         if self.seen_B is not None and len(self.seen_B) != B:
-            raise KVPatchError(f"The cache holds {len(self.seen_B)} rows, but the input has {B}.")
+            raise KVPatchError(
+                f"The cache holds {len(self.seen_B)} rows, but the input has {B}: give as many, or make them so with "
+                "batch_select_indices() or batch_repeat_interleave()."
+            )
         if mask_BT is not None and mask_BT.shape[-1] not in (self.get_seq_length() + Q, Q):
             raise KVPatchError(
                 f"attention_mask has {mask_BT.shape[-1]} columns, but {self.get_seq_length()} tokens were seen and {Q} "
@@ -488,17 +497,17 @@ class EvictingCache(Cache):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        validating.beams(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.check_whole()
-        if self.seen_B is not None and not len(self.seen_B[indices]):
-            raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
+        validating.rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
+        whole("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
@@ -530,8 +539,7 @@ class EvictingCache(Cache):
         """
         self.check_whole()
         self.catch_up()
-        tokens = int(tokens_to_remove)
-        count = -tokens if tokens <= 0 else max(self.get_seq_length() - tokens, 0)
+        count = validating.removal(tokens_to_remove, self.get_seq_length())
         if count == 0:
             return
         if not all(layer.can_crop(count) for layer in self.layers):

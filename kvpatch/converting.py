@@ -50,6 +50,10 @@ def _fill(cache: EvictingCache, taken: list[tuple[Tensor, Tensor]], seen: int, m
 
 def _check(cache: EvictingCache, past: Cache) -> None:
     kind, policy = type(past).__name__, cache.policy
+    if not isinstance(past, Cache):
+        raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
+    if hasattr(past, "budget"):
+        raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
     if cache.chooses and policy.rows != "none":
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention of the prompt's "
@@ -66,3 +70,7 @@ def _check(cache: EvictingCache, past: Cache) -> None:
         )
     if policy.scope.protect is not None:
         raise KVPatchError("protect= marks prompt tokens as they are read: run the prompt inside the block.")
+    if len(past.layers) != len(cache.layers):
+        raise KVPatchError(
+            f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."
+        )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 
+from . import validating
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .hooks import Settings, own_cache
@@ -41,8 +42,11 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         cache.check_whole()
+        drafts = getattr(config, "is_assistant", False)
+        if columns is not None and not drafts:
+            validating.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
         try:
-            if getattr(config, "is_assistant", False):
+            if drafts:
                 _draft(cache, columns)
             elif columns is not None:
                 # ids that only continue a cache do not count what it has seen

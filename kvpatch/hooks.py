@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import uuid
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compiled, joinable
+from . import belonging, compiled, joinable, validating
 from .arch import Adapter
 from .arch.site import Site
 from .attention import attend
@@ -24,6 +25,7 @@ from .report import Report
 
 if TYPE_CHECKING:
     from .patching import Patch
+    from .target import Target
 
 _LOG = logging.getLogger(__name__)
 MISSING = object()
@@ -49,8 +51,10 @@ class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
 
     def __init__(
-        self, owner: Patch, adapter: Adapter, max_positions: int | None, bounds: tuple[int | None, ...]
+        self, owner: Patch, adapter: Adapter, max_positions: int | None, target: Target
     ) -> None:
+        self.origin = uuid.uuid4().hex
+        bounds, self.kv_shape = target.bounds(), adapter.kv_shape(target.attentions[0][0])
         self.policy, self.budget, self.seed = owner.policy, owner.budget, owner.seed
         self.block, self.renumbered, self.backend = owner.block, owner.renumbered, owner.backend
         self.adapter, self.max_positions, self.bounds = adapter, max_positions, bounds
@@ -84,14 +88,14 @@ class Settings:
             bounds=self.bounds[:layers],
             parallel=self.parallel,
         )
-        cache.strict = self.strict
+        cache.strict, cache.origin = self.strict, self.origin
         return cache
 
     def count(self, call: dict[str, Any], training: bool) -> None:
         """Whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the longest of
         those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
-        Q, self.ran = 0 if tokens is None else tokens.shape[1], True
+        Q, self.ran = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else 0, True
         if call.get("past_key_values") is not None or (self.block is not None and Q > self.block):
             self.felt = True
         elif not call.get("use_cache") and not training:
@@ -232,28 +236,31 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
             f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
             "model's own patch.new_cache()."
         )
+    belonging.check(cache, settings)
     if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
             "Leave it out, or look at cache.positions(layer) for what is attended to."
         )
-    tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+    tokens = validating.tokens(call, decoder)
     if tokens is None:
-        return None  # the model's own error is the right one
-    if not tokens.shape[1]:
+        return None
+    B, Q = tokens.shape[:2]
+    if not Q:
         raise KVPatchError(
-            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. generate() takes as input_ids "
-            "the whole text, or what is new together with an attention_mask [B, seen + new] over both."
+            f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. Give generate() the "
+            "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
-    mask = _padding_mask(call.get("attention_mask"))
+    mask = validating.padding_mask(call.get("attention_mask"), B, Q > 1)
+    cache._check(B, Q, mask)  # a mask that is too short makes positions that are, too
+    validating.position_ids(call.get("position_ids"), B, Q, settings.max_positions is not None)
     table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
     if cache.joined and not settings.renumbered:
-        joinable.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
+        joinable.place(call, cache, Q, mask, settings.decoder_parameters)
     if table is None:
-        _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
+        _check_positions(cache, Q, call.get("position_ids"), settings.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
-        B, Q = tokens.shape[:2]
         cache.begin(B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
     if settings.adapter.positions_from_mask and call.get("position_ids") is None:
         assert cache.now is not None
@@ -300,6 +307,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
 
 
 def own_cache(past: object) -> EvictingCache:
+    """`past`, if it is one of ours; which patch made it is looked at where it is used."""
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
@@ -312,18 +320,6 @@ def own_cache(past: object) -> EvictingCache:
         f"past_key_values is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "
         "cache with patch.new_cache(past), which works for policies that do not score by attention."
     )
-
-
-def _padding_mask(mask: object) -> Tensor | None:
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise KVPatchError(
-            f"attention_mask must be a padding mask [B, tokens], not {shape}: a custom attention pattern cannot be kept "
-            "under a budget."
-        )
-    return mask
 
 
 def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:

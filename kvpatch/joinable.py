@@ -21,6 +21,8 @@ MISPLACED = (
 
 def check(caches: Sequence[EvictingCache]) -> None:
     """Raise KVPatchError where these cannot be rows of one cache."""
+    if not isinstance(caches, Sequence):
+        raise KVPatchError(f"EvictingCache.concatenate takes a list of caches, not {type(caches).__name__}: give [cache].")
     if not caches:
         raise KVPatchError("EvictingCache.concatenate was given no cache: give a list with at least one.")
     if len({id(cache) for cache in caches}) < len(caches):
@@ -28,7 +30,8 @@ def check(caches: Sequence[EvictingCache]) -> None:
     for index, cache in enumerate(caches):
         if not isinstance(cache, EvictingCache):
             raise KVPatchError(
-                f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated."
+                f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated: "
+                "give past_key_values of its output."
             )
         cache.check_whole()
         cache.catch_up()
@@ -59,7 +62,8 @@ def _check_same(index: int, first: EvictingCache, cache: EvictingCache) -> None:
         if mine.get(name) != theirs.get(name):
             raise KVPatchError(
                 f"Cache {index} was made under another patch or model than cache 0: {name} is {mine.get(name)!r} there and "
-                f"{theirs.get(name)!r} here. Rows of one batch share all settings."
+                f"{theirs.get(name)!r} here. Rows of one batch share all settings. "
+                "Read both texts under one patch."
             )
 
 

@@ -54,7 +54,7 @@ def _device(device: str) -> torch.device:
         place = torch.device(device)
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-        raise KVPatchError(f"--device {device} cannot be used: {_first_line(error)}") from error
+        raise KVPatchError(f"--device {device} cannot be used: {_first_line(error)}. Give auto, cpu or cuda.") from error
     return place
 
 

@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from transformers import Cache
 
+from . import belonging
 from .arch.site import Site
 from .backends.choice import check, check_name
 from .cache import EvictingCache
@@ -27,10 +28,11 @@ from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wr
 from .hooks import MISSING, Mark, Settings, attention_forward, before_decoder, parameters
 from .placement import put_hook, replace_forward
 from .policies import Policy, get_policy
-from .policies.budgets import Budget
+from .policies.budgets import Budget, whole
 from .report import Report
 from .storage import load, save
 from .target import Target, already_patched
+from .validating import file_path, no_argument
 from .versions import check_versions
 
 
@@ -117,6 +119,7 @@ def patch(
         raise KVPatchError(f"strict={strict!r} must be True or False.")
     check_name(backend)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
+    no_argument(chosen, policy_options)
     chosen = chosen.with_options(schedule, **policy_options)
     _check_block(block, chosen)
     target = Target.find(model)
@@ -140,8 +143,8 @@ def patch(
 def _check_block(block: object, policy: Policy) -> None:
     if block is None:
         return
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise KVPatchError(f"block={block!r} must be a number of tokens, at least 1.")
+    whole("block", block, "tokens")
+    assert isinstance(block, int)
     if policy.schedule == "decode":
         raise KVPatchError(
             f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
@@ -196,7 +199,7 @@ class Patch:
             replace_forward(module, functools.partial(attention_forward, type(module), adapter), self._undo.append)
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
-        settings = Settings(self, adapter, limit, target.bounds())
+        settings = Settings(self, adapter, limit, target)
         if self.strict:
             names = {module: name for name, module in target.decoder.named_modules()}
             settings.strict = tuple(names[module] for module, _ in target.attentions)
@@ -253,10 +256,12 @@ class Patch:
         Raises:
             KVPatchError: the policy needs attention rows that `past` does not hold, or `room` is no number of tokens.
         """
-        if room is not None and (isinstance(room, bool) or not isinstance(room, int) or room < 1):
-            raise KVPatchError(f"room={room!r} must be a number of tokens, at least 1.")
+        if room is not None:
+            whole("room", room, "tokens")
         cache = self._settings.new_cache()
         cache.room = room
+        if past is not None and isinstance(past, Cache):
+            belonging.check_layers(past, self._settings)
         if past is not None:
             cache.absorb(past)
         return cache
@@ -267,7 +272,8 @@ class Patch:
         Raises:
             KVPatchError: the cache is empty or in the middle of a prompt.
         """
-        save(cache, path, self._target.identity())
+        belonging.check_own(cache, self._settings)
+        save(cache, file_path(path), self._target.identity())
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
         """A cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
@@ -275,7 +281,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        cache = load(self, path, self._target.identity(), self._target.devices())
+        cache = load(self, file_path(path), self._target)
         with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
             for layer, (module, adapter) in zip(cache.layers, self._target.attentions, strict=True):
                 layer.geometry = Site(adapter, module, layer.positions.shape[1]).geometry(layer.device)

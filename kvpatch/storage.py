@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import contents, stored
 from .cache import EvictingCache, writable
 from .errors import KVPatchError
+from .header import InvalidError, parse, read_header
 from .policies import Policy
 from .policies.moment import SIZES, Limits
 from .ragged import Extents
@@ -26,12 +28,10 @@ from .slots import SlotLayer
 
 if TYPE_CHECKING:
     from .patching import Patch
+    from .target import Target
 
 FORMAT = "kvpatch cache 1"
-_CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
-_ROWS = ("seen_B", "shared", "lag_B")
-_LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
-_TENSORS = ("keys", "values", "positions", "free_BH", "keep_BH1", "mass_BH")
+_CACHE, _ROWS, _LAYER, _TENSORS = stored.CACHE, stored.ROWS, stored.LAYER, stored.TENSORS
 
 
 def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
@@ -111,16 +111,22 @@ def _to_disk(path: Path) -> None:
 
 
 @writable
-def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], devices: list[torch.device]) -> EvictingCache:
+def load(patch: Patch, path: str | PathLike[str], target: Target) -> EvictingCache:
     """The cache saved at `path`, under `patch`, each layer on its own device.
+
+    The file is taken for a stranger's. Its header is read first, and memory is taken for tensors only when all that is said
+    there fits the model and the patch; then the numbers are looked at. The checksum finds accidents: whoever alters a file on
+    purpose can write it anew, for it is no signature.
 
     Raises:
         KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
     """
-    about, tensors = _read(path)
-    _compare("model", about["model"], model, path)
     cache = patch.new_cache()
-    _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
+    try:
+        about, tensors = _read(Path(path), cache, target)
+    except InvalidError as error:
+        raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
+    devices = target.devices()
     for name, value in about["cache"].items():
         setattr(cache, name, value)
     for name in _ROWS:
@@ -128,6 +134,10 @@ def load(patch: Patch, path: str | PathLike[str], model: dict[str, Any], devices
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described)
+    try:
+        contents.check(cache)
+    except InvalidError as error:
+        raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
     cache.deck_due = True
     return cache
 
@@ -176,24 +186,39 @@ def described(policy: Policy) -> dict[str, Any]:
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
 
 
-def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
+def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the file says of itself and its tensors, which fit `cache`, an empty one of the patch."""
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with path.open("rb") as file:
+            try:
+                entries, texts, start = read_header(file, os.fstat(file.fileno()).st_size)
+            except InvalidError as error:
+                words = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
+                raise KVPatchError(f"{words} Save it anew with patch.save_cache().") from error
+            about = _about(texts.get("kvpatch", ""), path)
+            _compare("model", about["model"], target.identity(), path)
+            _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
+            stored.check(about, entries, cache, target.shapes())
+            tensors = {name: entry.read(file, start) for name, entry in entries.items()}
     except FileNotFoundError as error:
-        raise KVPatchError(f"There is no file {path}.") from error
-    except (SafetensorError, OSError) as error:
-        raise KVPatchError(f"{path} cannot be read as a saved cache: it is truncated or no such file ({error}).") from error
-    text = metadata.get("kvpatch", "")
-    about = json.loads(text) if text.startswith("{") else {}
-    if about.get("format") != FORMAT:
-        raise KVPatchError(f"{path} is no cache saved by this version of kvpatch ({FORMAT!r}).")
-    if metadata.get("checksum") != _checksum(text, tensors):
-        raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match.")
+        raise KVPatchError(f"There is no file {path}: give the path that save_cache() wrote to.") from error
+    except OSError as error:
+        raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that save_cache() wrote.") from error
+    if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):
+        raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match. Save it anew.")
     return about, tensors
+
+
+def _about(text: str, path: Path) -> dict[str, Any]:
+    """The description, a table of tables."""
+    about = parse(text.encode()) if text else {}
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise KVPatchError(f"{path} is no cache saved by this version of kvpatch ({FORMAT!r}): read its text again.")
+    stored.table("its description", about, ("format", "model", "settings", "cache", "layers"))
+    for name in ("model", "settings"):
+        if not isinstance(about[name], dict):
+            raise InvalidError(f"its {name} is no table")
+    return about
 
 
 def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
@@ -212,5 +237,5 @@ def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: objec
                 _compare(f"{what}'s {name}", old, new, path)
             raise KVPatchError(
                 f"{path} was saved under another {what}: {name} is {old!r} there and {new!r} here. A cache only continues "
-                "under what it was made with."
+                "under what it was made with: load it under that, or read the text again."
             )

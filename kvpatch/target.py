@@ -18,6 +18,7 @@ from .errors import KVPatchError
 from .parallel import Parallel, check_layers, parallel_of
 from .placement import device_of, weights
 from .policies import Policy
+from .stored import Shapes
 
 
 def already_patched(module: nn.Module) -> KVPatchError:
@@ -102,6 +103,14 @@ class Target:
         numbers = {"dtype": str(dtype_of(self.decoder)), "weights": digest.hexdigest()[:16]}
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
         return {"class": kind, **part, **shape, **numbers}
+
+    def shapes(self) -> Shapes:
+        """What the cache of each layer must agree with; heads are this process' own."""
+        sizes = [adapter.kv_shape(module) for module, adapter in self.attentions]
+        heads = [(H // self.parallel.size, D) for H, D in sizes]
+        queries = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None)
+        group = queries // sizes[0][0] if isinstance(queries, int) else None
+        return Shapes(heads, group, [adapter.sliding(module) for module, adapter in self.attentions])
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """What every layer will ask of a backend."""

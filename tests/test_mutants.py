@@ -172,7 +172,7 @@ MUTANTS = {
         "policies/policy.py", "return bool(self.statistics) and", "return False and",
         "tests/test_turns.py::test_schedule_prompt_counts_all_each_or_the_first[h2o-all]"),
     "an altered file passes": (
-        "storage.py", 'if metadata.get("checksum") != _checksum(text, tensors):', "if False:",
+        "storage.py", 'if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):', "if False:",
         "tests/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',

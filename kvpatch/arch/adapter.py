@@ -136,9 +136,19 @@ def register_arch(adapter: Adapter) -> None:
     """
     if not isinstance(adapter, Adapter):
         raise KVPatchError("register_arch takes an instance of a kvpatch.arch.Adapter subclass, as in MyAdapter().")
-    for qualified in adapter.classes:
+    name, classes = getattr(adapter, "name", None), getattr(adapter, "classes", None)
+    if not isinstance(name, str) or not name:
+        raise KVPatchError(f"{type(adapter).__name__} has no name: set name = 'my_architecture', which architectures() lists.")
+    if not isinstance(classes, tuple | list) or not classes or not all(isinstance(one, str) and "." in one for one in classes):
+        example = f" such as ({classes!r},)" if isinstance(classes, str) and "." in classes else ""
+        raise KVPatchError(
+            f"{type(adapter).__name__}.classes={classes!r} must be a tuple of qualified names, "
+            f"'package.module.ClassName'{example}."
+        )
+    for qualified in classes:
         if qualified in REGISTRY:
-            raise KVPatchError(f"{qualified} is served by the adapter {REGISTRY[qualified].name!r} already.")
+            other = REGISTRY[qualified].name
+            raise KVPatchError(f"{qualified} is served by the adapter {other!r} already: give other classes.")
     REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import KVPatchError
+from .selection import MAX_POSITION
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
@@ -33,6 +34,13 @@ def parse_bytes(text: str) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def whole(name: str, value: object, unit: str, least: int = 1) -> None:
+    """Raise KVPatchError unless `value` is a number of `unit` that a text can have."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_POSITION:
+        most = f", at most {MAX_POSITION}" if isinstance(value, int) and value > MAX_POSITION else ""
+        raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
+
+
 def check_k(k: object, where: str = "k") -> None:
     """Raise KVPatchError unless `k` is one valid budget (not a list)."""
     if isinstance(k, bool) or not isinstance(k, int | float | str):
@@ -43,6 +51,8 @@ def check_k(k: object, where: str = "k") -> None:
     elif isinstance(k, int):
         if k < 1:
             raise KVPatchError(f"{where}={k} tokens keeps nothing: it must be at least 1. {_WANTED}")
+        if k > MAX_POSITION:
+            raise KVPatchError(f"{where}={k} tokens is more than any text has ({MAX_POSITION}): use k=1.0 to keep everything.")
     elif not 0.0 < k <= 1.0:  # NaN fails this too
         raise KVPatchError(f"{where}={k} is not a share in (0, 1]. {_WANTED}")
 
@@ -68,7 +78,7 @@ class Budget:
         Raises:
             KVPatchError: anything else.
         """
-        if isinstance(k, Sequence) and not isinstance(k, str):
+        if isinstance(k, Sequence) and not isinstance(k, str | bytes | bytearray):
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
             for i, entry in enumerate(k):
@@ -95,5 +105,6 @@ def _tokens(k: int | float | str, bytes_per_token: int, reserved: int = 0) -> in
     assert size is not None  # check_k has passed
     if size - reserved < bytes_per_token:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
-        raise KVPatchError(f"k={k!r} holds no token: one token of this model takes {bytes_per_token} bytes{sliding}.")
-    return (size - reserved) // bytes_per_token
+        takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"
+        raise KVPatchError(f"k={k!r} holds no token: {takes}: give more.")
+    return min((size - reserved) // bytes_per_token, MAX_POSITION)

@@ -56,7 +56,9 @@ class Policy:
         for field, kind, optional in _PARTS:
             part = getattr(self, field)
             if not isinstance(part, kind) and not (optional and part is None):
-                raise KVPatchError(f"{field}={part!r} is not a kvpatch {kind.__name__} (see {kind.__module__}).")
+                raise KVPatchError(f"{field}={part!r} is not a kvpatch {kind.__name__}: give one of {kind.__module__}.")
+        if not isinstance(self.name, str) or not self.name:
+            raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.")
         if self.score is not None and self.schedule not in self.score.schedules:
@@ -107,7 +109,7 @@ class Policy:
             return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
 
         parts = {field: replace(part) for field, _, _ in _PARTS if (part := getattr(self, field)) is not None}
-        return dataclasses.replace(self, **parts, schedule=schedule or self.schedule)
+        return dataclasses.replace(self, **parts, schedule=self.schedule if schedule is None else schedule)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -237,6 +239,8 @@ def get_policy(name: str) -> Policy:
     """
     if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
         return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1]](combined[2])
+    if isinstance(name, Score):
+        raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
     if not isinstance(name, str) or name not in POLICIES:
         raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
     return POLICIES[name]

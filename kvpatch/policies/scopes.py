@@ -20,7 +20,7 @@ TURNS = ("all", "each", "first")
 
 def check_size(name: str, value: object) -> None:
     """A protected size is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
         raise KVPatchError(
@@ -130,6 +130,8 @@ class DeviationScope(Scope):
 
 def protect_tensor(protect: Any) -> Tensor:
     """`protect=` as a tensor: bool for a mask, int64 for token ids. Raises KVPatchError for anything else."""
+    if isinstance(protect, list | tuple) and not len(protect):
+        raise KVPatchError(f"protect={protect!r} marks nothing: give token ids or a boolean mask, or leave it out (None).")
     try:
         tensor = torch.as_tensor(protect)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -139,6 +141,8 @@ def protect_tensor(protect: Any) -> Tensor:
     if tensor.dtype == torch.bool and tensor.ndim in (1, 2):
         return tensor
     if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim <= 1:
+        if tensor.numel() and int(tensor.min()) < 0:
+            raise KVPatchError(f"protect= names token {int(tensor.min())}: give token ids, 0 or more, or a boolean mask.")
         return tensor.reshape(-1).long()
     raise KVPatchError(
         f"protect= has dtype {tensor.dtype} and {tensor.ndim} dimensions: give a boolean mask over the prompt "

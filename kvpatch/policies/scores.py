@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
+from .budgets import whole
 from .moment import Block, Moment, accumulator
+from .selection import MAX_POSITION
 
 Rows = Literal["none", "tail", "all"]
 
@@ -127,8 +129,8 @@ class DilatedRecency(Score):
     dilation: int = 1
 
     def check(self) -> None:
-        if not isinstance(self.dilation, int) or self.dilation < 0:
-            raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 or more.")
+        if isinstance(self.dilation, bool) or not isinstance(self.dilation, int) or not 0 <= self.dilation <= MAX_POSITION:
+            raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 to {MAX_POSITION}.")
 
     def value(self, moment: Moment) -> Tensor:
         position = moment.positions_BHS
@@ -264,11 +266,10 @@ class ObservationWindow(Score):
         return self.window
 
     def check(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
-            raise KVPatchError(f"window={self.window!r} must be a number of rows, at least 1.")
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+        whole("window", self.window, "rows")
+        if type(self.kernel) is not int or not 1 <= self.kernel <= MAX_POSITION or self.kernel % 2 == 0:
             raise KVPatchError(
-                f"kernel={self.kernel!r} must be an odd number of tokens, so that pooling keeps the length."
+                f"kernel={self.kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay."
             )
         if self.pooling not in ("max", "avg", None):
             raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
@@ -334,11 +335,13 @@ class GumbelSoftmax(Score):
     def check(self) -> None:
         if self.noise not in ("gumbel", "gaussian", "constant", "none"):
             raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
-        if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(t > 0 for t in self.tau)):
+        if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(map(_is_temperature, self.tau))):
             raise KVPatchError(f"tau={self.tau!r} must be two positive temperatures (init, end), such as (1.0, 2.0).")
-        if not isinstance(self.generation_length, int) or self.generation_length < 1:
-            raise KVPatchError(f"generation_length={self.generation_length!r} must be a number of tokens, at least 1.")
-        if not 0.0 <= self.damping <= 1.0:
+        whole("generation_length", self.generation_length, "tokens")
+        for name, value in (("resample", self.resample), ("shared", self.shared)):
+            if not isinstance(value, bool):
+                raise KVPatchError(f"{name}={value!r} must be True or False.")
+        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float) or not 0.0 <= self.damping <= 1.0:
             raise KVPatchError(f"damping={self.damping!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
@@ -373,6 +376,10 @@ class GumbelSoftmax(Score):
 
     def value(self, moment: Moment) -> Tensor:
         return moment.state["gumbel"]
+
+
+def _is_temperature(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 @dataclass(frozen=True)
