@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny import make, prompt
 from torch import nn
-from tools.reliability import memory
 
 import kvpatch
+from tools.reliability import memory
 
 
 @pytest.fixture(autouse=True)

@@ -142,11 +142,11 @@ def table(all_series: list[Series]) -> str:
 
 
 def page(all_series: list[Series], command: str) -> str:
-    every = all_series[0].samples[0].at
+    every, python = all_series[0].samples[0].at, platform.python_version()
     return f"""## Memory
 
 Made by `{command}` (kvpatch {kvpatch.__version__}, torch {torch.__version__.split("+")[0]}, transformers
-{transformers.__version__}, Python {platform.python_version()}). A Llama of two layers, {ROWS} rows, a prompt of {PROMPT} tokens, {HELD} tokens
+{transformers.__version__}, Python {python}). A Llama of two layers, {ROWS} rows, a prompt of {PROMPT} tokens, {HELD} tokens
 per KV head, one thread; every {every} steps the process' resident memory, and all tensors that were made since the series began
 and are alive. A cycle enters a block, generates two tokens and leaves it. Slopes are least squares over all but the first
 tenth. `full` keeps everything and is there to show what growth looks like; with 10,000 steps it ends at more than 10,000 tokens
