@@ -5,6 +5,10 @@ the tensors of the cache's Clock instead of the counters, names free slots in pl
 counters are brought up to date when untraced code next uses the cache. Only a step of one token over slots can be traced:
 prompts, roll-back and a score that layers share run as ever, outside the graph. What a pass is, the decoder's pre-hook
 decides (`Forward.traced`): torch.compile may give up on any function and run it as it stands, in the middle of a pass.
+
+An interrupt inside a graph cannot be seen by the next pass: a graph runs no code of ours, and it writes its tensors in an order
+of its own choice, so that no tensor could tell. generate() marks its cache as unfinished when an exception comes out of it;
+whoever compiles the model's forward alone and interrupts a step goes on with a new cache, or after reset().
 """
 
 from __future__ import annotations

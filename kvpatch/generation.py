@@ -42,7 +42,7 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         cache.check_whole()
-        drafts = getattr(config, "is_assistant", False)
+        drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
         if columns is not None and not drafts:
             validating.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
         try:
@@ -53,10 +53,14 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
                 seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
                 cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
                 cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
-                if _compile_wanted(kwargs, *configs):
+                if compiles:
                     cache.room = cache.new_tokens
             kwargs["past_key_values"] = cache
             return run(*args, **kwargs)
+        except BaseException:
+            if compiles and cache.changes > changes:  # how far a compiled step came cannot be seen
+                cache.marks.setdefault("change", ["generate() under torch.compile"])
+            raise
         finally:
             _finish(cache, settings)
 
