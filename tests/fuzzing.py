@@ -245,7 +245,7 @@ def _at(tree: Any, r: random.Random, change: Callable[[Any, Any], None]) -> None
 def numbered(file: bytes, r: random.Random) -> bytes:
     """Numbers of one tensor changed."""
     parts = Parts.of(file)
-    name = r.choice([name for name in parts.tensors if r.random() < 0.3 or "keys" not in name and "values" not in name] or ["seen_B"])
+    name = r.choice([name for name in parts.tensors if r.random() < 0.3 or ("keys" not in name and "values" not in name)] or ["seen_B"])
     dtype, shape, data = parts.tensors[name]
     tensor = torch.frombuffer(bytearray(data), dtype=DTYPES[dtype])
     for _ in range(r.randint(1, 4)):
