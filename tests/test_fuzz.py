@@ -1,6 +1,7 @@
 """Files that no patch wrote: load_cache refuses them in words, or gives a sound cache that decodes."""
 
 import json
+import os
 import random
 import re
 
@@ -38,7 +39,7 @@ def test_whatever_is_done_to_a_file(kind, seeds, tmp_path_factory):
     @given(st.integers(0, len(seeds) - 1), st.integers(0, 2**32))
     def run(which, number):
         words = _try(seeds[which], KINDS[kind](seeds[which].file, random.Random(number)), folder)
-        assert words is None or re.search(r"Save it anew|was saved under another|read its text again|while decoding", words), words
+        assert words is None or re.search(r"Save it anew|under another|read its text again|while decoding", words), words
 
     run()
 
@@ -85,7 +86,7 @@ LIES = [
     ("h2o", lambda parts: parts.about.update(layers=[]), r"has not 2 layers"),
     ("h2o", lambda parts: parts.about.update(model=[]), r"its model is no table"),
     ("h2o", lambda parts: parts.tensors.pop("0.state.sum"), r"holds no 0\.state\.sum"),
-    ("h2o", lambda parts: parts.tensors.update({"0.state.evil": parts.tensors["0.state.sum"]}), r"0\.state\.evil, which nothing"),
+    ("h2o", lambda parts: parts.tensors.update({"0.state.evil": parts.tensors["0.state.sum"]}), r"0\.state\.evil, which"),
     ("h2o", _numbers("1.positions", lambda t: _both(t[0, 0, :2], 3)), r"layer 1: a head holds a token twice"),
     ("h2o", _numbers("1.positions", lambda t: _both(t[0, 0, :1], 27)), r"positions are not those of tokens that were seen"),
     ("h2o", _numbers("1.positions", lambda t: _both(t, -1)), r"layer 1: a head holds nothing"),
@@ -102,7 +103,7 @@ LIES = [
     ("roco, padded", _layer(filling=99), r"layer 1: filling is wrong"),
     ("roco, padded", _layer(holes=False), r"layer 1: "),
     ("filling", _layer(filling=3), r"layer 1: filling does not lead to the budget"),
-    ("keyformer, shared", lambda parts: parts.tensors.update(shared=("F32", [2, 2, 3], bytes(48))), r"shared has room for 3 of 28"),
+    ("keyformer, shared", lambda parts: parts.tensors.update(shared=("F32", [2, 2, 3], bytes(48))), r"shared has room for 3"),
 ]  # fmt: skip
 
 
@@ -157,7 +158,9 @@ def test_bytes_that_are_no_text(seeds, tmp_path):
 
 def test_places_that_are_no_file(seeds, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    for path, words in ((tmp_path, "is a folder"), (tmp_path / "empty", "cannot be read as"), ("\0", "is no path|cannot be read")):
+    os.mkfifo(tmp_path / "pipe")
+    cases = {tmp_path: "is a folder", tmp_path / "empty": "cannot be read as", tmp_path / "pipe": "or a pipe", "\0": "no path"}
+    for path, words in cases.items():
         with pytest.raises(KVPatchError, match=words):
             seeds[0].patch.load_cache(path)
 

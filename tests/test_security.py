@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [path for part in ("kvpatch", "tools") for path in sorted((ROOT / part).rglob("*.py"))]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "code", "codeop", "runpy", "imp"}
 CALLS = {"eval", "exec", "compile", "__import__"}
-METHODS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load"), ("yaml", "load"), ("os", "system"), ("os", "popen")}
+METHODS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load"), ("yaml", "load"), ("os", "system")}
 
 
 def _offences(source: str) -> list[str]:
@@ -53,8 +53,10 @@ def test_no_code_comes_from_data(path):
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle", "from pickle import loads", "eval('1')", "exec(text)", "import torch; torch.load(p)", "import numpy as np; np.load(p)",
-        "AutoModel.from_pretrained(n, trust_remote_code=True)", "f(**{'trust_remote_code': True})", "np.load(p, allow_pickle=True)",
+        "import pickle", "from pickle import loads", "eval('1')", "exec(text)", "import torch; torch.load(p)",
+        "import numpy as np; np.load(p)",
+        "AutoModel.from_pretrained(n, trust_remote_code=True)", "f(**{'trust_remote_code': True})",
+        "np.load(p, allow_pickle=True)",
         "subprocess.run(c, shell=True)", "import os; os.system(c)", "import dill.source", "g(p, weights_only=False)",
     ],
 )  # fmt: skip
@@ -66,7 +68,8 @@ def test_what_would_be_found(line):
 
 
 def _files(place: Path) -> dict[str, tuple[int, int]]:
-    return {str(one.relative_to(place)): (one.stat().st_size, one.stat().st_mtime_ns) for one in place.rglob("*") if one.is_file()}
+    found = [(one, one.stat()) for one in place.rglob("*") if one.is_file()]
+    return {str(one.relative_to(place)): (stat.st_size, stat.st_mtime_ns) for one, stat in found}
 
 
 @pytest.fixture
@@ -89,8 +92,8 @@ COMMANDS = {
     "generate": (("generate", "--model", "MODEL", "--prompt-file", "PROMPT", "--max-new-tokens", 2), set()),
     "check": (("check", "--model", "MODEL", "--policy", "h2o"), set()),
     "compare": (
-        ("compare", "--model", "MODEL", "--prompt-file", "PROMPT", "--policies", "h2o", "-k", "0.5", "--max-new-tokens", 2, "--out", "OUT",
-         "--json", "OUT/rows.json"),
+        ("compare", "--model", "MODEL", "--prompt-file", "PROMPT", "--policies", "h2o", "-k", "0.5", "--max-new-tokens", 2,
+         "--out", "OUT", "--json", "OUT/rows.json"),
         {"out/compare.png", "out/rows.json"},
     ),
     "a mistake": (("compare", "--model", "MODEL", "--prompt-file", "PROMPT", "--policies", "h20", "--out", "OUT"), set()),
@@ -101,12 +104,13 @@ COMMANDS = {
 def test_a_command_writes_only_where_told(name, places, folder):  # noqa: F811
     work, home, given = places
     arguments, written = COMMANDS[name]
-    told = {"MODEL": str(folder), "PROMPT": str(given / "prompt.txt"), "OUT": str(given / "out"), "OUT/rows.json": str(given / "out/rows.json")}
+    told = {"MODEL": folder, "PROMPT": given / "prompt.txt", "OUT": given / "out", "OUT/rows.json": given / "out/rows.json"}
     before = _files(folder), _files(given), set(os.listdir(ROOT))
     result = run(*(told.get(str(one), one) for one in arguments))
     assert result.exit_code == (2 if name == "a mistake" else 0), result.output
     assert _files(work) == {}
-    assert [one for one in _files(home) if not one.startswith(("fontlist", "matplotlib"))] == [], "a cache of matplotlib's fonts alone"
+    others = [one for one in _files(home) if not one.startswith(("fontlist", "matplotlib"))]
+    assert others == [], "matplotlib keeps a list of fonts"
     assert _files(folder) == before[0]
     now = _files(given)
     assert {one for one in now if one not in before[1]} == written

@@ -52,7 +52,8 @@ class Run:
 
 def _general(words: str, path: Path) -> str:
     """A refusal without what is different in each."""
-    words = words.replace(str(path), "FILE").split(": ", 1)[-1] if "no valid saved cache" in words else words.replace(str(path), "FILE")
+    words = words.replace(str(path), "FILE")
+    words = words.split(": ", 1)[-1] if "no valid saved cache" in words else words
     words = re.sub(r"\[.*\]|\{.*\}|'[^']*'", "...", words, flags=re.DOTALL)
     words = re.sub(r"layer \d+: |\b\d+\.(?=[a-z])", "", words)
     words = re.sub(r"-?\b\d[\w.+-]*", "n", words)
@@ -91,10 +92,10 @@ def page(found: Run, start: int) -> str:
         [
             "## Fuzzing the loader",
             "",
-            f"{found.files:,} files in {found.seconds / 60:.1f} minutes on one core, made from {len(STATES)} saved caches "
-            f"({', '.join(STATES)}) with the numbers from {start:,} on; the checksum was made to fit wherever the file is put together "
-            f"anew. {len(found.crashes)} crashes. Most memory in use: {found.peak:,} MiB. A cache that loads decodes three tokens, and "
-            "after each one its budgets hold and its positions are unique and real.",
+            f"{found.files:,} files in {found.seconds / 60:.1f} minutes on one core, numbers {start:,} and on, made from "
+            f"{len(STATES)} saved caches ({'; '.join(STATES)}). The checksum was made to fit wherever a file is put together. "
+            f"{len(found.crashes)} crashes. Most memory in use: {found.peak:,} MiB. A cache that loads decodes three tokens, "
+            "and after each one its budgets hold and its positions are unique and real.",
             "",
             "| What was done | " + " | ".join(columns) + " |",
             "|---|" + "---:|" * len(columns),
