@@ -490,6 +490,8 @@ class EvictingCache(Cache):
             self.seen_B = seen_B
             self.shared = None if self.shared is None else change(self.shared)
             self.lag_B = None if self.lag_B is None else change(self.lag_B)
+            if self.turn_open:  # what the rest of the prompt will ask
+                self.turn_from_B = change(torch.tensor(self.turn_from_B)).tolist()
             if self.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 self.clock, columns = None, int(self.seen_B.max())
                 for layer in self.layers:

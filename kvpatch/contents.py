@@ -19,8 +19,6 @@ def check(cache: EvictingCache) -> None:
     whole = cache.padded or (most == seen and (cache.joined or least == seen))
     _must(0 < least and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
     _must(cache.steps <= seen, f"{cache.steps} steps of {seen} tokens")
-    starts = zip(cache.turn_from_B, seen_B.tolist(), strict=False)
-    _must(all(start <= row for start, row in starts), "a turn begins behind its text")
     if cache.lag_B is not None:
         _must(bool(((cache.lag_B >= 0) & (cache.lag_B <= cache.steps)).all()), "lag_B is no number of steps")
     if cache.shared is not None:

@@ -198,8 +198,10 @@ def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 
 def file_path(path: object) -> Path:
     """A path that names a file."""
-    if not isinstance(path, str | PathLike) or not str(path):
+    if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r} is no path: give one such as 'cache.safetensors'.")
     if Path(path).is_dir():
         raise KVPatchError(f"path={str(path)!r} is a folder: give the name of a file in it, such as 'cache.safetensors'.")
+    if Path(path).exists() and not Path(path).is_file():
+        raise KVPatchError(f"path={str(path)!r} is a device or a pipe: give the name of a file, such as 'cache.safetensors'.")
     return Path(path)

@@ -175,3 +175,17 @@ def test_a_later_turn_may_protect_more_than_the_budget_where_it_evicts_nothing()
         model(other, past_key_values=cache)
         model(more, past_key_values=cache)
     assert cache.held(0).unique().tolist() == [24]
+
+
+def test_rows_move_in_the_middle_of_a_prompt():
+    """The bug: where each row's turn began did not move with the rows, and the prompt's end failed or read another row's."""
+    model, ids = make("llama_gqa"), prompt(2, 30)
+    with kvpatch.patched(model, "snapkv", 0.5, window=4, turns="each") as patch, torch.no_grad():
+        alone, both = patch.new_cache(), patch.new_cache()
+        for cache, rows in ((alone, ids[1:]), (both, ids)):
+            cache.prompt_len = 30
+            model(rows[:, :20], past_key_values=cache)
+        both.batch_select_indices(torch.tensor([1]))
+        want, got = (model(ids[1:, 20:], past_key_values=cache).logits for cache in (alone, both))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert both.positions(0).sort(-1).values.equal(alone.positions(0).sort(-1).values)
