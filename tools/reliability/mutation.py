@@ -137,7 +137,7 @@ def _in_threads(workers: list[Worker], work: Any) -> None:
 
 
 def check_unchanged(worker: Worker, tests: Tests) -> None:
-    """A test that fails on the unchanged copy would kill everything. (Coverage took those that passed; these it did not run.)"""
+    """A test that fails on the unchanged copy would kill everything. (Coverage left out those that failed.)"""
     status, failed = worker.run([*ALWAYS, *list(tests.seconds)[:1]])
     if status:
         raise SystemExit(f"The unchanged copy fails {failed}: mend that first.")
