@@ -87,35 +87,28 @@ def in_scope() -> list[str]:
 
 
 def collect(workers: list[Worker], only: list[str] | None) -> Tests:
-    """What each test runs: from the last run if no source and no test has changed since."""
-    tests = only or files(ROOT)
-    names = [*sorted((ROOT / "kvpatch").rglob("*.py")), *(ROOT / name.split("::")[0] for name in tests)]
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in names) + " ".join(tests).encode()).hexdigest()
-    path, stamp = STATE / "coverage.json", STATE / "coverage.sha256"
-    if not (path.is_file() and stamp.is_file() and stamp.read_text() == state):
-        begun, found = time.monotonic(), {}
-        parts = [[name] for name in tests]
-        todo: queue.Queue[tuple[int, list[str]]] = queue.Queue()
-        for part in enumerate(parts):
-            todo.put(part)
+    """What each test runs: from an earlier run where neither the library nor the test's file has changed since."""
+    begun, found = time.monotonic(), {}
+    sources = b"".join(path.read_bytes() for path in sorted((ROOT / "kvpatch").rglob("*.py")))
+    todo: queue.Queue[tuple[str, Path]] = queue.Queue()
+    for name in only or files(ROOT):
+        state = hashlib.sha256(sources + (ROOT / name.split("::")[0]).read_bytes() + name.encode()).hexdigest()
+        todo.put((name, STATE / f"coverage-{state[:20]}.json"))
 
-        def work(worker: Worker) -> None:
-            while True:
-                try:
-                    number, names = todo.get_nowait()
-                except queue.Empty:
-                    return
-                part = STATE / f"coverage-{number}.json"
-                worker.run(names, cover=part)
-                if part.is_file():
-                    found.update(json.loads(part.read_text()))
-                    part.unlink()
-                print(f"covered {names[0]}: {len(found)} tests so far, {time.monotonic() - begun:.0f} s", flush=True)
+    def work(worker: Worker) -> None:
+        while True:
+            try:
+                name, path = todo.get_nowait()
+            except queue.Empty:
+                return
+            if not path.is_file():
+                worker.run([name], cover=path)
+            if path.is_file():
+                found.update(json.loads(path.read_text()))
+            print(f"covered {name}: {len(found)} tests so far, {time.monotonic() - begun:.0f} s", flush=True)
 
-        _in_threads(workers, work)
-        path.write_text(json.dumps(found))
-        stamp.write_text(state)
-    return Tests.read(path)
+    _in_threads(workers, work)
+    return Tests(found)
 
 
 def _in_threads(workers: list[Worker], work: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -40,10 +39,6 @@ class Tests:
                 for line in lines:
                     self.by_line[file, line].add(test)
         self.noticed: dict[str, Counter[str]] = defaultdict(Counter)
-
-    @classmethod
-    def read(cls, path: Path) -> Tests:
-        return cls(json.loads(path.read_text()))
 
     def of(self, mutant: Mutant) -> list[str]:
         """The tests to run: those that noticed a change of the same function first, then one of each function, the fastest
