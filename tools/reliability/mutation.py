@@ -10,6 +10,7 @@ function, so that a later run does what is missing. The page is docs/reliability
 from __future__ import annotations
 
 import argparse
+import compileall
 import dataclasses
 import hashlib
 import json
@@ -48,6 +49,7 @@ class Worker:
                 shutil.copytree(source, self.folder / part, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, self.folder / part)
+        compileall.compile_dir(self.folder, quiet=2)  # children compile the changed file alone
         command = [sys.executable, str(Path(__file__).with_name("mutation_worker.py"))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -68,6 +70,8 @@ class Worker:
         """The verdict on a mutant, and who noticed."""
         path = self.folder / "kvpatch" / mutant.file
         path.write_text(mutant.source)
+        for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            stale.unlink()
         try:
             status, failed = self.run(tests)
         finally:

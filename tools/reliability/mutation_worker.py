@@ -8,10 +8,12 @@ the seconds of a processor that each test takes and the lines of kvpatch/ that i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -21,6 +23,7 @@ LIMIT = 60  # seconds of a processor for the tests of one mutant; and a multiple
 TIME = (-signal.SIGKILL, -signal.SIGXCPU)
 COVER_LIMIT = 3600
 MEMORY = 24 << 30
+PLUGINS = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio"]
 
 
 class Cover:
@@ -65,7 +68,7 @@ def child(job: dict[str, Any]) -> int:
     with open(job["log"], "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-    options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    options = [*PLUGINS, "-q", "--tb=no", "-rfE", "--assert=plain"]  # rewriting assertions takes longer than most tests
     if not job.get("cover"):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a sabotage may ask for any size
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
@@ -108,6 +111,8 @@ if __name__ == "__main__":
     )
 
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as nothing, contextlib.redirect_stdout(sys.stderr):
+        pytest.main([*PLUGINS, "-q", "--collect-only", "--rootdir", nothing, nothing])  # imports pytest's own parts
     for text in sys.stdin:
         order = json.loads(text)
         sys.stdout.flush()
