@@ -3,6 +3,7 @@
 # make demo         what policies keep, on the small models of tools/models
 # make test-matrix  the tests under several versions of transformers
 # make results      every experiment of tools/evaluate.py on those models, and docs/results.md
+# make mutation     docs/reliability/mutation.md: which small changes of the library no test notices
 # make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 #
 # Every target makes .venv first. TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids torch's CUDA packages.
@@ -12,7 +13,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check test-matrix results peer-env
+.PHONY: demo test check test-matrix results mutation peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -29,6 +30,14 @@ test-matrix: .venv/ok
 
 results: .venv/ok
 	.venv/bin/python -m tools.results --fresh
+
+# MUTATION="--sample 300" and such: see tools/reliability/mutation.py. cosmic-ray brings a lot, and only lists mutants here
+mutation: .venv/ok .mutation/packages/ok
+	.venv/bin/python -m tools.reliability.mutation $(MUTATION)
+
+.mutation/packages/ok: .venv/ok
+	$(PIP) --target .mutation/packages "cosmic-ray==8.7.0"
+	touch .mutation/packages/ok
 
 # kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
 peer-env: .venv/ok .venv-kvpress/ok

@@ -43,7 +43,8 @@ class Module:
         """Type annotations, assertions (for mypy), raised errors (their words), and blocks for type checkers alone."""
         found: list[ast.AST] = []
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Raise | ast.Assert) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            for_mypy = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            if for_mypy or isinstance(node, ast.Raise | ast.Assert):
                 found.append(node)
             found += [part for name in ("annotation", "returns") if (part := getattr(node, name, None)) is not None]
         return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in found]  # type: ignore[attr-defined]

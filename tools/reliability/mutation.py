@@ -10,6 +10,7 @@ function, so that a later run does what is missing. The page is docs/reliability
 from __future__ import annotations
 
 import argparse
+import compileall
 import dataclasses
 import hashlib
 import json
@@ -27,6 +28,7 @@ from typing import Any
 from tools.reliability.mutants import Mutant, mutants
 from tools.reliability.mutation_page import write_page
 from tools.reliability.mutation_tests import ALWAYS, Tests, files
+from tools.reliability.mutation_worker import TIME
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".mutation"
@@ -47,6 +49,7 @@ class Worker:
                 shutil.copytree(source, self.folder / part, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, self.folder / part)
+        compileall.compile_dir(self.folder, quiet=2)  # children compile the changed file alone
         command = [sys.executable, str(Path(__file__).with_name("mutation_worker.py"))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -67,11 +70,13 @@ class Worker:
         """The verdict on a mutant, and who noticed."""
         path = self.folder / "kvpatch" / mutant.file
         path.write_text(mutant.source)
+        for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            stale.unlink()
         try:
             status, failed = self.run(tests)
         finally:
             shutil.copy(ROOT / "kvpatch" / mutant.file, path)
-        return {0: "survived", -9: "timeout"}.get(status, "killed"), failed
+        return "survived" if status == 0 else "timeout" if status in TIME else "killed", failed
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -85,36 +90,29 @@ def in_scope() -> list[str]:
     return ["attention.py", "cache.py", *own]
 
 
-def collect(workers: list[Worker]) -> Tests:
-    """What each test runs: from the last run if no source and no test has changed since."""
-    tests = files(ROOT)
-    names = [*sorted((ROOT / "kvpatch").rglob("*.py")), *(ROOT / name for name in tests)]
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in names)).hexdigest()
-    path, stamp = STATE / "coverage.json", STATE / "coverage.sha256"
-    if not (path.is_file() and stamp.is_file() and stamp.read_text() == state):
-        begun, found = time.monotonic(), {}
-        parts = [[name] for name in tests]
-        todo: queue.Queue[tuple[int, list[str]]] = queue.Queue()
-        for part in enumerate(parts):
-            todo.put(part)
+def collect(workers: list[Worker], only: list[str] | None) -> Tests:
+    """What each test runs: from an earlier run where neither the library nor the test's file has changed since."""
+    begun, found = time.monotonic(), {}
+    sources = b"".join(path.read_bytes() for path in sorted((ROOT / "kvpatch").rglob("*.py")))
+    todo: queue.Queue[tuple[str, Path]] = queue.Queue()
+    for name in only or files(ROOT):
+        state = hashlib.sha256(sources + (ROOT / name.split("::")[0]).read_bytes() + name.encode()).hexdigest()
+        todo.put((name, STATE / f"coverage-{state[:20]}.json"))
 
-        def work(worker: Worker) -> None:
-            while True:
-                try:
-                    number, names = todo.get_nowait()
-                except queue.Empty:
-                    return
-                part = STATE / f"coverage-{number}.json"
-                worker.run(names, cover=part)
-                if part.is_file():
-                    found.update(json.loads(part.read_text()))
-                    part.unlink()
-                print(f"covered {names[0]}: {len(found)} tests so far, {time.monotonic() - begun:.0f} s", flush=True)
+    def work(worker: Worker) -> None:
+        while True:
+            try:
+                name, path = todo.get_nowait()
+            except queue.Empty:
+                return
+            if not path.is_file():
+                worker.run([name], cover=path)
+            if path.is_file():
+                found.update(json.loads(path.read_text()))
+            print(f"covered {name}: {len(found)} tests so far, {time.monotonic() - begun:.0f} s", flush=True)
 
-        _in_threads(workers, work)
-        path.write_text(json.dumps(found))
-        stamp.write_text(state)
-    return Tests.read(path)
+    _in_threads(workers, work)
+    return Tests(found)
 
 
 def _in_threads(workers: list[Worker], work: Any) -> None:
@@ -136,11 +134,10 @@ def _in_threads(workers: list[Worker], work: Any) -> None:
 
 
 def check_unchanged(worker: Worker, tests: Tests) -> None:
-    """Tests that fail on the unchanged copy would kill everything: they are left out, and said."""
-    for test in list(ALWAYS):
-        status, failed = worker.run([test])
-        if status:
-            raise SystemExit(f"The unchanged copy fails {failed or test}: mend that first.")
+    """A test that fails on the unchanged copy would kill everything. (Coverage left out those that failed.)"""
+    status, failed = worker.run([*ALWAYS, *list(tests.seconds)[:1]])
+    if status:
+        raise SystemExit(f"The unchanged copy fails {failed}: mend that first.")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -161,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
     if todo:
         workers = [Worker(f"copy-{number}") for number in range(args.workers)]
         try:
-            tests = collect(workers)
+            tests = collect(workers, args.tests)
             check_unchanged(workers[0], tests)
             counts = {"killed": 0, "survived": 0, "timeout": 0}
 
@@ -202,6 +199,7 @@ def read_results() -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="*", help="below kvpatch/; all of the scope without it")
+    parser.add_argument("--tests", nargs="*", help="files or tests to try; without it those of mutation_tests.py")
     parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--workers", type=int, default=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -15,7 +14,7 @@ MOST = 150  # tests
 FILES = (
     "test_oracle", "test_oracle_parts", "test_numerics", "test_eviction", "test_turns", "test_blocks", "test_batches",
     "test_ragged", "test_patching", "test_errors", "test_noise", "test_storage", "test_sequences", "test_generation_contract",
-    "test_report", "test_perturbation", "test_backends", "test_compiled", "test_full", "test_versions", "test_survivors",
+    "test_report", "test_backends", "test_compiled", "test_full", "test_versions", "test_survivors",
     "test_stateful", "test_faults", "test_misuse",
 )  # fmt: skip
 # of what runs when a module is imported: defaults and the table of policies
@@ -23,12 +22,14 @@ ALWAYS = ("tests/test_readme.py::test_tables_are_the_registries",)
 
 
 def files(root: Path) -> list[str]:
-    """Test files that are there, the longest-running ones apart from each other, for two halves of equal work."""
+    """Test files that are there."""
     return [f"tests/{name}.py" for name in FILES if (root / "tests" / f"{name}.py").is_file()]
 
 
 class Tests:
     """What coverage found, and which tests have noticed what so far."""
+
+    __test__ = False  # for pytest, which collects names that begin so
 
     def __init__(self, found: dict[str, dict]) -> None:  # type: ignore[type-arg]
         self.seconds = {test: one["seconds"] for test, one in found.items()}
@@ -38,10 +39,6 @@ class Tests:
                 for line in lines:
                     self.by_line[file, line].add(test)
         self.noticed: dict[str, Counter[str]] = defaultdict(Counter)
-
-    @classmethod
-    def read(cls, path: Path) -> Tests:
-        return cls(json.loads(path.read_text()))
 
     def of(self, mutant: Mutant) -> list[str]:
         """The tests to run: those that noticed a change of the same function first, then one of each function, the fastest

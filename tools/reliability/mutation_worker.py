@@ -1,24 +1,29 @@
 """A process that has imported what tests import, and forks a child for each run of pytest in a folder of its own.
 
-It reads lines of JSON {"folder", "log", "tests", "cover"} and answers each with the run's exit status; -9 is one that exceeded
-LIMIT. kvpatch is imported by the child alone, from its folder. cover: a file for what each test takes and which lines of
-kvpatch/ it runs, {test: {"seconds": s, "lines": {file: [line, ...]}}}.
+It reads lines of JSON {"folder", "log", "tests", "cover"} and answers each with the run's exit status, or minus the signal that
+ended it: one of TIME for a run that took too long. kvpatch is imported by the child alone, from its folder. cover: a file for
+the seconds of a processor that each test takes and the lines of kvpatch/ that it runs, {test: {"seconds": s, "lines": {file:
+[line, ...]}}}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-LIMIT = 60  # seconds for the tests of one mutant
+LIMIT = 60  # seconds of a processor for the tests of one mutant; and a multiple of it by the clock, for one that waits
+TIME = (-signal.SIGKILL, -signal.SIGXCPU)
 COVER_LIMIT = 3600
 MEMORY = 24 << 30
+PLUGINS = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio"]
 
 
 class Cover:
@@ -43,13 +48,13 @@ class Cover:
 
     def pytest_runtest_logstart(self, nodeid: str, location: object) -> None:
         self.lines.clear()
-        self.begun[nodeid] = time.perf_counter()
+        self.begun[nodeid] = time.process_time()
         sys.settrace(self._call)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.passed:
             lines = {file: sorted(own) for file, own in self.lines.items()}
-            self.found[report.nodeid] = {"seconds": round(time.perf_counter() - self.begun[report.nodeid], 3), "lines": lines}
+            self.found[report.nodeid] = {"seconds": round(time.process_time() - self.begun[report.nodeid], 3), "lines": lines}
 
     def pytest_runtest_logfinish(self, nodeid: str, location: object) -> None:
         sys.settrace(None)
@@ -63,9 +68,10 @@ def child(job: dict[str, Any]) -> int:
     with open(job["log"], "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-    options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    options = [*PLUGINS, "-q", "--tb=no", "-rfE", "--assert=plain"]  # rewriting assertions takes longer than most tests
     if not job.get("cover"):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a sabotage may ask for any size
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
         return int(pytest.main(["-x", *options, *job["tests"]]))
     plugin = Cover(Path(job["folder"]).resolve())
     status = int(pytest.main([*options, *job["tests"]], plugins=[plugin]))
@@ -105,6 +111,8 @@ if __name__ == "__main__":
     )
 
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as nothing, contextlib.redirect_stdout(sys.stderr):
+        pytest.main([*PLUGINS, "-q", "--collect-only", "--rootdir", nothing, nothing])  # imports pytest's own parts
     for text in sys.stdin:
         order = json.loads(text)
         sys.stdout.flush()
@@ -115,4 +123,4 @@ if __name__ == "__main__":
             except BaseException:
                 code = 70
             os._exit(code)
-        print(wait(process, COVER_LIMIT if order.get("cover") else LIMIT), flush=True)
+        print(wait(process, COVER_LIMIT if order.get("cover") else 5 * LIMIT), flush=True)

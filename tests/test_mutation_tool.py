@@ -1,0 +1,130 @@
+"""The tool that looks for holes in the tests: what it leaves out, which tests it picks, and what its page says."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tools.reliability.mutants import Module, Mutant
+from tools.reliability.mutation_page import interval, reason, write_page
+from tools.reliability.mutation_tests import Tests
+
+SOURCE = '''
+import typing
+if typing.TYPE_CHECKING:
+    LIMIT = 1 + 1
+
+SIZE: int | None = 3
+
+
+def f(a: int | None, *, b: int = 2 + 2) -> int | None:
+    """A docstring: 1 + 1."""
+    assert a is not None
+    if a > b:
+        raise ValueError(f"{a + 1} is more than {b}")
+    return (
+        a
+        + b
+    )
+'''
+
+
+def _at(text, part=""):
+    """Line and column of `part` in the line with `text`."""
+    number = next(i for i, line in enumerate(SOURCE.splitlines(), 1) if text in line)
+    return number, SOURCE.splitlines()[number - 1].index(part or text)
+
+
+def test_what_is_left_out():
+    module = Module(SOURCE)
+    for text, part in [
+        ("LIMIT =", "+"), ("SIZE", "|"), ("def f", "|"), ("def f", "*,"), ("-> int", "| None:"), ("assert", "is not"),
+        ("raise", "+"),
+    ]:  # fmt: skip
+        assert module.leaves_out(_at(text, part)), (text, part)
+    for text, part in [("SIZE", "3"), ("def f", "2 + 2"), ("if a > b", ">"), ("        + b", "+")]:
+        assert not module.leaves_out(_at(text, part)), (text, part)
+
+
+def test_a_line_s_statement_and_function():
+    module = Module(SOURCE)
+    last = _at("        + b")[0]
+    assert module.statement(last) == (last - 2, last + 1)
+    assert module.statement(_at("if a > b")[0]) == (_at("if a > b")[0],) * 2
+    assert module.scope(last)[0] == "f"
+    assert not module.scope(last)[2]
+    assert module.scope(_at("def f")[0])[2]
+    assert module.scope(_at("SIZE")[0]) == ("", (1, len(SOURCE.splitlines())), True)
+
+
+def _mutant(line=5, key="k", **kwargs):
+    given = {"file": "a.py", "operator": "AddNot", "line": line, "lines": (line, line), "before": "if a | b:  # why",
+             "after": "if not a | b:", "where": "f", "span": (4, 8), "at_import": False, "source": "", "key": key}  # fmt: skip
+    return Mutant(**{**given, **kwargs})
+
+
+def test_tests_are_those_that_run_the_line_and_the_telling_ones_come_first():
+    def ran(*lines):
+        return {"a.py": list(lines), "b.py": [5]}
+
+    found = {
+        "t.py::slow[1]": {"seconds": 2.0, "lines": ran(5)},
+        "t.py::fast[1]": {"seconds": 0.1, "lines": ran(5, 6)},
+        "t.py::fast[2]": {"seconds": 0.2, "lines": ran(5)},
+        "t.py::other": {"seconds": 0.01, "lines": ran(7)},
+        "t.py::endless": {"seconds": 1000.0, "lines": ran(5)},
+    }
+    tests = Tests(found)
+    assert tests.of(_mutant()) == ["t.py::fast[1]", "t.py::slow[1]", "t.py::fast[2]"]
+    tests.note(_mutant(), "t.py::fast[2]")
+    tests.note(_mutant(), "unknown")
+    assert tests.of(_mutant()) == ["t.py::fast[2]", "t.py::fast[1]", "t.py::slow[1]"]
+    assert "t.py::other" in tests.of(_mutant(line=8))  # nobody runs it: whoever runs its function
+    assert Tests(found).of(_mutant(file="c.py")) == []
+
+
+def test_the_page(tmp_path):
+    folder = tmp_path / "tools" / "reliability"
+    folder.mkdir(parents=True)
+    (folder / "equivalent.toml").write_text(
+        '[[survivor]]\nfile = "a.py"\nline = "if a"\nbecomes = "not a"\nwhy = "both the same"\n'
+    )
+    listed = [_mutant(key=str(i), line=i) for i in range(4)] + [_mutant(key="4", file="b.py")]
+    verdicts = {"0": "killed", "1": "timeout", "2": "survived", "4": "survived"}
+    page = tmp_path / "docs" / "page.md"
+    write_page(page, tmp_path, listed, {key: {"verdict": verdict} for key, verdict in verdicts.items()}, 7)
+    text = page.read_text()
+    assert text.startswith("## Mutation testing\n")
+    assert "| `a.py` | 3 | 2 | 1 | 1 | 1 | 66.7% |" in text
+    assert "| **all** | 4 | 2 | 1 | 2 | 1 | 50.0% |" in text
+    assert "A sample of 4 of 5 mutants, drawn by seed 7" in text
+    assert "Of the 3 that are not equivalent, 66.7% were killed." in text
+    assert r"| `a.py` f | `if a \| b:` | `if not a \| b:` | both the same |" in text
+    assert "| `b.py` f |" in text
+    assert "| not looked into |" in text
+
+
+def test_reasons_fit_a_function_where_they_name_one():
+    entry = {"file": "a.py", "line": "if a", "why": "w", "where": "g"}
+    assert reason([entry], _mutant()) == ("not looked into", False)
+    assert reason([entry | {"where": "f", "equivalent": False}], _mutant()) == ("w", False)
+
+
+@pytest.mark.parametrize(("k", "n", "want"), [(0, 0, (0.0, 1.0)), (90, 100, (0.826, 0.945)), (10, 10, (0.722, 1.0))])
+def test_wilson(k, n, want):
+    assert interval(k, n) == pytest.approx(want, abs=1e-3)
+
+
+def test_coverage_notes_lines_and_seconds(tmp_path):
+    from tools.reliability.mutation_worker import Cover
+
+    (tmp_path / "kvpatch").mkdir()
+    (tmp_path / "kvpatch" / "one.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    names = {}
+    exec(compile((tmp_path / "kvpatch" / "one.py").read_text(), str(tmp_path / "kvpatch" / "one.py"), "exec"), names)
+    cover = Cover(tmp_path)
+    cover.pytest_runtest_logstart("t", None)
+    names["f"](0)
+    cover.pytest_runtest_logreport(SimpleNamespace(when="call", passed=True, nodeid="t"))
+    cover.pytest_runtest_logfinish("t", None)
+    assert json.loads(json.dumps(cover.found))["t"]["lines"] == {"one.py": [1, 2, 4]}
