@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from .deck import Deck
 
 SLIDING = get_policy("window")
-
+_UNFINISHED = (
+    "An earlier {} of this cache did not finish, so it is incomplete (or another thread is using it): start again with a new "
+    "cache, one per thread, or reset() this one."
+)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -81,7 +85,9 @@ class EvictingCache(Cache):
         self.seen_B: Tensor | None = None
         self.shared: Tensor | None = None
         self.steps = 0
-        self.unfinished = False
+        # what was begun and has not ended, and how often something was begun
+        self.marks: dict[str, list[str]] = {}
+        self.changes = 0
         self.drafts = False  # of an assistant: what cannot be rolled back is read again, for drafts are only tried
         self.deck: Deck | None = None
         self.deck_due = False
@@ -114,8 +120,52 @@ class EvictingCache(Cache):
 
     def catch_up(self) -> None:
         """Let the counters know of steps that were taken under torch.compile."""
-        if self.behind:
+        if self.behind and not self.marks.get("behind"):
             compiled.catch_up(self)
+
+    # ---- a change is whole, or is seen not to be ----
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a change was begun that has not ended: by a thread that is at it, or by one that was interrupted."""
+        return bool(self.marks)
+
+    def check_whole(self) -> None:
+        """Raise KVPatchError where the cache is unfinished."""
+        if self.marks:
+            raise KVPatchError(_UNFINISHED.format(next(iter(self.marks.values()))[0]))
+
+    def claim(self, what: str) -> None:
+        """Mark that `what` is being done. An interrupt leaves the mark, and then only reset() takes it away.
+
+        Raises:
+            KVPatchError: something is being done, or was not finished.
+        """
+        self.check_whole()
+        mine = [what]
+        if self.marks.setdefault("change", mine) is not mine:  # in one step: of two threads one comes first
+            raise KVPatchError(_UNFINISHED.format(what))
+        self.changes += 1
+
+    def release(self) -> None:
+        """What was claimed is done, or was refused before anything changed."""
+        self.marks.pop("change", None)
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """`claim`, and `release` where the block ends well."""
+        self.claim(what)
+        yield
+        self.release()
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Several threads may read; a change in the meantime is an error, for what was read is torn."""
+        self.check_whole()
+        changes = self.changes
+        yield
+        if self.unfinished or self.changes != changes:
+            raise KVPatchError(f"Another thread changed this cache during {what}: give each thread a cache of its own.")
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 where a slot is empty."""
@@ -136,13 +186,10 @@ class EvictingCache(Cache):
     def clone(self) -> EvictingCache:
         """An independent copy, for several questions after one context."""
         self.catch_up()
-        deck, self.deck = self.deck, None
-        try:
-            twin = copy.deepcopy(self)
-        finally:
-            self.deck = deck
-        twin.deck_due = deck is not None or self.deck_due
-        return twin
+        with self.reading("clone()"):
+            here = copy.copy(self)
+            here.deck, here.deck_due = None, self.deck is not None or self.deck_due
+            return copy.deepcopy(here)
 
     @staticmethod
     @writable
@@ -222,7 +269,41 @@ class EvictingCache(Cache):
             KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
                 earlier pass that did not finish, another batch size.
         """
+        self.claim("forward pass")
         self.catch_up()
+        try:
+            now, before, after = self._read(B, Q, mask_BT, input_ids, device, repeatable)
+        except BaseException:
+            self.release()
+            raise
+        # all is well: from here on the cache changes, until _finish()
+        seen, prompt, ends = self.get_seq_length(), now.prompt, now.ends_prompt
+        self.now, self.seen_B, self.padded = now, after, self.padded or now.padded
+        if prompt:
+            self.deck = None
+            if not self.turn_open:
+                self.turn_from_B, self.turn_open = before.tolist(), True
+        if ends:
+            self.steps, self.lag_B, self.deck_due = 0, None, self.room is None
+            self.limits_of.clear()
+        if prompt or not any(layer.record_past for layer in self.layers):
+            for layer in self.layers:  # what was recorded before a prompt does not lead back over it
+                layer.journal.clear()
+        if now.n_B:
+            self._budget(now, [n + max((self.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
+        if table is not None:
+            self.make_table = table
+            now.table = self._rotary_table(Q, prompt > 0)
+        if prompt and self.block is not None:
+            now.blocks = cut(now, self.block, before.tolist(), now.n_B, final=ends)
+        if ends:
+            self.turns, self.turn_open = self.turns + 1, False
+        self.steps += Q - prompt
+
+    def _read(
+        self, B: int, Q: int, mask_BT: Tensor | None, input_ids: Tensor | None, device: torch.device, repeatable: bool
+    ) -> tuple[Forward, Tensor, Tensor]:
+        """What a pass brings, and the tokens of each row before and after it, [B]. Nothing is changed yet."""
         self._check(B, Q, mask_BT)
         seen = self.get_seq_length()
         before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B.to(device)
@@ -244,31 +325,10 @@ class EvictingCache(Cache):
         if ends and padded and real is not None:
             self._check_rows(n_B, real[:, prompt - 1])
         protect = self._protect(positions, input_ids, seen) if prompt else None
-        # all is well: from here on the cache changes
-        self.seen_B, self.unfinished, self.padded = after, True, self.padded or padded
-        if prompt:
-            self.deck = None
-            if not self.turn_open:
-                self.turn_from_B, self.turn_open = before.tolist(), True
-        if ends:
-            self.steps, self.lag_B, self.deck_due = 0, None, self.room is None
-            self.limits_of.clear()
-        journalled = any(layer.record_past for layer in self.layers)
-        if not journalled or prompt:  # what was recorded before a prompt does not lead back over it
-            for layer in self.layers:
-                layer.journal.clear()
-        recording = journalled or Q - prompt > 1
-        self.now = Forward(positions, prompt, ends, n_B, padded, protect, recording, self.steps, repeatable=repeatable)
-        if n_B:
-            self._budget(self.now, [n + max((self.prompt_len or 0) - seen - prompt, 0) for n in n_B])
-        if table is not None:
-            self.make_table = table
-            self.now.table = self._rotary_table(Q, prompt > 0)
-        if prompt and self.block is not None:
-            self.now.blocks = cut(self.now, self.block, before.tolist(), n_B, final=ends)
-        if ends:
-            self.turns, self.turn_open = self.turns + 1, False
-        self.steps += Q - prompt
+        recording = Q - prompt > 1 or any(layer.record_past for layer in self.layers)
+        first = 0 if ends else self.steps
+        now = Forward(positions, prompt, ends, n_B, padded, protect, recording, first, repeatable=repeatable)
+        return now, before, after
 
     def _budget(self, now: Forward, n_B: list[int]) -> None:
         """What the end of a prompt counts; n_B: tokens of each row when its prompt is whole."""
@@ -311,11 +371,6 @@ class EvictingCache(Cache):
             )
 
     def _check(self, B: int, Q: int, mask_BT: Tensor | None) -> None:
-        if self.unfinished:
-            raise KVPatchError(
-                "An earlier forward pass through this cache did not finish, so it is incomplete (or another thread is "
-                "using it): start again with a new cache, one per thread."
-            )
         if self.seen_B is not None and len(self.seen_B) != B:
             raise KVPatchError(f"The cache holds {len(self.seen_B)} rows, but the input has {B}.")
         if mask_BT is not None and mask_BT.shape[-1] not in (self.get_seq_length() + Q, Q):
@@ -374,7 +429,6 @@ class EvictingCache(Cache):
         if now.traced:
             compiled.end(self)
             return
-        self.unfinished = False
         Q = now.positions_BQ.shape[1]
         begun = self.clock is None or now.ends_prompt
         if self.clock is None:
@@ -391,6 +445,7 @@ class EvictingCache(Cache):
                 self._rotary_table(1, prompt=False)  # for a step that is compiled
             if self.room is not None:
                 compiled.mark(self)
+        self.release()
 
     @writable
     def absorb(self, past: Cache, mask_BT: Tensor | None = None) -> None:
@@ -399,48 +454,60 @@ class EvictingCache(Cache):
         Raises:
             KVPatchError: the policy scores by attention that `past` does not hold, or `past` has dropped tokens.
         """
+        self.check_whole()
         take_over(self, past, mask_BT)
 
     # ---- batch and roll-back ----
 
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.catch_up()
-        self.deck, self.deck_due = None, False
-        self.seen_B = None if self.seen_B is None else change(self.seen_B)
-        self.shared = None if self.shared is None else change(self.shared)
-        self.lag_B = None if self.lag_B is None else change(self.lag_B)
-        if self.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
-            self.clock, columns = None, int(self.seen_B.max())
+    def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
+        """`change` applied to every tensor whose first axis is the batch."""
+        with self.changing(what):
+            self.catch_up()
+            try:
+                seen_B = None if self.seen_B is None else change(self.seen_B)
+            except BaseException:  # what cannot be done to one tensor was done to none
+                self.release()
+                raise
+            self.deck, self.deck_due = None, False
             for layer in self.layers:
-                layer.seen = columns
+                layer.map_rows(change)
+            self.seen_B = seen_B
+            self.shared = None if self.shared is None else change(self.shared)
+            self.lag_B = None if self.lag_B is None else change(self.lag_B)
+            if self.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
+                self.clock, columns = None, int(self.seen_B.max())
+                for layer in self.layers:
+                    layer.seen = columns
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.check_whole()
         if self.seen_B is not None and not len(self.seen_B[indices]):
             raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
-        super().batch_select_indices(indices)
-        self._map_rows(lambda tensor: tensor[indices, ...])
+        self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
+        """Empty the cache, whatever state it is in."""
+        self.marks = {"change": ["reset()"]}
+        self.changes += 1
         super().reset()
         self.seen_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
-        self.steps, self.unfinished = 0, False
+        self.steps = 0
         self.turns, self.turn_open = 0, False
         self.joined = self.padded = self.by_columns = False
         self.lag_B = None
         self.deck, self.deck_due = None, False
         self.clock, self.behind = None, False
         self.choice = Choice(self.choice.wanted)
+        self.release()
 
     @writable
     def crop(self, tokens_to_remove: int) -> None:
@@ -453,6 +520,7 @@ class EvictingCache(Cache):
         Raises:
             KVPatchError: the steps were not recorded (call `activate_past_recording()` before them).
         """
+        self.check_whole()
         self.catch_up()
         tokens = int(tokens_to_remove)
         count = -tokens if tokens <= 0 else max(self.get_seq_length() - tokens, 0)
@@ -466,10 +534,11 @@ class EvictingCache(Cache):
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
             )
-        self.deck, self.deck_due = None, False
-        shared = [layer.crop(count) for layer in self.layers]
-        self.shared = self.shared if shared[0] is None else shared[0]
-        assert self.seen_B is not None
-        self.seen_B = self.seen_B - count
-        self.steps = max(self.steps - count, 0)
-        self.clock = None  # made anew by the next pass
+        with self.changing("crop()"):
+            self.deck, self.deck_due = None, False
+            shared = [layer.crop(count) for layer in self.layers]
+            self.shared = self.shared if shared[0] is None else shared[0]
+            assert self.seen_B is not None
+            self.seen_B = self.seen_B - count
+            self.steps = max(self.steps - count, 0)
+            self.clock = None  # made anew by the next pass

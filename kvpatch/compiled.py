@@ -105,7 +105,7 @@ def mark(cache: EvictingCache) -> None:
 def catch_up(cache: EvictingCache) -> None:
     """Move the counters by the steps that were taken under torch.compile."""
     assert cache.clock is not None
-    cache.behind = False
+    cache.marks["behind"] = ["step under torch.compile"]
     count = int(cache.clock.columns) - cache.layers[0].seen
     cache.steps += count
     cache.choice.ran |= cache.choice.coming
@@ -116,3 +116,5 @@ def catch_up(cache: EvictingCache) -> None:
         layer.grown += 0 if layer.evicting else count
         layer.free_at = layer.ahead = None
         layer.traced = False
+    cache.behind = False
+    cache.marks.pop("behind")

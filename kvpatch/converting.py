@@ -21,12 +21,19 @@ def take_over(cache: EvictingCache, past: Cache, mask_BT: Tensor | None) -> None
         KVPatchError: the policy asks for more than keys and values, or `past` has dropped tokens.
     """
     _check(cache, past)
-    seen = past.get_seq_length()
-    for index, (mine, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
+    seen, taken = past.get_seq_length(), []
+    for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys, values = getattr(other, "keys", None), getattr(other, "values", None)
         bound = cache.bounds[index]
         if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen.")
+        taken.append((keys, values))
+    with cache.changing("absorb()"):
+        _fill(cache, taken, seen, mask_BT)
+
+
+def _fill(cache: EvictingCache, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
+    for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:

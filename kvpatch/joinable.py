@@ -30,13 +30,14 @@ def check(caches: Sequence[EvictingCache]) -> None:
             raise KVPatchError(
                 f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated."
             )
+        cache.check_whole()
         cache.catch_up()
         _check_one(index, cache)
         _check_same(index, caches[0], cache)
 
 
 def _check_one(index: int, cache: EvictingCache) -> None:
-    if cache.unfinished or cache.turn_open:
+    if cache.turn_open:
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
     if not cache.turns or cache.seen_B is None:
         raise KVPatchError(f"Cache {index} has read no prompt: run one through it first.")

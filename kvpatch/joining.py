@@ -8,7 +8,8 @@ each head holds, into buffers of the sizes that the end of a prompt would have g
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,26 @@ if TYPE_CHECKING:
 def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
     """See EvictingCache.concatenate."""
     check(caches)
+    with ExitStack() as stack:
+        for cache in caches:
+            stack.enter_context(_emptied(cache) if consume else cache.reading("concatenate()"))
+        return _joined(caches, consume)
+
+
+@contextmanager
+def _emptied(cache: EvictingCache) -> Iterator[None]:
+    """Around what takes the layers of `cache` away one by one. An error before the first has gone leaves the cache usable."""
+    cache.claim("concatenate(consume=True)")
+    try:
+        yield
+    except BaseException:
+        if all(layer.keys is not None for layer in cache.layers):
+            cache.release()
+        raise
+    cache.reset()
+
+
+def _joined(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
     first, seen = caches[0], [cache.seen_B for cache in caches if cache.seen_B is not None]
     new = _blank(first)
     new.joined = True
@@ -42,8 +63,6 @@ def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
         if consume:
             for cache in caches:
                 cache.layers[index].reset()
-    for cache in caches if consume else ():
-        cache.reset()
     new.deck_due = True
     return new
 

@@ -5,9 +5,13 @@ The file says which model, policy and budget it belongs to and carries a checksu
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import uuid
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +40,19 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     Raises:
         KVPatchError: the cache is empty, or in the middle of a prompt or of a pass.
     """
+    cache.check_whole()
     if not cache.get_seq_length():
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
-    if cache.unfinished or cache.turn_open:
+    if cache.turn_open:
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
+    with cache.reading("save_cache()"):
+        tensors, about = _described(cache, model)
+    text = json.dumps(about)
+    _write(path, tensors, {"kvpatch": text, "checksum": _checksum(text, tensors)})
+
+
+def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of a cache, on the CPU, and the rest of it as plain values."""
     tensors = {name: getattr(cache, name) for name in _ROWS if getattr(cache, name) is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -58,10 +71,43 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
         "cache": {name: getattr(cache, name) for name in _CACHE},
         "layers": layers,
     }
-    text = json.dumps(about)
+    return tensors, about
+
+
+def _write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """The file appears under its name when it is whole and on the disk: until then an earlier one of that name stays."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"kvpatch": text, "checksum": _checksum(text, tensors)})
+    goal = Path(path)
+    part = goal.with_name(f".{goal.name}.{uuid.uuid4().hex}.part")
+    try:
+        if goal.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try:
+            save_file(tensors, part, metadata=metadata)
+            _to_disk(part)
+            os.replace(part, goal)
+        finally:
+            part.unlink(missing_ok=True)
+        _to_disk(goal.parent)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise KVPatchError(
+            f"The cache was not saved to {path}: {reason}. Give the name of a file in a folder that exists, where you may write "
+            "and there is room."
+        ) from error
+
+
+def _to_disk(path: Path) -> None:
+    """What was written there survives a power failure."""
+    if os.name == "nt" and path.is_dir():
+        return  # folders cannot be opened
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @writable
