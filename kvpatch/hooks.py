@@ -225,8 +225,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
             "the whole text, or what is new together with an attention_mask [B, seen + new] over both."
         )
     mask = _padding_mask(call.get("attention_mask"))
-    table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
-    if cache.joined and not settings.renumbered:
+    table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if cache.renumbered else None
+    if cache.joined and not cache.renumbered:
         joinable.place(call, cache, tokens.shape[1], mask, settings.decoder_parameters)
     if table is None:
         _check_positions(cache, tokens.shape[1], call.get("position_ids"), settings.max_positions)
@@ -270,9 +270,9 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
         return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
-    if cache.joined and not settings.renumbered:
+    if cache.joined and not cache.renumbered:
         joinable.place(call, cache, 1, mask, settings.decoder_parameters)
-    compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
+    compiled.begin(cache, None if cache.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return True
