@@ -526,7 +526,8 @@ class EvictingCache(Cache):
         count = -tokens if tokens <= 0 else max(self.get_seq_length() - tokens, 0)
         if count == 0:
             return
-        if not all(layer.can_crop(count) for layer in self.layers):
+        remembers = [on and policy.remembers for on, policy in zip(self.acting, self.policies, strict=True)]
+        if not all(layer.can_crop(count, on) for layer, on in zip(self.layers, remembers, strict=True)):
             if self.drafts:
                 self.reset()
                 return

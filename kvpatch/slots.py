@@ -391,9 +391,10 @@ class SlotLayer(CacheLayerMixin):
         """Write down what the coming step will overwrite; `shared` is the score that layers share."""
         self.journal.append(record(self, shared))
 
-    def can_crop(self, tokens: int) -> bool:
+    def can_crop(self, tokens: int, remembers: bool) -> bool:
+        """remembers: what these tokens attended to is in the scores of others."""
         appended = self.used - self.floor if self.free_BH is None else self.grown
-        return len(self.journal) >= tokens or (not self.evicting and tokens <= appended)
+        return len(self.journal) >= tokens or (not self.evicting and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
         """Undo the last `tokens` (a count) and return the shared score that stood before them, if any."""
