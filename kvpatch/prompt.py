@@ -26,7 +26,9 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         entry = call.entry(k_BHQD, v_BHQD, rows_BQ, now.protect_BQ)
         whole = past == 0 and now.ends_prompt and now.final
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, rows_BQ, entry)
-    slots.holes |= now.padded
+    if now.padded:
+        slots.holes = True
+        slots.contiguous &= not past and not _gapped(rows_BQ)
     slots.seen += now.prompt
     slots.sliding = call.geometry.sliding
     keys = call.keys(past)
@@ -47,6 +49,11 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         if now.ends_prompt:
             end_prompt(call, past)
     return out
+
+
+def _gapped(rows_BQ: Tensor) -> bool:
+    """Whether padding comes behind a token of its row: what a sliding window reaches is then no stretch of columns."""
+    return bool(((rows_BQ[:, :-1] >= 0) & (rows_BQ[:, 1:] < 0)).any())
 
 
 def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:

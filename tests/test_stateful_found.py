@@ -54,3 +54,26 @@ def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
         for state, other in zip(recorded.layers, want.layers, strict=True):
             for name, tensor in state.state.items():
                 torch.testing.assert_close(tensor.sum(-1), other.state[name].sum(-1), msg=name)
+
+
+PADDED_LATER = {
+    "a later turn": ([0] * 9, [1, 1, 1, 1, 1, 0, 0, 0]),
+    "the first prompt's end": ([0, 0, 0, 0, 0, 1, 1, 1, 1], [0] * 8),
+    "the first prompt's middle": ([0, 0, 0, 1, 1, 1, 1, 0, 0], [0] * 8),
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("where", PADDED_LATER)
+def test_padding_inside_a_text_takes_nothing_from_a_sliding_window(where, policy):
+    """Rows looked as many columns back as the window has tokens, and lost those that padding had pushed further back."""
+    model, passes = make("mistral_sliding", dtype=torch.float64), [prompt(1, n, seed=n) for n in (9, 8, 7)]
+    masks = [1 - torch.tensor([pads]) for pads in (*PADDED_LATER[where], [0] * 7)]
+    with torch.no_grad(), kvpatch.patched(model, policy, 20) as patch:
+        cache, alone = patch.new_cache(), patch.new_cache()
+        for ids, mask in zip(passes, masks, strict=True):
+            seen = 0 if cache.seen_B is None else cache.next_positions()
+            places = (seen + mask.cumsum(1) - 1).clamp(min=0)
+            got = model(ids, past_key_values=cache, attention_mask=mask, position_ids=places).logits
+            want = model(ids[mask.bool()][None], past_key_values=alone).logits
+            torch.testing.assert_close(got[mask.bool()], want[0], atol=1e-8, rtol=0)
