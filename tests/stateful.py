@@ -82,7 +82,7 @@ class Machine(Base):
             if self.refused:
                 assert count > shadow.recorded, f"{shadow.recorded} steps were recorded, but {count} cannot be rolled back"
                 return
-            assert count <= len(shadow.history) or shadow.chosen.whole, "rolled back over a prompt that was evicted from"
+            assert count <= len(shadow.history) or shadow.lossless, "rolled back over a prompt that was evicted from"
             live.shadow = shadow.cropped(count)
 
         def act() -> None:

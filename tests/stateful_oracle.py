@@ -43,11 +43,6 @@ class Chosen:
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def whole(self) -> bool:
-        """Nothing is ever evicted."""
-        return self.policy == "full" or self.k == 1.0
-
-    @property
     def one_turn(self) -> bool:
         return dict(self.options).get("schedule") == "decode"
 
@@ -134,6 +129,11 @@ class Shadow:
         return new
 
     @property
+    def lossless(self) -> bool:
+        """Nothing was evicted yet."""
+        return all(len(head) == oracle.seen for oracle in self.oracles for layer in oracle.keys for head in layer)
+
+    @property
     def longest(self) -> int:
         return max([oracle.seen for oracle in self.oracles], default=0)
 
@@ -167,7 +167,7 @@ class Shadow:
         return torch.stack(logits)
 
     def cropped(self, count: int) -> "Shadow":
-        """As it was `count` decode steps ago; of a cache that never evicts, any tokens ago."""
+        """As it was `count` decode steps ago; of a cache that has evicted nothing, any tokens ago."""
         new = copy.copy(self)
         new.texts = [text[: len(text) - count] for text in self.texts]
         if count <= len(self.history):
