@@ -187,9 +187,15 @@ class EvictingCache(Cache):
         """An independent copy, for several questions after one context."""
         self.catch_up()
         with self.reading("clone()"):
-            here = copy.copy(self)
-            here.deck, here.deck_due = None, self.deck is not None or self.deck_due
-            return copy.deepcopy(here)
+            return copy.deepcopy(self)
+
+    @writable
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
+        new = memo[id(self)] = copy.copy(self)
+        memo[id(self.make_table)] = self.make_table  # which knows the model
+        own = {**vars(self), "deck": None, "deck_due": self.deck is not None or self.deck_due}
+        vars(new).update(copy.deepcopy(own, memo))
+        return new
 
     @staticmethod
     @writable
@@ -506,6 +512,7 @@ class EvictingCache(Cache):
         self.lag_B = None
         self.deck, self.deck_due = None, False
         self.clock, self.behind = None, False
+        self.table, self.limits_of = None, {}
         self.choice = Choice(self.choice.wanted)
         self.release()
 

@@ -40,17 +40,18 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         _refuse_checkpointing(self)
         cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
-        if getattr(config, "is_assistant", False):
-            _draft(cache, columns)
-        elif columns is not None:
-            # ids that only continue a cache do not count what it has seen
-            seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
-            cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
-            cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
-            if _compile_wanted(kwargs, *configs):
-                cache.room = cache.new_tokens
-        kwargs["past_key_values"] = cache
+        cache.check_whole()
         try:
+            if getattr(config, "is_assistant", False):
+                _draft(cache, columns)
+            elif columns is not None:
+                # ids that only continue a cache do not count what it has seen
+                seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
+                cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+                cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
+                if _compile_wanted(kwargs, *configs):
+                    cache.room = cache.new_tokens
+            kwargs["past_key_values"] = cache
             return run(*args, **kwargs)
         finally:
             _finish(cache, settings)

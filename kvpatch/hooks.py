@@ -29,6 +29,22 @@ _LOG = logging.getLogger(__name__)
 MISSING = object()
 
 
+def _refuse_pickle(self: object, protocol: object) -> Any:
+    raise KVPatchError(
+        "A patched model cannot be pickled, nor saved whole by torch.save: leave the block or call Patch.remove() first, or "
+        "save model.state_dict(). (copy.deepcopy works: the copy evicts by the same settings.)"
+    )
+
+
+class Mark(str):
+    """The name of the policy under which a module is patched; no two are the same object."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return self
+
+    __reduce_ex__ = _refuse_pickle
+
+
 class Settings:
     """What hooks know of their Patch; a weak reference, so that the model never keeps it alive."""
 
@@ -51,6 +67,8 @@ class Settings:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copied model evicts by the same settings
+
+    __reduce_ex__ = _refuse_pickle
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """layers: so many of the first ones, for a model that leaves early."""

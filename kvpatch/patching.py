@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from types import MethodType
 from typing import Any
@@ -23,13 +23,13 @@ from .backends.choice import check, check_name
 from .cache import EvictingCache
 from .errors import KVPatchError
 from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
-from .hooks import MISSING, Settings, attention_forward, before_decoder, parameters
-from .placement import replace_forward
+from .hooks import MISSING, Mark, Settings, attention_forward, before_decoder, parameters
+from .placement import put_hook, replace_forward
 from .policies import Policy, get_policy
 from .policies.budgets import Budget
 from .report import Report
 from .storage import load, save
-from .target import Target
+from .target import Target, already_patched
 
 
 @contextmanager
@@ -67,21 +67,27 @@ def patched(
     Raises:
         KVPatchError: anything that cannot work, before the model is touched.
     """
-    handle = patch(
-        model,
-        policy,
-        k,
-        block=block,
-        schedule=schedule,
-        positions=positions,
-        backend=backend,
-        seed=seed,
-        **policy_options,
-    )
+    handle = None
     try:
-        yield handle
+        try:
+            handle = patch(
+                model,
+                policy,
+                k,
+                block=block,
+                schedule=schedule,
+                positions=positions,
+                backend=backend,
+                seed=seed,
+                **policy_options,
+            )
+            yield handle
+        finally:
+            if handle is not None:
+                handle.remove()
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.restore()  # where remove() was interrupted
 
 
 def patch(
@@ -162,19 +168,20 @@ class Patch:
         self.parallel, self._target = target.parallel, target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
-        self._undo = ExitStack()
+        self._undo: list[Callable[[], None]] = []  # each is there before what it undoes, and may run twice
         try:
             self._install(target)
         except BaseException:
-            self._undo.close()
+            self.restore()
             raise
 
     def _install(self, target: Target) -> None:
+        mark = Mark(self.policy.name)
         for module, adapter in target.attentions:
-            self._set(module, "_kvpatch", self.policy.name)
+            self._claim(module, mark)
             for name, value in adapter.attributes(module).items():
                 self._set(module, name, value)
-            self._undo.callback(replace_forward(module, functools.partial(attention_forward, type(module), adapter)))
+            replace_forward(module, functools.partial(attention_forward, type(module), adapter), self._undo.append)
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         settings = Settings(self, adapter, limit, target.bounds())
@@ -184,7 +191,7 @@ class Patch:
             self._set(target.decoder, name, settings.aside[name][0])
         self._settings = settings
         hook = functools.partial(before_decoder, settings=settings)
-        self._undo.callback(target.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        put_hook(target.decoder, hook, self._undo.append)
         for generator in target.generators:
             generate = wrap_generate(vars(generator).get("generate"), settings)
             self._set(generator, "generate", MethodType(generate, generator))
@@ -198,17 +205,27 @@ class Patch:
                 self._set(generator, name, MISSING)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
-        before = vars(module).pop(name, MISSING)
-        if value is not MISSING:
-            vars(module)[name] = value
+        own = vars(module)
+
+        def put(value: object) -> None:
+            if value is MISSING:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+        self._undo.append(functools.partial(put, own.get(name, MISSING)))
+        put(value)
+
+    def _claim(self, module: nn.Module, mark: Mark) -> None:
+        own = vars(module)
 
         def undo() -> None:
-            if before is MISSING:
-                vars(module).pop(name, None)
-            else:
-                vars(module)[name] = before
+            if own.get("_kvpatch") is mark:
+                del own["_kvpatch"]
 
-        self._undo.callback(undo)
+        self._undo.append(undo)
+        if own.setdefault("_kvpatch", mark) is not mark:  # in one step: of two threads that patch, one comes first
+            raise already_patched(module)
 
     def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
         """An empty cache under this budget: prefill it once, `clone()` it per question.
@@ -265,8 +282,25 @@ class Patch:
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model will take them."""
+        self.restore()
         cache = self._cache() if self._cache is not None else None
-        if cache is not None and cache.get_seq_length():
+        if cache is not None and not cache.unfinished and cache.get_seq_length():
             self._report, self._cache = Report.of(cache), None
-        self._undo.close()
         self._settings.warn_if_unfelt()
+
+    def restore(self) -> None:
+        """Put the model back, newest change first. An interrupt comes out when all is back; what it stopped is done again."""
+        raised: BaseException | None = None
+        failed = 0
+        while self._undo:
+            try:
+                self._undo[-1]()
+                self._undo.pop()
+                failed = 0
+            except BaseException as error:
+                raised, failed = raised or error, failed + isinstance(error, Exception)
+                if failed > 1:  # by itself: the others need not stay for it
+                    self._undo.pop()
+                    failed = 0
+        if raised is not None:
+            raise raised

@@ -15,24 +15,44 @@ from torch import Tensor, nn
 _PLACES = ("forward", "_old_forward")
 
 
-def replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]]) -> Callable[[], None]:
-    """Give `module` the forward that `make` makes of the one it had as an attribute (or None); returns what undoes it.
+def replace_forward(
+    module: nn.Module, make: Callable[[Any], Callable[..., Any]], register: Callable[[Callable[[], None]], None]
+) -> None:
+    """Give `module` the forward that `make` makes of the one it had as an attribute (or None); `register` gets what undoes it,
+    before it is done.
 
     Hooks may come and go in between: the forward is taken out again where it then lies.
     """
     own = vars(module)
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    before = own.pop(name, None)
-    mine = own[name] = MethodType(make(before), module)
+    before = own.get(name)
+    mine, undone = MethodType(make(before), module), False
 
     def undo() -> None:
+        nonlocal undone
         place = next((place for place in _PLACES if own.get(place) is mine), name)
+        if undone:
+            return
         if before is None and place == "forward":
             own.pop(place, None)
         else:
             own[place] = MethodType(type(module).forward, module) if before is None else before
+        undone = True
 
-    return undo
+    register(undo)
+    own[name] = mine
+
+
+def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Callable[[], None]], None]) -> None:
+    """A forward pre-hook with keyword arguments; `register` gets what takes it away, before it is there."""
+
+    def undo() -> None:
+        for key in [key for key, one in module._forward_pre_hooks.items() if one is hook]:
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_pre_hooks.pop(key)
+
+    register(undo)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -94,8 +94,8 @@ def _write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise KVPatchError(
-            f"The cache was not saved to {path}: {reason}. Give the name of a file in a folder that exists, where you may write "
-            "and there is room."
+            f"The cache was not saved to {path}: {reason}. Give the name of a file in a folder that exists, where you may "
+            "write and there is room."
         ) from error
 
 

@@ -20,6 +20,14 @@ from .placement import device_of, weights
 from .policies import Policy
 
 
+def already_patched(module: nn.Module) -> KVPatchError:
+    """The words for a model of which `module` is patched."""
+    policy = str(vars(module).get("_kvpatch"))
+    return KVPatchError(
+        f"This model is already patched with policy {policy!r}: leave that block or call its Patch.remove() first."
+    )
+
+
 class Target:
     """The parts of a model that are touched, found and checked."""
 
@@ -43,10 +51,7 @@ class Target:
             raise KVPatchError(_unknown(model))
         for module in model.modules():
             if "_kvpatch" in vars(module):
-                raise KVPatchError(
-                    f"This model is already patched with policy {vars(module)['_kvpatch']!r}: leave that block or call "
-                    "its Patch.remove() first."
-                )
+                raise already_patched(module)
         _refuse_prefix_tuning(model)
         inside = {id(module) for module, _ in found}
         holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains(m, inside)]
