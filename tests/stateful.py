@@ -51,7 +51,7 @@ class Machine(Base):
     def draft(self, at: int, n: int, back: int, fault: Throw | None) -> None:
         """Several generated tokens in one pass, as assisted decoding has them verified, of which some are taken back."""
         live = self.live(at)
-        if not live.rows or live.shadow.longest + n > LONGEST:
+        if not live.rows or live.shadow.longest + n > LONGEST or dict(live.shadow.chosen.options).get("shared"):
             return
         ids = self.tokens(live.rows, n)
 
@@ -146,7 +146,8 @@ class Machine(Base):
                     one.shadow = Shadow(self.chosen)
             self.lives = [*[one for one in self.lives if one is not live][-2:], Live(cache, joined)]
 
-        self.do("join", both, lambda: EvictingCache.concatenate(sources, consume=consume), expect, faults.JOIN, fault)
+        name = "join, consuming" if consume else "join"
+        self.do(name, both, lambda: EvictingCache.concatenate(sources, consume=consume), expect, faults.JOIN, fault)
 
     # ---- copies ----
 

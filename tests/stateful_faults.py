@@ -48,7 +48,8 @@ JOIN = [
 SAVE = [(storage, "_checksum"), (storage, "_rows"), (storage, "settings_of"), (safetensors.torch, "save_file")]
 LOAD = [(storage, "_read"), (storage, "_checksum"), (storage, "_compare"), (storage, "_fill"), (patching, "Site")]
 ENTER = [
-    (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching, "wrap_generate"),
+    (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"), (patching, "put_hook"),
+    (patching, "wrap_generate"),
     (patching, "masks_for_generate"), (patching, "wrap_prepare_cache"), (patching, "Settings"),
 ]  # fmt: skip
 

@@ -77,3 +77,25 @@ def test_padding_inside_a_text_takes_nothing_from_a_sliding_window(where, policy
             got = model(ids, past_key_values=cache, attention_mask=mask, position_ids=places).logits
             want = model(ids[mask.bool()][None], past_key_values=alone).logits
             torch.testing.assert_close(got[mask.bool()], want[0], atol=1e-8, rtol=0)
+
+
+def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
+    """A layer evicts for all tokens of a pass before the next layer runs, but needs what that one gave the first of them:
+    assisted decoding then computed something else than plain decoding, and rolled back to other scores."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, 12), prompt(1, 3, seed=2)
+    words = "3 generated tokens in one pass .* Use shared=False"
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 0.5, shared=True) as patch:
+        cache = read(model, patch, ids)
+        cache.prompt_len = 12
+        before = [cache.positions(layer) for layer in range(2)]
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            model(fed, past_key_values=cache)
+        assert all(torch.equal(held, cache.positions(layer)) for layer, held in enumerate(before))
+        want = read(model, patch, ids, *fed.split(1, 1))
+        for token in fed.split(1, 1):
+            model(token, past_key_values=cache)
+        assert all(torch.equal(want.positions(layer), cache.positions(layer)) for layer in range(2))
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 1.0, shared=True) as patch:
+        cache = read(model, patch, ids)
+        cache.prompt_len = 12
+        model(fed, past_key_values=cache)  # nothing is chosen
