@@ -37,7 +37,7 @@ class SlotLayer(CacheLayerMixin):
     slot of each head that the next token goes to, or None while tokens are appended at column `used`. holes: some of the
     used slots may be empty while a query attends (padding, rows with different budgets). filling: steps until every row
     has reached its budget. contiguous: columns lie in text order without gaps. floor: columns that cannot be cropped,
-    since an eviction chose them.
+    since an eviction chose them or some rows' padding lies there.
     """
 
     is_compileable = False

@@ -99,3 +99,23 @@ def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
         cache = read(model, patch, ids)
         cache.prompt_len = 12
         model(fed, past_key_values=cache)  # nothing is chosen
+
+
+def test_padding_is_not_rolled_back_as_if_it_were_tokens():
+    """Rows lost as many tokens as columns went, also where some of these columns were their padding."""
+    model, ids, more = make("llama_gqa", dtype=torch.float64), prompt(2, 6), prompt(2, 6, seed=2)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    with torch.no_grad(), kvpatch.patched(model, "full") as patch:
+        for first in (True, False):
+            cache = patch.new_cache()
+            if not first:
+                model(ids, past_key_values=cache)
+            places = mask.cumsum(1) - 1 + (0 if first else 6)
+            model(more, past_key_values=cache, attention_mask=mask, position_ids=places.clamp(min=0))
+            before = [cache.positions(layer) for layer in range(2)]
+            with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 5 tokens"):
+                cache.crop(-5)
+            assert all(torch.equal(held, cache.positions(layer)) for layer, held in enumerate(before))
+            cache.crop(-4)
+            seen = [2, 0] if first else [8, 6]
+            assert cache.next_positions()[:, 0].tolist() == seen and cache.held(0).tolist() == [[n, n] for n in seen]
