@@ -57,9 +57,10 @@ class Machine(Base):
 
         def act() -> torch.Tensor:
             live.cache.prompt_len = live.shadow.columns
-            got = self.forward(live.cache, ids, live.shadow)
-            live.cache.prompt_len = None
-            return got
+            try:
+                return self.forward(live.cache, ids, live.shadow)
+            finally:
+                live.cache.prompt_len = None
 
         if self.do("draft", [live], act, lambda got: self.expect_step(live, got, ids), faults.PASS, fault):
             self.take_back(live, min(back, n), None)
