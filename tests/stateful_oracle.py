@@ -112,6 +112,18 @@ def fork(thing: Any, memo: dict[int, Any] | None = None) -> Any:
     return memo[id(thing)]
 
 
+def shortened(oracle: Oracle, count: int) -> Oracle:
+    """Without the last tokens, of a text that nothing was evicted from and whose rows no score remembers."""
+    oracle.seen -= count
+    for l, layer in enumerate(oracle.keys):
+        for g in range(len(layer)):
+            for held in (oracle.keys[l][g], oracle.values[l][g]):
+                for gone in [i for i in held if i >= oracle.seen]:
+                    del held[gone]
+            oracle.rows[l][g] = [row for row in oracle.rows[l][g] if row.t < oracle.seen]
+    return oracle
+
+
 class Shadow:
     """The rows of one cache. history: the rows before each decode step since the last prompt; recorded: how many of these
     steps the cache must be able to take back; columns: what get_seq_length counts."""
@@ -173,9 +185,7 @@ class Shadow:
         if count <= len(self.history):
             new.oracles = [fork(one) for one in self.history[-count]]
         else:
-            new.oracles = [self.chosen.oracle(len(text)) for text in new.texts]
-            for oracle, text in zip(new.oracles, new.texts, strict=True):
-                oracle.forward(text)
+            new.oracles = [shortened(fork(one), count) for one in self.oracles]
         new.history, new.columns = self.history[: max(len(self.history) - count, 0)], self.columns - count
         new.recorded = max(self.recorded - count, 0)
         return new
