@@ -321,6 +321,11 @@ class EvictingCache(Cache):
         seen = self.get_seq_length()
         before = torch.zeros(B, dtype=torch.long, device=device) if self.seen_B is None else self.seen_B.to(device)
         prompt = self._prompt_columns(seen, Q)
+        if Q - prompt > 1 and self.chooses and self.policy.score is not None and self.policy.score.across_layers:
+            raise KVPatchError(
+                f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's choice "
+                "needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
+            )
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
         padded = real is not None and prompt > 0 and not bool(real.all())
@@ -544,7 +549,8 @@ class EvictingCache(Cache):
         count = validating.removal(tokens_to_remove, self.get_seq_length())
         if count == 0:
             return
-        if not all(layer.can_crop(count) for layer in self.layers):
+        remembers = [on and policy.remembers for on, policy in zip(self.acting, self.policies, strict=True)]
+        if not all(layer.can_crop(count, on) for layer, on in zip(self.layers, remembers, strict=True)):
             if self.drafts:
                 self.reset()
                 return

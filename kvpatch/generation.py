@@ -128,6 +128,8 @@ def _draft(cache: EvictingCache, columns: int | None) -> None:
     """An assistant's cache: whatever it drafts may be taken back, and the last token of the prompt with it."""
     cache.activate_past_recording()
     cache.drafts = True
+    if columns is not None and cache.get_seq_length() >= columns:
+        cache.reset()  # transformers 5.15 takes back less than was refused: what is left is no beginning of the text
     seen = cache.get_seq_length()
     cache.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 

@@ -254,8 +254,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
     mask = validating.padding_mask(call.get("attention_mask"), B, Q > 1)
     cache._check(B, Q, mask)  # a mask that is too short makes positions that are, too
     validating.position_ids(call.get("position_ids"), B, Q, settings.max_positions is not None)
-    table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if settings.renumbered else None
-    if cache.joined and not settings.renumbered:
+    table = functools.partial(settings.adapter.rotary_table, decoder, tokens.device) if cache.renumbered else None
+    if cache.joined and not cache.renumbered:
         joinable.place(call, cache, Q, mask, settings.decoder_parameters)
     if table is None:
         _check_positions(cache, Q, call.get("position_ids"), settings.max_positions)
@@ -298,9 +298,9 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
         return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
-    if cache.joined and not settings.renumbered:
+    if cache.joined and not cache.renumbered:
         joinable.place(call, cache, 1, mask, settings.decoder_parameters)
-    compiled.begin(cache, None if settings.renumbered else settings.max_positions, mask)
+    compiled.begin(cache, None if cache.renumbered else settings.max_positions, mask)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return True

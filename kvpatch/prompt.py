@@ -29,6 +29,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     if now.padded:
         slots.holes = True
         slots.contiguous &= not past and not _gapped(rows_BQ)
+        slots.floor = max(slots.floor, past + int((rows_BQ < 0).any(0).nonzero()[-1]) + 1)
     slots.seen += now.prompt
     slots.sliding = call.geometry.sliding
     keys = call.keys(past)

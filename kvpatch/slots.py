@@ -37,7 +37,7 @@ class SlotLayer(CacheLayerMixin):
     slot of each head that the next token goes to, or None while tokens are appended at column `used`. holes: some of the
     used slots may be empty while a query attends (padding, rows with different budgets). filling: steps until every row
     has reached its budget. contiguous: columns lie in text order without gaps. floor: columns that cannot be cropped,
-    since an eviction chose them.
+    since an eviction chose them or some rows' padding lies there.
     """
 
     is_compileable = False
@@ -391,9 +391,10 @@ class SlotLayer(CacheLayerMixin):
         """Write down what the coming step will overwrite; `shared` is the score that layers share."""
         self.journal.append(record(self, shared))
 
-    def can_crop(self, tokens: int) -> bool:
+    def can_crop(self, tokens: int, remembers: bool) -> bool:
+        """remembers: what these tokens attended to is in the scores of others."""
         appended = self.used - self.floor if self.free_BH is None else self.grown
-        return len(self.journal) >= tokens or (not self.evicting and tokens <= appended)
+        return len(self.journal) >= tokens or (not self.evicting and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
         """Undo the last `tokens` (a count) and return the shared score that stood before them, if any."""

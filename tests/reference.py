@@ -371,7 +371,7 @@ class Oracle:
         if o["schedule"] == "decode":
             fixed, room = set(range(self.n)), b
         else:
-            read, sinks = {i for i in self.protect if i < self.seen}, min(tokens(o["sinks"], b), b)
+            read, sinks = {i for i in self.protect if i < self.seen}, tokens(o["sinks"], b)
             while len(fixed := (set(range(sinks)) | read) - self.earlier()) > b:
                 sinks -= 1
             room = b - len(fixed)

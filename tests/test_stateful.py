@@ -1,0 +1,16 @@
+"""Random sequences of everything that can be done to a patched model and its caches, beside an oracle (stateful.py)."""
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+from stateful import Machine
+
+PIECES, EACH = 8, 250
+
+
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_any_sequence(piece):
+    machine = seed(piece)(type("Piece", (Machine,), {}))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=EACH, stateful_step_count=6, suppress_health_check=list(HealthCheck), database=None)
+    )

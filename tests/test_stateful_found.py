@@ -1,0 +1,121 @@
+"""What the state machine (stateful.py) found, each as the few calls that showed it."""
+
+import pytest
+import torch
+from stateful_oracle import Chosen, Shadow, check_cache
+from tiny import make, prompt
+
+import kvpatch
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt"])
+@pytest.mark.parametrize("mine", ["original", "renumbered"])
+def test_a_cache_goes_on_with_its_own_positions_in_a_block_of_others(name, mine):
+    """A cache keeps the settings it was made with; a block of other positions than its own left it without rotary tables."""
+    model, other = make(name, dtype=torch.float64), {"original": "renumbered", "renumbered": "original"}[mine]
+    ids, fed, logits = prompt(2, 9), prompt(2, 4, seed=2), {}
+    for later in (mine, other):
+        with torch.no_grad():
+            with kvpatch.patched(model, "h2o", 4, positions=mine) as patch:
+                cache = patch.new_cache()
+                model(ids, past_key_values=cache)
+            with kvpatch.patched(model, "h2o", 4, positions=later):
+                logits[later] = torch.cat(
+                    [model(fed[:, t : t + 1], past_key_values=cache).logits for t in range(4)], 1
+                )
+    assert torch.equal(logits[mine], logits[other])
+
+
+def read(model, patch, *passes):
+    cache = patch.new_cache()
+    for ids in passes:
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer"])
+def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
+    """Under schedule "prompt" generated rows count when a later turn evicts; rolled back, they went on counting."""
+    model, ids, fed, more = make("llama_gqa", dtype=torch.float64), prompt(1, 12), prompt(1, 5, seed=2), prompt(1, 6, seed=3)
+    steps = fed.split(1, 1)
+    with torch.no_grad(), kvpatch.patched(model, policy, 6, schedule="prompt") as patch:
+        cache = read(model, patch, ids, *steps)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 4 tokens: .* Call cache.activate_past_recording"):
+            cache.crop(-4)
+        recorded = patch.new_cache()
+        recorded.activate_past_recording()
+        for one in (ids, *steps):
+            model(one, past_key_values=recorded)
+        recorded.crop(-4)
+        model(more, past_key_values=recorded)
+        want = read(model, patch, ids, steps[0], more)
+        for layer in range(2):
+            assert torch.equal(recorded.positions(layer).sort(-1).values, want.positions(layer).sort(-1).values)
+        for state, other in zip(recorded.layers, want.layers, strict=True):
+            for name, tensor in state.state.items():
+                torch.testing.assert_close(tensor.sum(-1), other.state[name].sum(-1), msg=name)
+
+
+PADDED_LATER = {
+    "a later turn": ([0] * 9, [1, 1, 1, 1, 1, 0, 0, 0]),
+    "the first prompt's end": ([0, 0, 0, 0, 0, 1, 1, 1, 1], [0] * 8),
+    "the first prompt's middle": ([0, 0, 0, 1, 1, 1, 1, 0, 0], [0] * 8),
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("where", PADDED_LATER)
+def test_padding_inside_a_text_takes_nothing_from_a_sliding_window(where, policy):
+    """Rows looked as many columns back as the window has tokens, and lost those that padding had pushed further back."""
+    model, passes = make("mistral_sliding", dtype=torch.float64), [prompt(1, n, seed=n) for n in (9, 8, 7)]
+    masks = [1 - torch.tensor([pads]) for pads in (*PADDED_LATER[where], [0] * 7)]
+    with torch.no_grad(), kvpatch.patched(model, policy, 20) as patch:
+        cache, alone = patch.new_cache(), patch.new_cache()
+        for ids, mask in zip(passes, masks, strict=True):
+            seen = 0 if cache.seen_B is None else cache.next_positions()
+            places = (seen + mask.cumsum(1) - 1).clamp(min=0)
+            got = model(ids, past_key_values=cache, attention_mask=mask, position_ids=places).logits
+            want = model(ids[mask.bool()][None], past_key_values=alone).logits
+            torch.testing.assert_close(got[mask.bool()], want[0], atol=1e-8, rtol=0)
+
+
+def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
+    """A layer evicts for all tokens of a pass before the next layer runs, but needs what that one gave the first of them:
+    assisted decoding then computed something else than plain decoding, and rolled back to other scores."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, 12), prompt(1, 3, seed=2)
+    words = "3 generated tokens in one pass .* Use shared=False"
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 0.5, shared=True) as patch:
+        cache = read(model, patch, ids)
+        cache.prompt_len = 12
+        before = [cache.positions(layer) for layer in range(2)]
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            model(fed, past_key_values=cache)
+        assert all(torch.equal(held, cache.positions(layer)) for layer, held in enumerate(before))
+        want = read(model, patch, ids, *fed.split(1, 1))
+        for token in fed.split(1, 1):
+            model(token, past_key_values=cache)
+        assert all(torch.equal(want.positions(layer), cache.positions(layer)) for layer in range(2))
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 1.0, shared=True) as patch:
+        cache = read(model, patch, ids)
+        cache.prompt_len = 12
+        model(fed, past_key_values=cache)  # nothing is chosen
+
+
+def test_padding_is_not_rolled_back_as_if_it_were_tokens():
+    """Rows lost as many tokens as columns went, also where some of these columns were their padding."""
+    model, ids, more = make("llama_gqa", dtype=torch.float64), prompt(2, 6), prompt(2, 6, seed=2)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    with torch.no_grad(), kvpatch.patched(model, "full") as patch:
+        for first in (True, False):
+            cache = patch.new_cache()
+            if not first:
+                model(ids, past_key_values=cache)
+            places = mask.cumsum(1) - 1 + (0 if first else 6)
+            model(more, past_key_values=cache, attention_mask=mask, position_ids=places.clamp(min=0))
+            before = [cache.positions(layer) for layer in range(2)]
+            with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 5 tokens"):
+                cache.crop(-5)
+            assert all(torch.equal(held, cache.positions(layer)) for layer, held in enumerate(before))
+            cache.crop(-4)
+            seen = [2, 0] if first else [8, 6]
+            assert cache.next_positions()[:, 0].tolist() == seen and cache.held(0).tolist() == [[n, n] for n in seen]
