@@ -157,7 +157,8 @@ def test_an_interrupt_while_the_counters_catch_up_with_compiled_steps(scenes):
         where, came = interrupt(cache.catch_up, n)
         assert came, where
         if cache.unfinished:
-            assert "step under torch.compile of this cache did not finish" in refusal(functools.partial(s.step, cache, 0)), where
+            words = refusal(functools.partial(s.step, cache, 0))
+            assert "step under torch.compile of this cache did not finish" in words, where
             cache.get_seq_length()
             cache.reset()
             assert not cache.unfinished
