@@ -137,3 +137,31 @@ def test_an_interrupt_while_a_cache_is_taken_over():
         with pytest.raises(KVPatchError, match="Layer 1 of the DynamicCache no longer holds"):
             cache.absorb(past)
         assert not differences(contents(cache), contents(handle.new_cache())), "layer 0 was taken over already"
+
+
+def test_an_interrupt_while_the_counters_catch_up_with_compiled_steps(scenes):
+    """What steps under torch.compile leave behind: the clock has moved, and no counter knows."""
+    s = scenes("h2o")
+
+    def compiled():
+        cache = s.read(1)
+        cache.clock.columns.add_(3)
+        cache.behind = True
+        return cache
+
+    after = compiled()
+    after.catch_up()
+    assert after.get_seq_length() == N + 4
+    for n in range(lines(compiled().catch_up)):
+        cache = compiled()
+        where, came = interrupt(cache.catch_up, n)
+        assert came, where
+        if cache.unfinished:
+            words = refusal(functools.partial(s.step, cache, 0))
+            assert "step under torch.compile of this cache did not finish" in words, where
+            cache.get_seq_length()
+            cache.reset()
+            assert not cache.unfinished
+        else:
+            cache.catch_up()
+            assert not differences(contents(cache), contents(after)), where

@@ -88,7 +88,7 @@ MUTANTS = {
         "prompt.py", "        slots.tail_rows = (q_BHGWD, rows_BW)", "        slots.tail_rows = None",
         "tests/test_eviction.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
-        "patching.py", "                vars(module).pop(name, None)", "                pass",
+        "patching.py", "                own.pop(name, None)", "                pass",
         "tests/test_patching.py::test_after_the_block_the_model_is_as_before"),
     "training goes through the cache": (
         "hooks.py", "(not use_cache or decoder.training)", "(not use_cache)",
