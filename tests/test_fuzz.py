@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from fuzzing import KINDS, STATES, Parts, attempt, headed, seed
+from fuzz_states import STATES, attempt, seed
+from fuzzing import KINDS, Parts, headed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
