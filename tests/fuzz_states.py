@@ -1,5 +1,5 @@
-"""Saved caches in the states that decoding leaves, and what must come of loading a file: an error of ours, or a cache that decodes
-and is sound."""
+"""Saved caches in the states that decoding leaves, and what must come of loading a file: an error of ours, or a cache that
+decodes and is sound."""
 
 from __future__ import annotations
 

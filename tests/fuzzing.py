@@ -1,5 +1,5 @@
-"""What is done to a saved cache: files are taken apart and put together here byte by byte, so that they can be wrong in ways that
-no library would write. Used by test_fuzz.py and by `python -m tools.reliability.fuzz`."""
+"""What is done to a saved cache: files are taken apart and put together here byte by byte, so that they can be wrong in ways
+that no library would write. Used by test_fuzz.py and by `python -m tools.reliability.fuzz`."""
 
 from __future__ import annotations
 
