@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from fuzzing import KINDS, STATES, Parts, attempt, headed, seed
+from fuzz_states import STATES, attempt, seed
+from fuzzing import KINDS, Parts, headed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +126,7 @@ def test_nothing_is_allocated_for_what_does_not_fit(seeds, tmp_path, monkeypatch
     for change in (
         lambda header: header["0.keys"].update(shape=huge),
         lambda header: header["0.keys"].update(data_offsets=[0, 2**60]),
+        lambda header: header["0.values"].update(data_offsets=header["0.keys"]["data_offsets"]),
         lambda header: header.update({"9.keys": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
     ):
         assert "cannot be read as a saved cache" in _try(one, parts.file(change=change), tmp_path)

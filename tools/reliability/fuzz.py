@@ -32,7 +32,8 @@ class Run:
         self.files, self.seconds, self.peak = 0, 0.0, 0
 
     def one(self, seed: Any, kind: str, number: int, path: Path) -> None:
-        from fuzzing import KINDS, attempt
+        from fuzz_states import attempt
+        from fuzzing import KINDS
 
         file = KINDS[kind](seed.file, random.Random(number))
         path.write_bytes(file)
@@ -61,7 +62,8 @@ def _general(words: str, path: Path) -> str:
 
 
 def run(minutes: float, start: int) -> Run:
-    from fuzzing import KINDS, STATES, seed
+    from fuzz_states import STATES, seed
+    from fuzzing import KINDS
 
     found, kinds = Run(), list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +80,8 @@ def run(minutes: float, start: int) -> Run:
 
 
 def page(found: Run, start: int) -> str:
-    from fuzzing import KINDS, STATES
+    from fuzz_states import STATES
+    from fuzzing import KINDS
 
     columns = ["refused", "loaded", "refused while decoding", "unchanged", "crashed"]
     rows = [
