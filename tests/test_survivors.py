@@ -281,7 +281,7 @@ def _block(p, tau=1.0, noise_NMG=None):
     return Block(p, keys, noise_NMG, lambda: None, tau, 0, 0)
 
 
-@pytest.mark.parametrize("tau", [1.0, 1.7, torch.tensor(1.7), torch.tensor([1.7, 0.6])[:, None, None, None]])
+@pytest.mark.parametrize("tau", [1.0, 1.7, 2.0, 0.5, torch.tensor(1.7), torch.tensor([1.7, 0.6])[:, None, None, None]])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_statistics_are_their_definitions(tau, noisy):
     x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
