@@ -18,7 +18,11 @@ FILES = (
     "test_stateful", "test_faults", "test_misuse",
 )  # fmt: skip
 # of what runs when a module is imported: defaults and the table of policies
-ALWAYS = ("tests/test_readme.py::test_tables_are_the_registries",)
+ALWAYS = (
+    "tests/test_readme.py::test_tables_are_the_registries",
+    "tests/test_survivors_scores.py::test_a_policy_is_data",
+    "tests/test_survivors_scores.py::test_declarations",
+)
 
 
 def files(root: Path) -> list[str]:
