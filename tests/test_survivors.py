@@ -8,7 +8,7 @@ import reference_selection
 import torch
 
 from kvpatch import KVPatchError
-from kvpatch.policies import budgets, noise, selection
+from kvpatch.policies import budgets, noise, scores, selection
 from kvpatch.policies.allocation import Adaptive, Pyramid
 from kvpatch.policies.budgets import Budget
 from kvpatch.policies.moment import Block, Limits, Moment, accumulator
@@ -29,7 +29,7 @@ def _mixed(h):
     return h ^ (h >> 16)
 
 
-def _drawn(seed, layer, head, query, key):
+def drawn(seed, layer, head, query, key):
     h = _mixed((head * 0x27D4EB2F + ((seed * 0x9E3779B1 + 0x165667B1 & WORD) + layer * 0x7FEB352D & WORD)) & WORD)
     h = _mixed(h ^ (query * 0x2C1B3C6D + 0x297A2D39 & WORD))
     h = _mixed((key * 0x1B873593 + 0x52DCE729 ^ h) & WORD)
@@ -41,7 +41,7 @@ def test_a_draw_is_the_hash_that_it_was(seed, layer, query):
     """Saved caches and yesterday's runs go on with these numbers: the same seed gives the same text, in every version."""
     keys, heads = [0, 1, 7, 511, 100_000, 2**29], [0, 1, 5, 63]
     got = noise.uniform(seed, layer, torch.tensor(heads)[:, None], query, torch.tensor(keys))
-    want = torch.tensor([[_drawn(seed, layer, head, query, key) for key in keys] for head in heads], dtype=torch.float64)
+    want = torch.tensor([[drawn(seed, layer, head, query, key) for key in keys] for head in heads], dtype=torch.float64)
     assert torch.equal(got, want.float())
     layers = torch.full((4, 1), layer)
     assert torch.equal(noise.uniform(seed, layers, torch.tensor(heads)[:, None], query, torch.tensor(keys)), got)
@@ -249,7 +249,7 @@ def test_limits():
     assert (swapped.any_first, swapped.deviation_count) == (True, 4)
 
 
-def _moment(group, sliding):
+def small_moment(group, sliding):
     positions = torch.tensor([[[0, 3, 5, 9]]])
     return Moment(
         layer=0, seed=0, positions_BHS=positions, newest_B11=torch.tensor([[[9]]]), recent_B11=torch.tensor([[[9]]]),
@@ -261,12 +261,12 @@ def _moment(group, sliding):
 def test_rows_and_means():
     assert accumulator(torch.float16) == accumulator(torch.bfloat16) == accumulator(torch.float32) == torch.float32
     assert accumulator(torch.float64) == torch.float64
-    moment = _moment(1, None)
+    moment = small_moment(1, None)
     assert moment.rows_seen.flatten().tolist() == [10.0, 7.0, 5.0, 1.0]
     torch.testing.assert_close(moment.mean.flatten(), torch.tensor([0.6, 3 / 7, 0.4, 1.0]))
     assert moment.rows_seen is moment.rows_seen
     assert moment.mean is moment.mean
-    grouped = _moment(2, 6)
+    grouped = small_moment(2, 6)
     assert grouped.rows_seen.flatten().tolist() == [6.0, 6.0, 5.0, 1.0]
     torch.testing.assert_close(grouped.mean.flatten(), torch.tensor([0.5, 0.25, 0.2, 0.5]))
     # variances .8 - .36, 2/7 - (3/7)^2, .3 - .16 and 0
@@ -281,16 +281,14 @@ def _block(p, tau=1.0, noise_NMG=None):
     return Block(p, keys, noise_NMG, lambda: None, tau, 0, 0)
 
 
-@pytest.mark.parametrize("tau", [1.0, 1.7, torch.tensor(1.7), torch.tensor([1.7, 0.6])[:, None, None, None]])
+@pytest.mark.parametrize("tau", [1.0, 1.7, 2.0, 0.5, torch.tensor(1.7), torch.tensor([1.7, 0.6])[:, None, None, None]])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_statistics_are_their_definitions(tau, noisy):
-    from kvpatch.policies.scores import GumbelSoftmax
-
     x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     p = x.softmax(-1)
     zeta = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     block = _block(p.clone(), tau, zeta.exp() if noisy else None)
-    score = GumbelSoftmax()
+    score = scores.GumbelSoftmax()
     torch.testing.assert_close(STATISTICS["sum"](block, score), p.sum(1).sum(1))
     torch.testing.assert_close(STATISTICS["squares"](block, score), (p.sum(1) / 3).square().sum(1))
     assert torch.equal(STATISTICS["count"](block, score), (p > 1 / 5).double().sum((1, 2)))

@@ -149,13 +149,10 @@ def run(args: argparse.Namespace) -> None:
     random.Random(args.seed).shuffle(order)
     order = order[: args.sample]
     known = read_results()
-    todo = [mutant for mutant in order if mutant.key not in known or args.again == known[mutant.key]["verdict"]]
-    print(f"{len(order) - len(todo)} have a result already, {len(todo)} to do", flush=True)
+    todo = [mutant for mutant in order if known.get(mutant.key, {}).get("verdict") == args.again]
+    print(f"{len(todo)} of {len(order)} to do: those with {args.again or 'no'} result", flush=True)
     begun, lock, results = time.monotonic(), threading.Lock(), (STATE / "results.jsonl").open("a")
-    (STATE / "listed.json").write_text(
-        json.dumps([{**dataclasses.asdict(mutant), "source": ""} for mutant in listed]) if not args.files else "[]"
-    )
-    if todo:
+    if todo and not args.page_only:
         workers = [Worker(f"copy-{number}") for number in range(args.workers)]
         try:
             tests = collect(workers, args.tests)
@@ -204,7 +201,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", choices=("survived", "timeout"), help="do those with this verdict again")
+    parser.add_argument("--again", choices=("survived", "timeout"), help="those that have this result, and no others")
+    parser.add_argument("--page-only", action="store_true", help="write the page from the results there are")
     parser.add_argument("--packages", default=str(STATE / "packages"), help="where pip put cosmic-ray (--target)")
     run(parser.parse_args())
 

@@ -70,8 +70,8 @@ def _row(file: str, tried: int, counts: Counter[str], same: int) -> str:
 def reason(reasons: list[dict[str, Any]], mutant: Mutant) -> tuple[str, bool]:
     """Why a survivor lives, and whether it computes the same: the first entry whose file, line and change fit it."""
     for entry in reasons:
-        fits = entry["file"] == mutant.file and entry["line"] in mutant.before and entry.get("becomes", "") in mutant.after
-        if fits and entry.get("where", mutant.where) == mutant.where:
+        here = entry["file"] in (mutant.file, "*") and entry.get("where", mutant.where) == mutant.where
+        if here and entry["line"] in mutant.before and entry.get("becomes", "") in mutant.after:
             return entry["why"], entry.get("equivalent", True)
     return "not looked into", False
 
