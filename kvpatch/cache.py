@@ -316,8 +316,8 @@ class EvictingCache(Cache):
         prompt = self._prompt_columns(seen, Q)
         if Q - prompt > 1 and self.chooses and self.policy.score is not None and self.policy.score.across_layers:
             raise KVPatchError(
-                f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's choice "
-                "needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
+                f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
+                "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
             )
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
