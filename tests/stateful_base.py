@@ -138,7 +138,16 @@ class Base(RuleBasedStateMachine):
                 compared, skipped = check_cache(live.cache, live.shadow)
                 COUNTS["rows compared"] += compared
                 COUNTS["rows too close to call"] += skipped
+        if hops in (faults.ROWS, faults.CROP, faults.LOAD, faults.JOIN):  # what was moved shows in the next choice
+            self.probe(self.lives[-1] if hops is faults.JOIN else lives[0])
         return True
+
+    def probe(self, live: Live) -> None:
+        """What a token more would give, on a copy."""
+        if live.rows:
+            cache, shadow = live.cache.clone(), live.shadow.fork()
+            self.compare_step(cache, shadow, prompt(live.rows, 1, seed=78))
+            check_cache(cache, shadow)
 
     @staticmethod
     def advanced(live: Live) -> bool:

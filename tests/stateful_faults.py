@@ -52,7 +52,7 @@ PASS = [
     (EvictingCache, "_budget"), (EvictingCache, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"),
     (hooks.Settings, "note"), (hooks.Settings, "count"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (EvictingCache, "_map_rows"), (Limits, "map_rows"), (ragged.Extents, "select")]
+ROWS = [(SlotLayer, "map_rows"), (EvictingCache, "catch_up"), (Limits, "map_rows"), (ragged.Extents, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (slots, "restore")]
 CLONE = [(copy, "deepcopy"), (EvictingCache, "catch_up")]
 JOIN = [
