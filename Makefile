@@ -1,6 +1,7 @@
 # make test         the tests
 # make check        ruff and mypy
 # make demo         what policies keep, on the small models of tools/models
+# make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability/soak.md
 # make test-matrix  the tests under several versions of transformers
 # make results      every experiment of tools/evaluate.py on those models, and docs/results.md
 # make mutation     docs/reliability/mutation.md: which small changes of the library no test notices
@@ -13,7 +14,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check test-matrix results mutation peer-env
+.PHONY: demo test check soak test-matrix results mutation peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -24,6 +25,9 @@ test: .venv/ok .venv/torchao
 check: .venv/ok
 	.venv/bin/ruff check
 	.venv/bin/mypy
+
+soak: .venv/ok
+	.venv/bin/python -m tools.soak --minutes 30 --processes 2 --write
 
 test-matrix: .venv/ok
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python tools/test_matrix.py

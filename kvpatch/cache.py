@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,15 +21,12 @@ from .policies.budgets import Budget, whole
 from .policies.moment import Limits
 from .policies.scopes import protect_tensor
 from .slots import SlotLayer
+from .whole import Whole
 
 if TYPE_CHECKING:
     from .deck import Deck
 
 SLIDING = get_policy("window")
-_UNFINISHED = (
-    "An earlier {} of this cache did not finish, so it is incomplete (or another thread is using it): start again with a new "
-    "cache, one per thread, or reset() this one."
-)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -40,7 +36,7 @@ def writable(method: _Method) -> _Method:
     return torch.inference_mode(False)(torch.no_grad()(method))
 
 
-class EvictingCache(Cache):
+class EvictingCache(Whole, Cache):
     """A transformers cache that keeps `budget` tokens per KV head. Made by the patched model, or by `Patch.new_cache()`.
 
     Holds all state of a text, so that one patched model can serve several threads and several caches.
@@ -88,9 +84,7 @@ class EvictingCache(Cache):
         self.seen_B: Tensor | None = None
         self.shared: Tensor | None = None
         self.steps = 0
-        # what was begun and has not ended, and how often something was begun
-        self.marks: dict[str, list[str]] = {}
-        self.changes = 0
+        self.marks, self.changes = {}, 0
         self.drafts = False  # of an assistant: what cannot be rolled back is read again, for drafts are only tried
         self.deck: Deck | None = None
         self.deck_due = False
@@ -126,50 +120,6 @@ class EvictingCache(Cache):
         """Let the counters know of steps that were taken under torch.compile."""
         if self.behind and not self.marks.get("behind"):
             compiled.catch_up(self)
-
-    # ---- a change is whole, or is seen not to be ----
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a change was begun that has not ended: by a thread that is at it, or by one that was interrupted."""
-        return bool(self.marks)
-
-    def check_whole(self) -> None:
-        """Raise KVPatchError where the cache is unfinished."""
-        if self.marks:
-            raise KVPatchError(_UNFINISHED.format(next(iter(self.marks.values()))[0]))
-
-    def claim(self, what: str) -> None:
-        """Mark that `what` is being done. An interrupt leaves the mark, and then only reset() takes it away.
-
-        Raises:
-            KVPatchError: something is being done, or was not finished.
-        """
-        self.check_whole()
-        mine = [what]
-        if self.marks.setdefault("change", mine) is not mine:  # in one step: of two threads one comes first
-            raise KVPatchError(_UNFINISHED.format(what))
-        self.changes += 1
-
-    def release(self) -> None:
-        """What was claimed is done, or was refused before anything changed."""
-        self.marks.pop("change", None)
-
-    @contextmanager
-    def changing(self, what: str) -> Iterator[None]:
-        """`claim`, and `release` where the block ends well."""
-        self.claim(what)
-        yield
-        self.release()
-
-    @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Several threads may read; a change in the meantime is an error, for what was read is torn."""
-        self.check_whole()
-        changes = self.changes
-        yield
-        if self.unfinished or self.changes != changes:
-            raise KVPatchError(f"Another thread changed this cache during {what}: give each thread a cache of its own.")
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 where a slot is empty."""
@@ -323,8 +273,8 @@ class EvictingCache(Cache):
         prompt = self._prompt_columns(seen, Q)
         if Q - prompt > 1 and self.chooses and self.policy.score is not None and self.policy.score.across_layers:
             raise KVPatchError(
-                f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's choice "
-                "needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
+                f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
+                "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
             )
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt

@@ -9,7 +9,20 @@ from typing import Any
 import safetensors.torch
 from hypothesis import strategies as st
 
-from kvpatch import attention, blocks, compiled, decode, ending, hooks, joining, patching, prompt, ragged, slots, storage
+from kvpatch import (
+    attention,
+    blocks,
+    compiled,
+    decode,
+    ending,
+    hooks,
+    joining,
+    patching,
+    prompt,
+    ragged,
+    slots,
+    storage,
+)
 from kvpatch.backends import torch_backend
 from kvpatch.cache import EvictingCache
 from kvpatch.call import Call
@@ -27,30 +40,31 @@ class Fault(Exception):
 
 # where: of each kind of call, the functions that it goes through
 PASS = [
-    (attention, "_attend"), (prompt, "attend"), (blocks, "attend"), (decode, "attend"), (decode, "_observe"), (decode, "_evict"),
-    (decode, "victim"), (Deck, "__init__"), (Deck, "open"), (Deck, "attend"), (Deck, "_observe"), (Deck, "_close"),
-    (Deck, "_free"), (torch_backend, "attend"), (torch_backend, "step"), (torch_backend, "observe"), (torch_backend, "tail"),
-    (Call, "entry"), (Call, "sums"), (Call, "add"), (Call, "moment"), (Policy, "order"), (Scope, "mask"), (TwoStage, "order"),
-    (prompt, "end_prompt"), (prompt, "limit"), (ending, "_settle"), (ending, "top"), (SlotLayer, "adopt"), (SlotLayer, "append"),
-    (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"), (SlotLayer, "settle"), (SlotLayer, "_resize"),
-    (SlotLayer, "settle_ragged"), (SlotLayer, "make_dense"), (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"),
-    (slots, "record"), (ragged.Extents, "pack"), (compiled.Clock, "advance"), (EvictingCache, "begin"), (EvictingCache, "end"),
-    (EvictingCache, "_check"), (EvictingCache, "_budget"), (EvictingCache, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"),
+    (attention, "_attend"), (prompt, "attend"), (blocks, "attend"), (decode, "attend"), (decode, "_observe"),
+    (decode, "_evict"), (decode, "victim"), (Deck, "__init__"), (Deck, "open"), (Deck, "attend"), (Deck, "_observe"),
+    (Deck, "_close"), (Deck, "_free"), (torch_backend, "attend"), (torch_backend, "step"), (torch_backend, "observe"),
+    (torch_backend, "tail"), (Call, "entry"), (Call, "sums"), (Call, "add"), (Call, "moment"), (Policy, "order"),
+    (Scope, "mask"), (TwoStage, "order"), (prompt, "end_prompt"), (prompt, "limit"), (ending, "_settle"), (ending, "top"),
+    (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
+    (SlotLayer, "settle"), (SlotLayer, "_resize"), (SlotLayer, "settle_ragged"), (SlotLayer, "make_dense"),
+    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (slots, "record"), (ragged.Extents, "pack"),
+    (compiled.Clock, "advance"), (EvictingCache, "begin"), (EvictingCache, "end"), (EvictingCache, "_check"),
+    (EvictingCache, "_budget"), (EvictingCache, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"),
     (hooks.Settings, "note"), (hooks.Settings, "count"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (EvictingCache, "_map_rows"), (Limits, "map_rows"), (ragged.Extents, "select")]
+ROWS = [(SlotLayer, "map_rows"), (EvictingCache, "catch_up"), (Limits, "map_rows"), (ragged.Extents, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (slots, "restore")]
 CLONE = [(copy, "deepcopy"), (EvictingCache, "catch_up")]
 JOIN = [
-    (joining, "check"), (joining, "_blank"), (joining, "_join_layer"), (joining, "_lay_out"), (joining, "_fill"), (joining, "_open"),
-    (joining, "_set_steps"), (joining, "_shared"), (SlotLayer, "reset"), (EvictingCache, "reset"),
+    (joining, "check"), (joining, "_blank"), (joining, "_join_layer"), (joining, "_lay_out"), (joining, "_fill"),
+    (joining, "_open"), (joining, "_set_steps"), (joining, "_shared"), (SlotLayer, "reset"), (EvictingCache, "reset"),
 ]  # fmt: skip
 SAVE = [(storage, "_checksum"), (storage, "_rows"), (storage, "settings_of"), (safetensors.torch, "save_file")]
 LOAD = [(storage, "_read"), (storage, "_checksum"), (storage, "_compare"), (storage, "_fill"), (patching, "Site")]
 ENTER = [
-    (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"), (patching, "put_hook"),
-    (patching, "wrap_generate"),
-    (patching, "masks_for_generate"), (patching, "wrap_prepare_cache"), (patching, "Settings"),
+    (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"),
+    (patching, "put_hook"), (patching, "wrap_generate"), (patching, "masks_for_generate"),
+    (patching, "wrap_prepare_cache"), (patching, "Settings"),
 ]  # fmt: skip
 
 

@@ -224,7 +224,8 @@ def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
     pasts = {model: model(IDS, use_cache=True).past_key_values for model in pair}
     shared = {"policy": "keyformer", "k": 0.3, "shared": True}
     cases = [(rows, shared), (rows, CRITICAL), (saved, shared), (saved, CRITICAL), (taken_over, {"policy": "window", "k": 12})]
-    cases += [(lambda m, p: scores(m, p, num_beams=3), shared), (lambda m, p: scores(m, p, prompt_lookup_num_tokens=3), CRITICAL)]
+    cases += [(lambda m, p: scores(m, p, num_beams=3), shared)]
+    cases += [(lambda m, p: scores(m, p, prompt_lookup_num_tokens=3), CRITICAL)]
     for what, options in cases:
         with kvpatch.patched(pair[0], **options) as patch:
             expected = what(pair[0], patch)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from stateful_oracle import Chosen, Shadow, check_cache
 from tiny import make, prompt
 
 import kvpatch

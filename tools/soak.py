@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability" / "soak.md"
-EACH, STEPS = 20, 6  # sequences of a seed, and rules of a sequence
+EACH, STEPS = 20, 5  # sequences of a seed, and rules of a sequence
 SHRINKING = 20  # seconds at most to look for a failure's shortest steps
 
 
@@ -107,6 +107,7 @@ def page(counts: Counter[str], failures: list[str], seconds: float, given: argpa
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     faults = {name.removeprefix("fault in "): n for name, n in counts.items() if name.startswith("fault in ")}
     kinds = ("sequences", "rows compared", "rows too close to call", "faults", "broken by a fault", "as before after a fault")
+    kinds += ("as after the call, after a fault",)
     steps = {name: n for name, n in counts.items() if name not in kinds and not name.startswith("fault in ")}
     rows = [
         ("seconds", f"{seconds:.0f}"),
@@ -120,14 +121,15 @@ def page(counts: Counter[str], failures: list[str], seconds: float, given: argpa
         ("faults thrown", sum(faults.values())),
         ("of these, the cache was broken and refused to be used", counts["broken by a fault"]),
         ("of these, the cache was as before", counts["as before after a fault"]),
+        ("of these, the pass had gone through all layers and counts", counts["as after the call, after a fault"]),
         ("failures", len(failures)),
     ]
     lines = [
         "## Soak",
         "",
-        "Made by `make soak`: random sequences of prompts, tokens, drafts, roll-back, reordered, selected, repeated and joined",
-        "rows, copies, files, entering and leaving the block, with exceptions thrown inside; after each call the invariants and",
-        "the oracle of every row (tests/stateful.py).",
+        "Made by `make soak`: random sequences of prompts, tokens, drafts, roll-back, reordered, selected, repeated and",
+        "joined rows, copies, files, entering and leaving the block, with exceptions thrown inside; after each call the",
+        "invariants and the oracle of every row (tests/stateful.py).",
         "",
         f"{versions}, hypothesis {hypothesis.__version__}.",
         "",
