@@ -1,10 +1,11 @@
 # make test         the tests
 # make check        ruff and mypy
 # make demo         what policies keep, on the small models of tools/models
-# make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability/soak.md
-# make test-matrix  the tests under several versions of transformers
+# make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability.md
+# make test-matrix  the tests under several versions of transformers and torch (several GB), and docs/reliability.md
 # make results      every experiment of tools/evaluate.py on those models, and docs/results.md
-# make mutation     docs/reliability/mutation.md: which small changes of the library no test notices
+# make mutation     docs/reliability.md: which small changes of the library no test notices
+# make reliability  the other sections of that page: memory, misuse, fuzzing
 # make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 #
 # Every target makes .venv first. TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids torch's CUDA packages.
@@ -14,7 +15,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check soak test-matrix results mutation peer-env
+.PHONY: demo test check soak test-matrix results mutation reliability peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -30,7 +31,7 @@ soak: .venv/ok
 	.venv/bin/python -m tools.soak --minutes 30 --processes 2 --write
 
 test-matrix: .venv/ok
-	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python tools/test_matrix.py
+	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.test_matrix --write
 
 results: .venv/ok
 	.venv/bin/python -m tools.results --fresh
@@ -42,6 +43,11 @@ mutation: .venv/ok .mutation/packages/ok
 .mutation/packages/ok: .venv/ok
 	$(PIP) --target .mutation/packages "cosmic-ray==8.7.0"
 	touch .mutation/packages/ok
+
+reliability: .venv/ok
+	.venv/bin/python -m tools.reliability.memory
+	.venv/bin/python -m tools.reliability.fuzz --minutes 10 --write
+	.venv/bin/python -m tools.reliability.misuse --write
 
 # kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
 peer-env: .venv/ok .venv-kvpress/ok

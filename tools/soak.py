@@ -19,8 +19,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tools.reliability.page import put
+
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reliability" / "soak.md"
 EACH, STEPS = 20, 5  # sequences of a seed, and rules of a sequence
 SHRINKING = 20  # seconds at most to look for a failure's shortest steps
 
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=None, help="the first one; by default the clock's")
     parser.add_argument("--repeat", type=int, metavar="SEED", help="only the sequences of this one")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     given = parser.parse_args()
     if given.repeat is not None:
         prepare()
@@ -162,8 +163,7 @@ def main() -> None:
     for failure in failures:
         print(failure)
     if given.write:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text)
+        put(text)
     sys.exit(bool(failures))
 
 

@@ -1,11 +1,11 @@
 """Run the tests under several versions of transformers and torch, each in an environment of its own: `make test-matrix`.
 
-    python tools/test_matrix.py [TRANSFORMERS[/TORCH] ...] [--pytest ARGUMENTS] [--write]
+    python -m tools.test_matrix [TRANSFORMERS[/TORCH] ...] [--pytest ARGUMENTS] [--write]
 
 A version is a number, `pinned` (requirements-dev.txt's) or `newest` (of those that setup.cfg allows); a torch that is not named
 is the pinned one. Other builds of torch than the pinned one come with several gigabytes of CUDA packages unless TORCH_INDEX
 names an index without. Environments are .venv-<transformers>-<torch> in the repository's root; they are made once and used
-again, but those with a `newest` are made anew. --write puts the table into docs/reliability/versions.md. Needs nothing but
+again, but those with a `newest` are made anew. --write puts the table into docs/reliability.md. Needs nothing but
 Python.
 """
 
@@ -17,8 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/reliability/versions.md"
+from tools.reliability.page import ROOT, put
+
 ROWS = ("5.15.0", "5.17.0", "newest", "pinned/2.10.0", "pinned/newest")
 RANGE = {"transformers": ">=5.15,<6", "torch": ">=2.10"}
 # their pins suit the pinned transformers or torch; another one brings its own
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=ROWS, metavar="TRANSFORMERS[/TORCH]")
     parser.add_argument("--pytest", default="", help="arguments for pytest, as one string")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     given = parser.parse_args()
     outcomes = []
     for row in given.rows:
@@ -124,8 +124,7 @@ def main() -> None:
         print("\n".join([f"{row}: {outcomes[-1].line}", *outcomes[-1].failed]), flush=True)
     print("\n" + table(outcomes))
     if given.write:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page(outcomes, given.pytest))
+        put(page(outcomes, given.pytest))
     sys.exit(0 if all(one.passed for one in outcomes) else 1)
 
 

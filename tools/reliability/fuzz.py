@@ -1,5 +1,5 @@
 """`python -m tools.reliability.fuzz --minutes 10 --write`: cache files changed at random and loaded, for a time, and
-docs/reliability/fuzz.md about what came of it. Without --write the page goes to the terminal. Exit status 1 after a crash."""
+docs/reliability.md about what came of it. Without --write that goes to the terminal. Exit status 1 after a crash."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "reliability" / "fuzz.md"
+from tools.reliability.page import ROOT, put
 
 
 class Run:
@@ -122,16 +121,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--start", type=int, default=0, help="the first number to draw by")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(REPOSITORY)}")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     found = run(arguments.minutes, arguments.start)
     text = page(found, arguments.start)
     if arguments.write:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text)
+        put(text)
     else:
         print(text)
     print(f"{found.files} files, {len(found.crashes)} crashes", *found.crashes[:20], sep="\n")

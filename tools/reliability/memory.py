@@ -1,6 +1,6 @@
-"""Memory over many decode steps and many blocks: docs/reliability/memory.md and memory.png.
+"""Memory over many decode steps and many blocks: a section of docs/reliability.md, and its picture.
 
-    python -m tools.reliability.memory [--steps 10000] [--cycles 1000] [--out docs/reliability]
+    python -m tools.reliability.memory [--steps 10000] [--cycles 1000]
 
 Every series runs in a process of its own, forked from one that has made the model: what it takes beside is its own.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
+from tools.reliability.page import FOLDER, put
 
 ROWS, PROMPT, HELD, VOCAB = 2, 256, 128, 97
 SERIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -149,13 +150,11 @@ Made by `{command}` (kvpatch {kvpatch.__version__}, torch {torch.__version__.spl
 {transformers.__version__}, Python {python}). A Llama of two layers, {ROWS} rows, a prompt of {PROMPT} tokens, {HELD} tokens
 per KV head, one thread; every {every} steps the process' resident memory, and all tensors that were made since the series began
 and are alive. A cycle enters a block, generates two tokens and leaves it. Slopes are least squares over all but the first
-tenth. `full` keeps everything and is there to show what growth looks like; with 10,000 steps it ends at more than 10,000 tokens
-per head. Every other series rises by 0.4 MiB, whatever its policy: of decode steps by a quarter MiB up to the third sample,
-where allocators warm up, and once more near the end, all at the same sample.
+tenth. `full` keeps everything and is there to show what growth looks like.
 
 {table(all_series)}
 
-![Resident memory and bytes of tensors over the steps](memory.png)
+![Resident memory and bytes of tensors over the steps](reliability/memory.png)
 """
 
 
@@ -184,7 +183,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--cycles", type=int, default=1_000)
-    parser.add_argument("--out", type=Path, default=Path("docs/reliability"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = tiny()
@@ -195,10 +193,10 @@ def main() -> None:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             done.append(pool.apply(measure, ((model, *job),)))
         print(f"{job[0]}: {job[2]} {job[1]}s in {done[-1].wall:.0f} s", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     command = f"python -m tools.reliability.memory --steps {args.steps} --cycles {args.cycles}"
-    (args.out / "memory.md").write_text(page(done, command))
-    plot(done, args.out / "memory.png")
+    put(page(done, command))
+    FOLDER.mkdir(exist_ok=True)
+    plot(done, FOLDER / "memory.png")
     print(table(done))
 
 

@@ -1,5 +1,5 @@
-"""`python -m tools.reliability.misuse --write`: docs/reliability/misuse.md, every misuse of the tests with its error as it was
-printed. Without --write the page goes to the terminal."""
+"""`python -m tools.reliability.misuse --write`: every misuse of the tests with its error as it was printed, in
+docs/reliability.md. Without --write it goes to the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "reliability" / "misuse.md"
+from tools.reliability.page import ROOT, put
+
 TITLES = {
     "CACHES": "A cache",
     "PATCHES": "A patch, its report and its files",
@@ -77,20 +77,19 @@ def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace(str(REPOSITORY), ".").split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.replace(str(ROOT), ".").split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(REPOSITORY)}")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     text = page()
     if arguments.write:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text)
+        put(text)
     else:
         print(text)
 

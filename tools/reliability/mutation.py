@@ -4,7 +4,7 @@
 
 A mutant meets the tests that run its line (coverage is collected first, and again when sources or tests have changed), the
 most telling first; it is killed by the first that fails, or by a time limit. Results are kept in .mutation/ by mutated
-function, so that a later run does what is missing. The page is docs/reliability/mutation.md.
+function, so that a later run does what is missing. The page is docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from tools.reliability.mutants import Mutant, mutants
 from tools.reliability.mutation_page import write_page
 from tools.reliability.mutation_tests import ALWAYS, Tests, files
 from tools.reliability.mutation_worker import TIME
+from tools.reliability.page import PAGE, ROOT
 
-ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".mutation"
-PAGE = ROOT / "docs" / "reliability" / "mutation.md"
 PARTS = ("kvpatch", "tests", "README.md", "setup.cfg", "pyproject.toml")
 
 

@@ -1,4 +1,4 @@
-"""docs/reliability/mutation.md: how many mutants of each file were killed, and every survivor with why it lives."""
+"""A section of docs/reliability.md: how many mutants of each file were killed, and every survivor with why it lives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import tomllib
 
 from tools.reliability.mutants import Mutant
+from tools.reliability.page import put
 
 INTRODUCTION = """## Mutation testing
 
@@ -55,8 +56,7 @@ def write_page(page: Path, root: Path, listed: list[Mutant], results: dict[str, 
     for mutant, why in sorted(survivors, key=lambda pair: (pair[0].file, pair[0].line)):
         place = f"`{mutant.file}` {mutant.where}"
         lines.append(f"| {place} | {_code(mutant.before)} | {_code(mutant.after)} | {why} |")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(lines).rstrip() + "\n")
+    put("\n".join(lines), page)
     print(f"{page.relative_to(root)}: {dead} of {tried} killed ({dead / max(tried, 1):.1%}), {len(survivors)} survivors")
 
 

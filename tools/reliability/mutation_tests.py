@@ -15,7 +15,7 @@ FILES = (
     "test_oracle", "test_oracle_parts", "test_numerics", "test_eviction", "test_turns", "test_blocks", "test_batches",
     "test_ragged", "test_patching", "test_errors", "test_noise", "test_storage", "test_sequences", "test_generation_contract",
     "test_report", "test_backends", "test_compiled", "test_full", "test_versions", "test_survivors", "test_survivors_scores",
-    "test_stateful", "test_faults", "test_misuse",
+    "test_stateful_found", "test_faults", "test_faults_files", "test_misuse",
 )  # fmt: skip
 # of what runs when a module is imported: defaults and the table of policies
 ALWAYS = (

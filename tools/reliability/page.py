@@ -10,17 +10,17 @@ PAGE = ROOT / "docs/reliability.md"
 FOLDER = ROOT / "docs/reliability"  # pictures
 INTRO = """# Reliability
 
-What is done so that a patched model never computes something else than it should without saying so. Each section is written
-by the command that it names; the tests named below run in `make test`.
+What is done so that a patched model never computes something other than it should without saying so. Each section is written
+by the command that measures it.
 """
-# in the order of the page: a section's heading, and the file that measures it
+# in the order of the page: a section's heading, and the command that writes it
 SECTIONS = {
-    "Soak": "tools/soak.py",
-    "Memory": "tools/reliability/memory.py",
-    "Misuse": "tools/reliability/misuse.py",
-    "Fuzzing the loader": "tools/reliability/fuzz.py",
-    "Mutation testing": "tools/reliability/mutation.py",
-    "Versions": "tools/test_matrix.py",
+    "Soak": "make soak",
+    "Memory": "python -m tools.reliability.memory",
+    "Fuzzing the loader": "python -m tools.reliability.fuzz --write",
+    "Mutation testing": "make mutation",
+    "Versions": "make test-matrix",
+    "Misuse": "python -m tools.reliability.misuse --write",
 }
 
 
@@ -30,10 +30,13 @@ def sections(text: str) -> dict[str, str]:
     return {heading: body.strip() for heading, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def put(heading: str, body: str, path: Path = PAGE) -> None:
-    """Write a section in Markdown, in its place on the page; the others stay as they are."""
-    known = sections(path.read_text()) if path.is_file() else {}
-    known[heading] = body.strip()
-    parts = [f"## {name}\n\n{known[name]}\n" for name in SECTIONS if name in known]
+def put(text: str, path: Path = PAGE) -> None:
+    """Write the sections of `text`, Markdown, each in its place on the page; the others stay as they are."""
+    given = sections(text)
+    if not given or not set(given) <= set(SECTIONS):
+        raise ValueError(f"Sections {list(given)} are not those of the page: {list(SECTIONS)}.")
+    known = (sections(path.read_text()) if path.is_file() else {}) | given
+    there = [name for name in SECTIONS if name in known]
+    contents = [f"- [{name}](#{name.lower().replace(' ', '-')}): `{SECTIONS[name]}`" for name in there]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([INTRO, *parts]))
+    path.write_text("\n".join([INTRO, *contents, "", *(f"## {name}\n\n{known[name]}\n" for name in there)]))
