@@ -454,16 +454,19 @@ class EvictingCache(Whole, Cache):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.check_whole()
         validating.beams(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.check_whole()
         validating.rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.check_whole()
         whole("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 

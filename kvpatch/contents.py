@@ -45,13 +45,14 @@ class _Slots:
             self.limit_BH = layer.extents.capacity_N.view_as(self.held_BH)
 
     def check(self) -> None:
-        layer = self.layer
+        cache, layer = self.cache, self.layer
         p = layer.positions
         self.must((p >= -1) & (p < self.seen_B11), "positions are not those of tokens that were seen")
         ordered = p.sort(-1).values
         self.must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
         self.must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
-        self.must(self.held_BH > 0, "a head holds nothing")
+        shares = cache.policies[self.index].over_heads is not None
+        self.must(self.held_BH >= (0 if shares else 1), "a head holds nothing")  # of one budget a head may get none
         if layer.contiguous:
             rank = self.real.long().cumsum(-1) + p.masked_fill(~self.real, torch.iinfo(p.dtype).max).amin(-1, keepdim=True) - 1
             self.must((p == rank) | ~self.real, "tokens are not in text order")
@@ -83,7 +84,9 @@ class _Slots:
         self.must(layer.limits.prompt <= self.seen_B11, "limits are of a longer text")
         shared = policy.over_heads is not None
         given_BH = keep_BH.sum(-1, keepdim=True) if shared else keep_BH
-        self.must((keep_BH > 0) & (keep_BH <= most_B[:, None] * heads * cache.parallel.size), "keep_BH1 is over the budget")
+        least = 0 if shared else 1
+        within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.parallel.size)
+        self.must(within, "keep_BH1 is over the budget")
         self.must(given_BH <= most_B[:, None] * (heads * cache.parallel.size if shared else 1), "keep_BH1 is over the budget")
         self.must(self.held_BH <= keep_BH, "a head holds more than its budget")
 

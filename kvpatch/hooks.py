@@ -251,6 +251,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
             f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. Give generate() the "
             "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
+    cache.check_whole()
     mask = validating.padding_mask(call.get("attention_mask"), B, Q > 1)
     cache._check(B, Q, mask)  # a mask that is too short makes positions that are, too
     validating.position_ids(call.get("position_ids"), B, Q, settings.max_positions is not None)

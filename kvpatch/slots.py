@@ -127,6 +127,7 @@ class SlotLayer(CacheLayerMixin):
         self.state = {name: change(tensor) for name, tensor in self.state.items()}
         if self.extents is not None and self.extents.width < self.positions.shape[2]:  # the longest row has gone
             C = self.used = self.extents.width
+            self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
         self.free_BH = None if self.free_BH is None else change(self.free_BH)

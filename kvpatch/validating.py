@@ -89,7 +89,7 @@ def _index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
 
 
 def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
-    if index.device.type != "cpu":
+    if not at_hand(index):
         return  # checked on the device by the copy itself, without waiting for it
     wrong = index[(index < low) | (index >= B)]
     if len(wrong):
@@ -110,6 +110,11 @@ def removal(tokens: object, seen: int) -> int:
     if count > seen:
         raise KVPatchError(f"Cannot roll back {count} tokens: the cache has seen {seen}. Give at most so many, or reset() it.")
     return count
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Whether its numbers can be looked at without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def real(name: str, tensor: Tensor) -> None:
@@ -139,7 +144,7 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
         raise KVPatchError(f"{name} has shape {list(value.shape)}, which is no row: give at least one.")
     real(name, value)
     known = getattr(table, "num_embeddings", None)
-    if embeds is None and known is not None and value.device.type == "cpu" and value.numel():
+    if embeds is None and known is not None and at_hand(value) and value.numel():
         low, high = (int(one) for one in value.aminmax())
         if low < 0 or high >= known:
             raise KVPatchError(
@@ -162,7 +167,7 @@ def padding_mask(mask: object, B: int, prompt: bool) -> Tensor | None:
     real("attention_mask", mask)
     if mask.shape[0] not in (1, B):
         raise KVPatchError(f"attention_mask has {mask.shape[0]} rows, but the input has {B}: give one for each.")
-    if mask.dtype != torch.bool and (prompt or mask.device.type == "cpu"):  # reading it waits for the device
+    if mask.dtype != torch.bool and (prompt or at_hand(mask)):  # reading it waits for the device
         wrong = mask[(mask != 0) & (mask != 1)]
         if wrong.numel():
             raise KVPatchError(
@@ -192,7 +197,7 @@ def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
         raise KVPatchError(f"position_ids has shape {list(given.shape)}, but the input has {[B, Q]}: {wanted}")
     if given.is_floating_point() or given.dtype == torch.bool:
         raise KVPatchError(f"position_ids has dtype {given.dtype}: {wanted}")
-    if learned and given.device.type == "cpu" and int(given.min()) < 0:
+    if learned and at_hand(given) and int(given.min()) < 0:
         raise KVPatchError(f"position_ids hold {int(given.min())}: give 0 or more, with clamp(min=0) where there is padding.")
 
 

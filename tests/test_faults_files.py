@@ -55,8 +55,7 @@ def test_a_file_appears_whole_or_not_at_all(scenes, tmp_path, monkeypatch):
     s.handle.save_cache(second, str(path))  # over one that is there
 
 
-@pytest.mark.parametrize(("where", "words"), [("", "Is a directory"), ("no/such/folder", "No such file"),
-                                              ("file/below", "Not a directory")])  # fmt: skip
+@pytest.mark.parametrize(("where", "words"), [("no/such/folder", "No such file"), ("file/below", "Not a directory")])
 def test_a_place_where_nothing_can_be_written(scenes, tmp_path, where, words):
     s = scenes("h2o")
     (tmp_path / "file").write_text("mine")
