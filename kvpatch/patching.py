@@ -135,6 +135,7 @@ def patch(
     budget = Budget.parse(
         k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(), bounds=target.bounds()
     )
+    _check_shared(chosen, budget, target.bounds())
     for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
         check(backend, case)
     return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend, strict)
@@ -154,6 +155,16 @@ def _check_block(block: object, policy: Policy) -> None:
         raise KVPatchError(
             f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
             "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
+        )
+
+
+def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
+    evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
+    if policy.score is not None and policy.score.across_layers and len(set(evicts.values())) == 2:
+        whole = next(layer for layer, one in evicts.items() if not one)
+        raise KVPatchError(
+            f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {whole} keeps everything "
+            "and scores nothing. Give it a share below 1.0, or use shared=False."
         )
 
 

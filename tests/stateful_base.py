@@ -160,7 +160,9 @@ class Base(RuleBasedStateMachine):
         if name == "join, consuming" and not live.cache.get_seq_length() and not live.cache.unfinished:
             live.shadow = Shadow(live.shadow.chosen)  # emptied, as was asked
         if not live.shadow.oracles:
-            usable = self.usable(lambda: self.forward(live.cache.clone(), prompt(1, 3)))
+            seen_B = live.cache.seen_B
+            ids = prompt(1 if seen_B is None else len(seen_B), 3)
+            usable = self.usable(lambda: self.forward(live.cache.clone(), ids))
             if usable and name == "prompt in pieces":  # it has those before the fault
                 live.cache.reset()
             if usable:
@@ -249,6 +251,7 @@ class Base(RuleBasedStateMachine):
         )  # fmt: skip
 
     def expect_step(self, live: Live, got: torch.Tensor | None, ids: torch.Tensor) -> None:
+        live.shadow.begin_pass()
         for t in range(ids.shape[1]):
             want = live.shadow.step(ids[:, t].tolist(), ids.shape[1] > 1)
             for row in range(0 if got is None else live.rows):

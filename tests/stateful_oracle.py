@@ -80,7 +80,7 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
         options["sinks"] = choose(st.integers(1, 2))
     block = choose(st.one_of(st.none(), st.integers(1, 5))) if options.get("schedule") != "decode" else None
     if policy == "keyformer" and block is None:
-        options["shared"] = choose(st.booleans())
+        options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
     positions = "renumbered" if name != "gpt2" and choose(st.integers(0, 2)) == 0 else "original"
     return Chosen(name, policy, k, wrap, turns, block, positions, tuple(options.items()))
@@ -166,8 +166,13 @@ class Shadow:
         self.columns, self.history, self.recorded = self.columns + columns, [], 0
         return logits
 
+    def begin_pass(self) -> None:
+        """What an earlier pass recorded goes where recording was not asked for."""
+        self.recorded = self.recorded if self.recording else 0
+
     def step(self, ids: list[int], together: bool = False) -> torch.Tensor:
-        """One token per row -> logits [B,V]. together: with others in one pass, which is recorded whether asked or not."""
+        """One token per row -> logits [B,V], after begin_pass(). together: with others in one pass, which is recorded whether
+        asked or not."""
         self.history.append([fork(one) for one in self.oracles])
         logits = []
         for oracle, text, token in zip(self.oracles, self.texts, ids, strict=True):

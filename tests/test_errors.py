@@ -69,6 +69,7 @@ ARGUMENTS = [
     ({"block": 2.5}, r"block=2\.5 must be a number of tokens"),
     ({"block": True}, r"block=True must be a number of tokens"),
     ({"block": 8, "schedule": "decode"}, r"block=8 evicts while the prompt is read, but schedule='decode' keeps the prompt"),
+    ({"k": [1.0, 4], "shared": True}, r"k=\[1\.0, 4\]: with shared=True each layer adds to one score, but layer 0 keeps every"),
     ({"block": 8, "shared": True}, r"block=8: with shared=True a layer's choice needs the scores that later layers"),
     ({"positions": "new"}, r"positions='new' is unknown; use 'original' or 'renumbered'"),
     ({"backend": "flash"}, r"backend='flash' cannot run here"),
