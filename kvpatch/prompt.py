@@ -31,6 +31,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         slots.contiguous &= not past and not _gapped(rows_BQ)
         slots.floor = max(slots.floor, past + int((rows_BQ < 0).any(0).nonzero()[-1]) + 1)
     slots.seen += now.prompt
+    slots.ahead = None  # it counts by columns, and of these some may be padding
     slots.sliding = call.geometry.sliding
     keys = call.keys(past)
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached

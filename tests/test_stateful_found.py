@@ -116,3 +116,19 @@ def test_a_head_that_got_nothing_of_a_shared_budget_is_saved(tmp_path):
             step = prompt(1, 1, seed=2)
             assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
     assert empty
+
+
+def test_noise_goes_by_the_tokens_of_a_padded_turn():
+    """Entries of coming tokens, worked out ahead, were counted by columns: behind a later turn's padding they were others'."""
+    model = make("mpt", dtype=torch.float64)
+    policy = kvpatch.policies.critical(kvpatch.policies.adaptive("keyformer"))
+    more, noise = prompt(1, 7, seed=3), []
+    for pad in (4, 0):
+        with torch.no_grad(), kvpatch.patched(model, policy, [0.4, 12]) as patch:
+            cache = read(model, patch, prompt(1, 12), *prompt(1, 2, seed=2).split(1, dim=1))
+            mask = (torch.arange(7) >= 4).long()[None]
+            model(more[:, 4 - pad :], attention_mask=mask[:, 4 - pad :], past_key_values=cache)
+            for token in prompt(1, 6, seed=4).split(1, dim=1):
+                model(token, past_key_values=cache)
+            noise.append([sorted(layer.state["noise"][layer.positions >= 0].tolist()) for layer in cache.layers])
+    assert noise[0] == noise[1]
