@@ -161,9 +161,9 @@ def _check_block(block: object, policy: Policy) -> None:
 def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
     evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
     if policy.score is not None and policy.score.across_layers and len(set(evicts.values())) == 2:
-        whole = next(layer for layer, one in evicts.items() if not one)
+        full = next(layer for layer, one in evicts.items() if not one)
         raise KVPatchError(
-            f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {whole} keeps everything "
+            f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "
             "and scores nothing. Give it a share below 1.0, or use shared=False."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import InvalidVersion, Version  # transformers brings it
 
 from .errors import KVPatchError
 
