@@ -404,6 +404,7 @@ class SlotLayer(CacheLayerMixin):
             # nothing is scored or evicted: the last columns are the last tokens
             if self.free_BH is None:
                 self.used -= tokens
+                self.positions[:, :, self.used :] = -1
             else:
                 self.free_BH, self.grown = self.free_BH - tokens, self.grown - tokens
                 taken = torch.arange(self.used, device=self.positions.device) < self.free_BH[..., None]

@@ -132,3 +132,16 @@ def test_noise_goes_by_the_tokens_of_a_padded_turn():
                 model(token, past_key_values=cache)
             noise.append([sorted(layer.state["noise"][layer.positions >= 0].tolist()) for layer in cache.layers])
     assert noise[0] == noise[1]
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv"])
+def test_what_was_rolled_back_is_not_saved(policy, tmp_path):
+    """Columns behind those in use kept the positions of tokens that were rolled back, which the loader refuses."""
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, policy, 40) as patch:
+        cache = read(model, patch, prompt(1, 10))
+        cache.crop(-2)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        again, step = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 1, seed=2)
+        assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
+        assert torch.equal(cache.positions(0), again.positions(0))
