@@ -83,8 +83,13 @@ class Machine(Base):
             if self.refused:
                 assert count > shadow.recorded, f"{shadow.recorded} steps were recorded, but {count} cannot be rolled back"
                 return
-            assert count <= len(shadow.history) or shadow.lossless, "rolled back over a prompt that was evicted from"
-            live.shadow = shadow.cropped(count)
+            if count <= len(shadow.history) or shadow.lossless:
+                live.shadow = shadow.cropped(count)
+                return
+            # tokens of a later turn that evicted nothing may go; the oracle cannot be shortened over the turn before
+            assert all(oracle.turn for oracle in shadow.oracles), "rolled back over a prompt that was evicted from"
+            live.cache.reset()
+            live.shadow = Shadow(self.chosen)
 
         def act() -> None:
             self.refused = False
