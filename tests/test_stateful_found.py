@@ -145,3 +145,13 @@ def test_what_was_rolled_back_is_not_saved(policy, tmp_path):
         again, step = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 1, seed=2)
         assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
         assert torch.equal(cache.positions(0), again.positions(0))
+
+
+def test_a_shared_score_that_only_prompts_add_to_is_saved(tmp_path):
+    """The loader wanted room in it for generated tokens."""
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 0.5, shared=True, schedule="prompt", turns="first") as patch:
+        cache = read(model, patch, prompt(1, 10), prompt(1, 1, seed=2))
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        again, turn = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 5, seed=3)
+        assert torch.equal(model(turn, past_key_values=cache).logits, model(turn, past_key_values=again).logits)
