@@ -278,14 +278,14 @@ class EvictingCache(Whole, Cache):
             )
         real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
         # reading the mask waits for the device: only while there is a prompt
-        padded = real is not None and prompt > 0 and not bool(real.all())
+        padded = real is not None and prompt > 0 and not bool(real[:, :prompt].all())
+        if real is not None and prompt < Q:
+            self._refuse_padding(real[:, prompt:])
         if real is not None and padded:
             count = real.long().cumsum(-1)
             positions = (before[:, None] + count - 1).masked_fill(~real, -1)
             after, whole = before + count[:, -1], before + count[:, prompt - 1]
         else:
-            if real is not None and prompt == 0:
-                self._refuse_padding(real)
             positions = before[:, None] + torch.arange(Q, device=device)
             after, whole = before + Q, before + prompt
         ends = prompt > 0 and seen + prompt >= (self.prompt_len or 0)

@@ -155,3 +155,14 @@ def test_a_shared_score_that_only_prompts_add_to_is_saved(tmp_path):
         patch.save_cache(cache, tmp_path / "cache.safetensors")
         again, turn = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 5, seed=3)
         assert torch.equal(model(turn, past_key_values=cache).logits, model(turn, past_key_values=again).logits)
+
+
+def test_padding_among_generated_tokens_beside_a_prompt_s_end_is_refused():
+    """It was refused only in passes of generated tokens alone; here it failed with an IndexError inside the first layer."""
+    model, mask = make("llama_gqa"), torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5) as patch:
+        cache = patch.new_cache()
+        cache.prompt_len = 5
+        with pytest.raises(kvpatch.KVPatchError, match="marks a generated token as padding"):
+            model(prompt(1, 7), attention_mask=mask, past_key_values=cache)
+        assert not cache.unfinished and cache.get_seq_length() == 0
