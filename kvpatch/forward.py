@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ class Forward:
     packing_BQ: Tensor | None = None
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     traced: bool = False
+
+    @cached_property
+    def padding(self) -> tuple[int, bool]:
+        """Columns up to the prompt's last padding, and whether some padding comes behind a token of its row: what a sliding
+        window reaches is then no stretch of columns."""
+        pad_BP = self.positions_BQ[:, : self.prompt] < 0
+        last = pad_BP.any(0).nonzero()[-1] + 1
+        reach, gapped = torch.stack([last[0], (pad_BP[:, 1:] & ~pad_BP[:, :-1]).any().long()]).tolist()
+        return reach, bool(gapped)
 
     def on(self, device: torch.device) -> Tensor:
         """positions_BQ on a layer's device."""

@@ -28,8 +28,9 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, rows_BQ, entry)
     if now.padded:
         slots.holes = True
-        slots.contiguous &= not past and not _gapped(rows_BQ)
-        slots.floor = max(slots.floor, past + int((rows_BQ < 0).any(0).nonzero()[-1]) + 1)
+        reach, gapped = now.padding
+        slots.contiguous &= not past and not gapped
+        slots.floor = max(slots.floor, past + reach)
     slots.seen += now.prompt
     slots.ahead = None  # it counts by columns, and of these some may be padding
     slots.sliding = call.geometry.sliding
@@ -51,11 +52,6 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         if now.ends_prompt:
             end_prompt(call, past)
     return out
-
-
-def _gapped(rows_BQ: Tensor) -> bool:
-    """Whether padding comes behind a token of its row: what a sliding window reaches is then no stretch of columns."""
-    return bool(((rows_BQ[:, :-1] >= 0) & (rows_BQ[:, 1:] < 0)).any())
 
 
 def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:

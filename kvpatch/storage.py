@@ -20,7 +20,7 @@ from torch import Tensor
 from . import contents, stored
 from .cache import EvictingCache, writable
 from .errors import KVPatchError
-from .header import InvalidError, parse, read_header
+from .header import InvalidError, entries, parse, read
 from .policies import Policy
 from .policies.moment import SIZES, Limits
 from .ragged import Extents
@@ -188,22 +188,23 @@ def described(policy: Policy) -> dict[str, Any]:
 
 def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What the file says of itself and its tensors, which fit `cache`, an empty one of the patch."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with path.open("rb") as file:
-            try:
-                entries, texts, start = read_header(file, os.fstat(file.fileno()).st_size)
-            except InvalidError as error:
-                words = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
-                raise KVPatchError(f"{words} Save it anew with patch.save_cache().") from error
+        with safe_open(path, "pt") as file:
+            found, texts = entries(file), file.metadata() or {}
             about = _about(texts.get("kvpatch", ""), path)
             _compare("model", about["model"], target.identity(), path)
             _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
-            stored.check(about, entries, cache, target.shapes())
-            tensors = {name: entry.read(file, start) for name, entry in entries.items()}
+            stored.check(about, found, cache, target.shapes())
+            tensors = {name: read(file, name) for name in found}
     except FileNotFoundError as error:
         raise KVPatchError(f"There is no file {path}: give the path that save_cache() wrote to.") from error
     except OSError as error:
         raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that save_cache() wrote.") from error
+    except SafetensorError as error:
+        words = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
+        raise KVPatchError(f"{words} Save it anew with patch.save_cache().") from error
     if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):
         raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match. Save it anew.")
     return about, tensors
@@ -211,7 +212,7 @@ def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, A
 
 def _about(text: str, path: Path) -> dict[str, Any]:
     """The description, a table of tables."""
-    about = parse(text.encode()) if text else {}
+    about = parse(text) if text else {}
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise KVPatchError(f"{path} is no cache saved by this version of kvpatch ({FORMAT!r}): read its text again.")
     stored.table("its description", about, ("format", "model", "settings", "cache", "layers"))

@@ -22,3 +22,19 @@ def _one_thread_and_poison():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    """`scenes(name)`: a patched model of faults.SCENES."""
+    from faults import Scenes
+
+    made = Scenes()
+    yield made.of
+    made.close()

@@ -14,6 +14,8 @@ from transformers import CompileConfig
 import kvpatch
 from kvpatch import validating
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 STEPS = 12
 ROWS, COLUMNS = 2, 40
 
@@ -24,12 +26,6 @@ def _fresh():
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def held(cache):

@@ -4,26 +4,15 @@ import functools
 
 import pytest
 import torch
-from faults import SCENES, N, Scenes, contents, differences, interrupt, lines, refusal, spread, whole_or_refused
+from faults import SCENES, N, contents, differences, interrupt, lines, refusal, spread, whole_or_refused
 from tiny import make, prompt
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 MOST = 14  # lines at which each operation is interrupted
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def scenes():
-    made = Scenes()
-    yield made.of
-    made.close()
 
 
 # what is done, and to what: a scene and a cache in, a cache or None (the one that was given) out

@@ -7,24 +7,13 @@ import gc
 import pytest
 import safetensors.torch
 import torch
-from faults import N, Scenes, interrupt, lines, refusal, spread
+from faults import N, contents, differences, interrupt, lines, refusal, spread
 from tiny import make, prompt
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
 
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def scenes():
-    made = Scenes()
-    yield made.of
-    made.close()
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def test_a_file_appears_whole_or_not_at_all(scenes, tmp_path, monkeypatch):
@@ -108,3 +97,13 @@ def test_a_copy_of_a_cache_does_not_copy_the_model(copied):
         twin = copied(cache)
         assert modules() == before
         assert torch.equal(*(model(more, past_key_values=one).logits for one in (twin, cache)))
+
+
+def test_a_loaded_cache_is_not_its_file(scenes, tmp_path):
+    s, path = scenes("h2o"), tmp_path / "cache"
+    s.handle.save_cache(s.read(2), path)
+    cache = s.handle.load_cache(path)
+    before = contents(cache)
+    with path.open("r+b") as file:  # in place, where other programs put a new file
+        file.write(bytes(path.stat().st_size))
+    assert not differences(contents(cache), before)

@@ -18,13 +18,8 @@ from transformers import CompileConfig
 import kvpatch
 from kvpatch import KVPatchError
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 MODELS = ("llama_gqa", "mpt", "gpt2")
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def block(model, body=lambda: None):

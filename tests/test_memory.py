@@ -12,11 +12,7 @@ from torch import nn
 import kvpatch
 from tools.reliability import memory
 
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 Each runs in a copy of the library with one change, and must turn the named tests red; the unchanged copy must pass them.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -220,14 +221,14 @@ MUTANTS = {
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    """`nursery(folder, tests)` runs pytest there, in a fork of a process that has imported everything but the library."""
-    command = [sys.executable, str(ROOT / "tests" / "nursery.py")]
+def worker():
+    """`worker(folder, tests)` runs pytest there, in a fork of a process that has imported everything but the library."""
+    command = [sys.executable, str(ROOT / "tools" / "reliability" / "mutation_worker.py")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(folder: Path, tests: list[str]) -> tuple[int, str]:
         log = folder / "log.txt"
-        process.stdin.write("\t".join([str(folder), str(log), *tests]) + "\n")
+        process.stdin.write(json.dumps({"folder": str(folder), "log": str(log), "tests": tests}) + "\n")
         process.stdin.flush()
         return int(process.stdout.readline()), log.read_text()[-3000:]
 
@@ -242,22 +243,22 @@ def copy_to(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def test_the_unchanged_copy_passes(tmp_path, nursery):
+def test_the_unchanged_copy_passes(tmp_path, worker):
     copy_to(tmp_path)
     (tmp_path / "tests" / "test_where.py").write_text(
         f"import kvpatch\n\ndef test_where():\n    assert kvpatch.__file__.startswith({str(tmp_path)!r})\n"
     )
-    status, log = nursery(tmp_path, ["tests/test_where.py", f"{ORACLE}[llama-h2o]"])
+    status, log = worker(tmp_path, ["tests/test_where.py", f"{ORACLE}[llama-h2o]"])
     assert status == 0, log
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_sabotage_is_noticed(name, tmp_path, nursery):
+def test_a_sabotage_is_noticed(name, tmp_path, worker):
     file, before, after, tests = MUTANTS[name]
     copy_to(tmp_path)
     path = tmp_path / "kvpatch" / file
     source = path.read_text()
     assert source.count(before) == 1, f"{name}: the line to sabotage stands {source.count(before)} times in {file}"
     path.write_text(source.replace(before, after))
-    status, log = nursery(tmp_path, [tests])
+    status, log = worker(tmp_path, [tests])
     assert status == 1, f"{name}: nothing noticed\n{log}"
