@@ -381,7 +381,10 @@ class EvictingCache(Whole, Cache):
         wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
         total = self.prompt_len or Q
         if seen == 0 and wanted.shape != (B, total):
-            raise KVPatchError(f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}].")
+            raise KVPatchError(
+                f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
+                "or token ids."
+            )
         chunk = wanted[:, seen : seen + Q]
         pad = chunk.new_zeros(B, Q - chunk.shape[1])
         return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)

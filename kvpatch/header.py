@@ -57,8 +57,8 @@ def read(file: Any, name: str) -> Tensor:
     return tensor
 
 
-def is_count(value: object, least: int = 0, most: int = (1 << 30) - 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 30
 
 
 def are_counts(values: object, least: int = 0) -> bool:

@@ -19,6 +19,7 @@ from kvpatch.policies.scopes import Scope
 from kvpatch.policies.scores import Accumulated
 
 HUGE, NAN = 10**30, float("nan")
+EMBEDS = {"input_ids": None, "inputs_embeds": torch.ones(2, 20, 32)}
 _m = row("model")
 
 
@@ -71,6 +72,13 @@ ARGUMENTS = [
     _m("protect nothing", lambda w: w.patched("h2o", protect=[]), r"protect=\[\] marks nothing.*None"),
     _m("protect of three dimensions", lambda w: w.patched("h2o", protect=torch.ones(1, 1, 4).bool()), r"3 dimensions: give"),
     _m("protect as a set", lambda w: w.patched("h2o", protect={3, 4}), r"protect=\{3, 4\} must be a boolean mask"),
+    _m("protect as lists of several lengths", lambda w: w.patched("h2o", protect=[[True], [True] * 2]), r"must be a boolean"),
+    _m("protect a mask of another length", lambda w: w.reads("h2o", {}, protect=torch.ones(7).bool()),
+       r"protect= is a mask of shape \[2, 7\], but the prompt is \[2, 20\]"),
+    _m("protect a mask of more rows", lambda w: w.reads("h2o", {}, protect=torch.ones(3, 20).bool()),
+       r"protect= is a mask of shape \[3, 20\], but the prompt is \[2, 20\]"),
+    _m("protect by ids where there are none", lambda w: w.reads("h2o", EMBEDS, protect=[3]),
+       r"needs input_ids; with inputs_embeds give a boolean mask"),
     _m("window that is too large", lambda w: w.patched("snapkv", window=HUGE), r"window=1\d+ .*at most"),
     _m("window True", lambda w: w.patched("snapkv", window=True), r"window=True must be a number of rows"),
     _m("kernel that is too large", lambda w: w.patched("snapkv", kernel=HUGE + 1),

@@ -43,6 +43,11 @@ class World:
         with kvpatch.patched(self.model, *args, **kwargs):
             pass
 
+    def reads(self, policy: str, call: dict[str, Any], **options: Any) -> None:
+        """A prompt under a patch of its own."""
+        with kvpatch.patched(self.model, policy, 0.5, **options):
+            self.read(**call)
+
     def file(self, cache: Any = None) -> Path:
         """A saved cache."""
         self.patch.save_cache(cache or self.read().past_key_values, self.folder / "cache")

@@ -133,6 +133,26 @@ def test_in_top(count):
     assert torch.equal(selection.in_top(order, mixed, None), want & (torch.arange(2).view(2, 1, 1) == 1))
 
 
+@pytest.mark.parametrize("protected", [None, 1])
+def test_the_second_stage_bounds_what_is_lost(protected):
+    """(share + eps) * norm, of what the first stage left."""
+    score, norms = torch.tensor([[[3.0, 2.0, 6.0, 4.0, 5.0]]]), torch.tensor([[[1.0, 9.0, 1.0, 2.0, 1.55]]])
+    moment, asked = small_moment(1, None), []
+    moment.positions_BHS, moment.keep_BH1 = torch.arange(5)[None, None], torch.tensor([[[3]]])
+    moment.norms = lambda known, out: asked.append(known) or norms
+    mask = None if protected is None else torch.arange(5)[None, None] == protected
+    first = selection.order(score, moment.positions_BHS, signed=False)
+    got = selection.TwoStage(alpha=0.5, eps=0.1).order(moment, score, first, mask, None)[0, 0]
+    critical = torch.arange(5)[None, None] == 2
+    assert torch.equal(asked[0], critical)
+    share = score.masked_fill(mask if mask is not None else critical & False, 0.0)
+    want = (share / share.sum() + 0.1) * norms
+    above = critical if mask is None else critical | mask
+    assert torch.equal(got == 2**63 - 1, above[0, 0])
+    rest = [i for i in range(5) if not above[0, 0, i]]
+    assert sorted(rest, key=lambda i: got[i]) == sorted(rest, key=lambda i: want[0, 0, i])
+
+
 def test_one_number_for_all():
     assert selection._one_for_all(torch.tensor([[3], [3]])) == 3
     assert selection._one_for_all(torch.tensor([[0]])) == 0

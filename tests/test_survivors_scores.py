@@ -1,5 +1,6 @@
 """Small laws of options, scores and scopes, written down because the code could be changed without them (mutation testing)."""
 
+import inspect
 import itertools
 import math
 
@@ -36,7 +37,7 @@ OPTIONS = [  # part, option, what is refused, what is just allowed
     (Scope, "sinks", [-1, 1.0, "4", None, True], [0, 1, 100]),
     (Scope, "recent", [*NOT_NUMBERS, -1, -0.1, 1.01], [0, 1, 0.0, 1.0, 100]),
     (Scope, "turns", ["every", None, 1], ["all", "each", "first"]),
-    (Scope, "protect", ["x", 1.5, torch.zeros(2), torch.zeros(1, 1, 1, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.long)],
+    (Scope, "protect", ["x", 1.5, [[1], [1, 2]], torch.zeros(2), torch.zeros(1, 1, 1).bool(), torch.zeros(2, 2).long()],
      [[True, False], [[True], [False]], [3, 4], 5, torch.tensor([1], dtype=torch.int32)]),
     (DeviationScope, "protected", [*NOT_NUMBERS, -1, -0.1, 1.01], [0, 1, 0.0, 1.0]),
 ]  # fmt: skip
@@ -108,6 +109,8 @@ def test_declarations():
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
     assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_tail] == ["prompt"] * 6
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
+    entries = {scores.Score.entry, scores.GumbelSoftmax.entry, scores.KeyNorm.entry}
+    assert [inspect.signature(entry).parameters["first"].default for entry in entries] == [0] * 3
 
 
 def test_values():

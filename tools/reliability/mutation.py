@@ -27,8 +27,8 @@ from typing import Any
 
 from tools.reliability.mutants import Mutant, mutants
 from tools.reliability.mutation_page import write_page
-from tools.reliability.mutation_tests import ALWAYS, Tests, files
-from tools.reliability.mutation_worker import TIME
+from tools.reliability.mutation_tests import ALWAYS, PATIENCE, Tests, files
+from tools.reliability.mutation_worker import LIMIT, TIME
 from tools.reliability.page import PAGE, ROOT
 
 STATE = ROOT / ".mutation"
@@ -52,10 +52,11 @@ class Worker:
         command = [sys.executable, str(Path(__file__).with_name("mutation_worker.py"))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, tests: list[str], cover: Path | None = None) -> tuple[int, str]:
+    def run(self, tests: list[str], cover: Path | None = None, limit: int = LIMIT) -> tuple[int, str]:
         """Exit status of pytest, and the first test that failed."""
         log = self.folder / "log.txt"
-        job = {"folder": str(self.folder), "log": str(log), "tests": tests, "cover": None if cover is None else str(cover)}
+        job = {"folder": str(self.folder), "log": str(log), "tests": tests, "limit": limit}
+        job["cover"] = None if cover is None else str(cover)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
@@ -65,14 +66,14 @@ class Worker:
         failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", log.read_text(), re.MULTILINE)
         return int(answer), failed[1] if failed else ""
 
-    def try_on(self, mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+    def try_on(self, mutant: Mutant, tests: list[str], limit: int) -> tuple[str, str]:
         """The verdict on a mutant, and who noticed."""
         path = self.folder / "kvpatch" / mutant.file
         path.write_text(mutant.source)
         for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             stale.unlink()
         try:
-            status, failed = self.run(tests)
+            status, failed = self.run(tests, limit=limit)
         finally:
             shutil.copy(ROOT / "kvpatch" / mutant.file, path)
         return "survived" if status == 0 else "timeout" if status in TIME else "killed", failed
@@ -150,6 +151,7 @@ def run(args: argparse.Namespace) -> None:
     known = read_results()
     todo = [mutant for mutant in order if known.get(mutant.key, {}).get("verdict") == args.again]
     print(f"{len(todo)} of {len(order)} to do: those with {args.again or 'no'} result", flush=True)
+    limit = LIMIT * (PATIENCE if args.again else 1)
     begun, lock, results = time.monotonic(), threading.Lock(), (STATE / "results.jsonl").open("a")
     if todo and not args.page_only:
         workers = [Worker(f"copy-{number}") for number in range(args.workers)]
@@ -164,9 +166,9 @@ def run(args: argparse.Namespace) -> None:
                         if not todo:
                             return
                         mutant = todo.pop()
-                        chosen = tests.of(mutant)
+                        chosen = tests.of(mutant, args.again is not None)
                     started = time.monotonic()
-                    verdict, failed = worker.try_on(mutant, chosen) if chosen else ("survived", "")
+                    verdict, failed = worker.try_on(mutant, chosen, limit) if chosen else ("survived", "")
                     with lock:
                         tests.note(mutant, failed)
                         counts[verdict] += 1
@@ -200,7 +202,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", choices=("survived", "timeout"), help="those that have this result, and no others")
+    again = "those that have this result, and no others, with more tests and time"
+    parser.add_argument("--again", choices=("survived", "timeout"), help=again)
     parser.add_argument("--page-only", action="store_true", help="write the page from the results there are")
     parser.add_argument("--packages", default=str(STATE / "packages"), help="where pip put cosmic-ray (--target)")
     run(parser.parse_args())

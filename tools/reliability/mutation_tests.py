@@ -8,14 +8,16 @@ from pathlib import Path
 
 from tools.reliability.mutants import Mutant
 
-SECONDS = 40.0  # of tests that a mutant meets at most, by what they took unchanged
+SECONDS = 40.0  # of tests that a mutant meets at most, by what they took unchanged and observed
 MOST = 150  # tests
+SWIFT, SLOW = 0.05, 5.0  # seconds of a test that is met at once, and of one that is met by who has survived the others
+PATIENCE = 4  # times as many for one that has survived so many, and is tried again
 # what notices most; left out are the command line, tools, other processes and whatever needs a GPU
 FILES = (
     "test_oracle", "test_oracle_parts", "test_numerics", "test_eviction", "test_turns", "test_blocks", "test_batches",
     "test_ragged", "test_patching", "test_errors", "test_noise", "test_storage", "test_sequences", "test_generation_contract",
-    "test_report", "test_backends", "test_compiled", "test_full", "test_versions", "test_survivors", "test_survivors_scores",
-    "test_stateful_found", "test_faults", "test_faults_files", "test_misuse",
+    "test_report", "test_backends", "test_compiled", "test_full", "test_versions", "test_stateful_found",
+    "test_survivors", "test_survivors_scores", "test_survivors_cache", "test_faults", "test_faults_files", "test_misuse",
 )  # fmt: skip
 # of what runs when a module is imported: defaults and the table of policies
 ALWAYS = (
@@ -44,9 +46,9 @@ class Tests:
                     self.by_line[file, line].add(test)
         self.noticed: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """The tests to run: those that noticed a change of the same function first, then one of each function, the fastest
-        first, then the second of each, and so on."""
+    def of(self, mutant: Mutant, again: bool = False) -> list[str]:
+        """The tests to run, more of them for a mutant that is tried again: those that noticed a change of the same function
+        first, then swift ones, then one of each function, the fastest first, then the second of each, and so on."""
         lines = mutant.lines if not mutant.at_import else mutant.span
         known = set().union(*(self.by_line.get((mutant.file, line), ()) for line in range(lines[0], lines[1] + 1)))
         if not known:  # nobody runs this line: whoever runs its function
@@ -57,16 +59,19 @@ class Tests:
         ranked = []
         for test in sorted(known, key=lambda test: (self.seconds[test], test)):
             function = re.sub(r"\[.*", "", test)
-            ranked.append((rounds[function], self.seconds[test], test))
-            rounds[function] += 1
+            swift = self.seconds[test] <= SWIFT
+            if again or self.seconds[test] <= SLOW:
+                ranked.append((-1 if swift else rounds[function], self.seconds[test], test))
+            rounds[function] += not swift
         best = [test for test, _ in self.noticed[f"{mutant.file}:{mutant.where}"].most_common(6) if test in known]
         best += [test for test, _ in self.noticed[mutant.file].most_common(4) if test in known and test not in best]
         chosen = [*(ALWAYS if mutant.at_import else ()), *best]
+        most, enough = (MOST * PATIENCE, SECONDS * PATIENCE) if again else (MOST, SECONDS)
         spent = sum(self.seconds.get(test, 1.0) for test in chosen)
         for _, seconds, test in sorted(ranked):
-            if len(chosen) >= MOST:
+            if len(chosen) >= most:
                 break
-            if test not in chosen and spent + seconds <= SECONDS:
+            if test not in chosen and spent + seconds <= enough:
                 chosen.append(test)
                 spent += seconds
         return chosen

@@ -1,9 +1,9 @@
 """A process that has imported what tests import, and forks a child for each run of pytest in a folder of its own.
 
-It reads lines of JSON {"folder", "log", "tests", "cover"} and answers each with the run's exit status, or minus the signal that
-ended it: one of TIME for a run that took too long. kvpatch is imported by the child alone, from its folder. cover: a file for
-the seconds of a processor that each test takes and the lines of kvpatch/ that it runs, {test: {"seconds": s, "lines": {file:
-[line, ...]}}}.
+It reads lines of JSON {"folder", "log", "tests", "cover", "limit"} and answers each with the run's exit status, or minus the
+signal that ended it: one of TIME for a run that took too long. kvpatch is imported by the child alone, from its folder.
+cover: a file for the seconds of a processor that each test takes and the lines of kvpatch/ that it runs, {test: {"seconds": s,
+"lines": {file: [line, ...]}}}. limit: seconds of a processor, where they are not LIMIT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-LIMIT = 60  # seconds of a processor for the tests of one mutant; and a multiple of it by the clock, for one that waits
+LIMIT = 60  # seconds of a processor for the tests of one mutant
+WAITING = 5  # times as many by the clock, for one that waits
 TIME = (-signal.SIGKILL, -signal.SIGXCPU)
 COVER_LIMIT = 3600
 MEMORY = 24 << 30
@@ -71,7 +72,8 @@ def child(job: dict[str, Any]) -> int:
     options = [*PLUGINS, "-q", "--tb=no", "-rfE", "--assert=plain"]  # rewriting assertions takes longer than most tests
     if not job.get("cover"):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a sabotage may ask for any size
-        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
+        limit = job.get("limit", LIMIT)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         return int(pytest.main(["-x", *options, *job["tests"]]))
     plugin = Cover(Path(job["folder"]).resolve())
     status = int(pytest.main([*options, *job["tests"]], plugins=[plugin]))
@@ -123,4 +125,4 @@ if __name__ == "__main__":
             except BaseException:
                 code = 70
             os._exit(code)
-        print(wait(process, COVER_LIMIT if order.get("cover") else 5 * LIMIT), flush=True)
+        print(wait(process, COVER_LIMIT if order.get("cover") else WAITING * order.get("limit", LIMIT)), flush=True)

@@ -1,0 +1,158 @@
+"""Small laws of a cache's counters, written down because the code could be changed without them (mutation testing)."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import make, prompt
+
+import kvpatch
+from kvpatch import KVPatchError, compiled
+from kvpatch.deck import Deck
+from kvpatch.policies import get_policy
+from kvpatch.policies.budgets import Budget
+
+N = 20
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make("llama_gqa")
+
+
+def read(model, policy, k, steps=0, record=False, room=None, **options):
+    """A cache that has read a prompt of N tokens and so many more, and its patch, which is gone."""
+    handle = kvpatch.patch(model, policy, k, **options)
+    try:
+        cache = handle.new_cache(**({} if room is None else {"room": room}))
+        if record:
+            cache.activate_past_recording()
+        model(prompt(2, N), past_key_values=cache)
+        for t in range(steps):
+            model(prompt(2, 9, seed=3)[:, t : t + 1], past_key_values=cache)
+    finally:
+        handle.remove()
+    return cache
+
+
+def test_a_temperature_that_is_traced_goes_by_the_clock(model):
+    """What torch.compile sees of a step has no Python number in it; Python's own counters are then behind."""
+    cache = read(model, "keyformer", 0.5, steps=2, tau=(1.0, 3.0), generation_length=8)
+    assert (cache.clock.steps.item(), cache.clock.span.item()) == (2, 8)
+    cache.now = SimpleNamespace(traced=True, first_step=99)
+    assert cache.temperature(0).item() == 1.5
+    assert cache.temperature(2).item() == 2.0
+    cache.lag_B = torch.tensor([0.0, 2.0])
+    assert cache.temperature(2).tolist() == [2.0, 1.5]
+    cache.now.traced, cache.now.first_step = False, 4
+    assert cache.temperature(2).tolist() == [2.5, 2.0]
+    cache.lag_B, cache.clock = None, None
+    assert cache.temperature(2) == 2.5
+    cache.now.traced = True  # before there is a clock
+    assert cache.temperature(2) == 2.5
+
+
+@pytest.mark.parametrize(("policy", "room", "limit"), [("h2o", None, 0), ("h2o", 6, 0), ("snapkv", 6, N + 6)])
+def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
+    """columns, limit, steps and span, which a compiled step reads; marked as standing still where there is room."""
+    marked, mark = [], compiled.mark
+    monkeypatch.setattr(compiled, "mark", lambda cache: (marked.append(cache), mark(cache)))
+    cache = read(model, policy, 0.5, room=room)
+    clock = cache.clock
+    assert [one.item() for one in (clock.columns, clock.limit, clock.steps, clock.span)] == [N, limit, 0, 1]
+    assert len(marked) == (room is not None)
+    cache = read(model, policy, 0.5, steps=3, room=room)
+    assert [one.item() for one in (cache.clock.columns, cache.clock.limit, cache.clock.steps)] == [N + 3, limit, 3]
+
+
+def test_a_ragged_layer_says_how_far_it_may_grow(model):
+    cache = read(model, "adakv", 0.4, window=5)
+    slack = min(layer.slack for layer in cache.layers)
+    assert slack > 0
+    assert cache.clock.limit.item() == N + slack
+
+
+def test_steps_that_are_rolled_back_were_not_taken(model):
+    cache = read(model, "h2o", 0.5, steps=3, record=True)
+    cache.crop(-2)
+    assert cache.steps == 1
+    cache.crop(-1)
+    assert cache.steps == 0
+
+
+def test_a_shared_score_is_rolled_back(model):
+    options = {"shared": True, "noise": "none"}
+    cache, want = (read(model, "keyformer", 0.5, steps, record=True, **options) for steps in (3, 1))
+    assert not torch.equal(cache.shared[..., : N + 1], want.shared[..., : N + 1])
+    cache.crop(-2)
+    torch.testing.assert_close(cache.shared[..., : N + 1], want.shared[..., : N + 1])
+
+
+def test_layers_stand_side_by_side_in_one_deck(model, monkeypatch):
+    """Made once, at the first step after a prompt."""
+    made, of = [], Deck.of
+    monkeypatch.setattr(Deck, "of", lambda *given: made.append(of(*given)) or made[-1])
+    cache = read(model, "h2o", 0.5, steps=4)
+    assert len(made) == 1
+    assert cache.deck is made[0]
+    assert not cache.deck_due
+
+
+def test_one_token_behind_a_prompt_is_not_recorded(model):
+    """In the pass that ends it: a journal costs memory, and is what activate_past_recording() is for."""
+    handle = kvpatch.patch(model, "h2o", 0.5)
+    try:
+        for extra, held in ((1, 0), (2, 2)):
+            cache = handle.new_cache()
+            cache.prompt_len = N
+            model(prompt(2, N + extra), past_key_values=cache)
+            assert [len(layer.journal) for layer in cache.layers] == [held] * len(cache.layers)
+    finally:
+        handle.remove()
+    with pytest.raises(KVPatchError, match="was not recorded"):
+        read(model, "h2o", 0.5, steps=1).crop(-1)
+
+
+def test_a_copy_made_in_inference_mode_can_be_written(model):
+    cache = read(model, "h2o", 0.5, steps=1)
+    with torch.inference_mode():
+        new = copy.deepcopy(cache)
+    assert not any(one.is_inference() for one in (new.seen_B, new.layers[0].keys, new.layers[0].positions))
+
+
+def test_before_anything_was_read(model):
+    cache = kvpatch.EvictingCache(get_policy("keyformer"), Budget((0.5, 0.5)))
+    assert (cache.seed, cache.steps, cache.turns, cache.get_seq_length()) == (0, 0, 0, 0)
+
+
+def test_under_torch_compile_a_length_is_a_tensor(model, monkeypatch):
+    cache = read(model, "h2o", 0.5, steps=1)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert cache.get_seq_length() is cache.clock.columns
+    cache.clock = None
+    assert cache.get_seq_length() == N + 1
+
+
+def test_a_protecting_mask_is_that_of_every_sequence_of_a_prompt(model):
+    protect = torch.zeros(2, N, dtype=torch.bool)
+    protect[0, 3:6] = protect[1, 8:10] = True
+    handle = kvpatch.patch(model, "window", 8, protect=protect)
+    try:
+        cache = handle.new_cache()
+        model(prompt(2, N).repeat_interleave(2, 0), past_key_values=cache)
+    finally:
+        handle.remove()
+    held = [set(row[0].tolist()) - {-1} for row in cache.positions(0)]
+    assert held == [{3, 4, 5, *range(15, 20)}] * 2 + [{8, 9, *range(14, 20)}] * 2
+
+
+def test_kernels_have_no_deck(model):
+    cache = read(model, "h2o", 0.5, steps=2, backend="triton")
+    assert cache.deck is None
+
+
+def test_heads_that_hold_the_same_tokens():
+    for name, aligned in {"tova": True, "h2o": True, "adaptive(tova)": False, "critical(tova)": False, "adakv": False}.items():
+        assert get_policy(name).aligned is aligned
