@@ -136,7 +136,7 @@ def test_in_top(count):
 @pytest.mark.parametrize("protected", [None, 1])
 def test_the_second_stage_bounds_what_is_lost(protected):
     """(share + eps) * norm, of what the first stage left."""
-    score, norms = torch.tensor([[[3.0, 2.0, 6.0, 4.0, 5.0]]]), torch.tensor([[[1.0, 9.0, 1.0, 2.0, 1.55]]])
+    score, norms = torch.tensor([[[3.0, 2.0, 6.0, 4.0, 5.0]]]), torch.tensor([[[2.3, 9.0, 1.0, 2.0, 1.55]]])
     moment, asked = small_moment(1, None), []
     moment.positions_BHS, moment.keep_BH1 = torch.arange(5)[None, None], torch.tensor([[[3]]])
     moment.norms = lambda known, out: asked.append(known) or norms

@@ -127,6 +127,62 @@ def test_before_anything_was_read(model):
     assert (cache.seed, cache.steps, cache.turns, cache.get_seq_length()) == (0, 0, 0, 0)
 
 
+def test_reset_starts_anew(model):
+    cache = read(model, "h2o", 0.5, steps=2)
+    cache.reset()
+    assert (cache.steps, cache.turns, cache.turn_open, cache.get_seq_length(), cache.seen_B) == (0, 0, False, 0, None)
+
+
+def test_two_generated_tokens_at_once_are_refused_where_layers_share_a_score(model):
+    handle = kvpatch.patch(model, "keyformer", 0.5, shared=True)
+    try:
+        for extra in (0, 1):
+            cache = handle.new_cache()
+            cache.prompt_len = N
+            model(prompt(2, N + extra), past_key_values=cache)
+        for extra in (2, 3):
+            cache = handle.new_cache()
+            cache.prompt_len = N
+            with pytest.raises(KVPatchError, match=f"{extra} generated tokens in one pass"):
+                model(prompt(2, N + extra), past_key_values=cache)
+    finally:
+        handle.remove()
+
+
+def test_padding_has_position_minus_one(model):
+    handle = kvpatch.patch(model, "h2o", 0.5)
+    mask = torch.ones(2, N, dtype=torch.long)
+    mask[1, :4] = 0
+    try:
+        cache = handle.new_cache()
+        model(prompt(2, N), attention_mask=mask, past_key_values=cache)
+    finally:
+        handle.remove()
+    assert cache.now.positions_BQ.tolist() == [list(range(N)), [-1] * 4 + list(range(N - 4))]
+
+
+def test_values_of_another_dtype_are_taken_as_the_cache_s(model):
+    """As under autocast, which turns projections into half precision and leaves what rotary positions touch."""
+
+    def run(change):
+        handle, hooks = kvpatch.patch(model, "h2o", 0.5), []
+        cache = handle.new_cache()
+        model(prompt(2, N), past_key_values=cache)
+        for layer in model.model.layers:
+            attn = layer.self_attn
+            hooks.append(attn.v_proj.register_forward_hook(lambda module, given, out: change(out)))
+            hooks.append(attn.o_proj.register_forward_pre_hook(lambda module, given: (given[0].bfloat16().float(),)))
+        try:
+            return [model(prompt(2, n, seed=3), past_key_values=cache).logits for n in (1, 1, 5)]
+        finally:
+            for hook in hooks:
+                hook.remove()
+            handle.remove()
+
+    got, want = run(lambda out: out.bfloat16()), run(lambda out: out.bfloat16().float())
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 def test_under_torch_compile_a_length_is_a_tensor(model, monkeypatch):
     cache = read(model, "h2o", 0.5, steps=1)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -146,6 +202,22 @@ def test_a_protecting_mask_is_that_of_every_sequence_of_a_prompt(model):
         handle.remove()
     held = [set(row[0].tolist()) - {-1} for row in cache.positions(0)]
     assert held == [{3, 4, 5, *range(15, 20)}] * 2 + [{8, 9, *range(14, 20)}] * 2
+
+
+def test_protected_ids_are_kept_wherever_they_stand(model):
+    """And padding of that id is not."""
+    ids, mask = prompt(2, N), torch.ones(2, N, dtype=torch.long)
+    ids[ids == 5] = 6
+    ids[0, [3, 9]] = ids[1, [0, 1, 7]] = 5
+    mask[1, :2] = 0
+    handle = kvpatch.patch(model, "window", 8, protect=[5])
+    try:
+        cache = handle.new_cache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+    finally:
+        handle.remove()
+    held = [set(row[0].tolist()) - {-1} for row in cache.positions(0)]
+    assert held == [{3, 9, *range(14, 20)}, {5, *range(11, 18)}]
 
 
 def test_kernels_have_no_deck(model):
