@@ -291,6 +291,11 @@ def test_rows_and_means():
     torch.testing.assert_close(grouped.mean.flatten(), torch.tensor([0.5, 0.25, 0.2, 0.5]))
     # variances .8 - .36, 2/7 - (3/7)^2, .3 - .16 and 0
     assert DeviationScope(recent=0).mask(moment).flatten().tolist() == [True, False, True, False]
+    moment.positions_BHS, moment.empty = torch.tensor([[[-1, 3, 5, 9]]]), True  # what stands in an empty slot does not count
+    assert DeviationScope(recent=0).mask(moment).flatten().tolist() == [False, True, True, False]
+    moment = small_moment(1, None)  # nor do tokens that are kept outside the budget
+    moment.limits = Limits.of([(0, 0, 3, 2, 0, 0)], torch.device("cpu"))
+    assert DeviationScope(recent=0).mask(moment).flatten().tolist() == [False, True, True, False]
 
 
 # ---- statistics.py ----

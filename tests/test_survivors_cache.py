@@ -225,6 +225,77 @@ def test_kernels_have_no_deck(model):
     assert cache.deck is None
 
 
+CHANGES = {
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(1),
+    "crop": lambda cache: cache.crop(-1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_in_inference_mode_leaves_a_cache_that_can_be_written(model, name):
+    cache = read(model, "h2o", 0.5, steps=2, record=True)
+    with torch.inference_mode():
+        CHANGES[name](cache)
+    tensors = [cache.seen_B, *(one for layer in cache.layers for one in (layer.keys, layer.positions, layer.state["sum"]))]
+    assert not any(one.is_inference() for one in tensors)
+
+
+def test_what_is_taken_over_in_inference_mode_can_be_written(model):
+    with torch.inference_mode():
+        past = model(prompt(2, N)).past_key_values
+        handle = kvpatch.patch(model, "window", 0.5)
+        try:
+            cache = handle.new_cache()
+            cache.absorb(past)
+        finally:
+            handle.remove()
+    assert not any(one.is_inference() for one in (cache.seen_B, cache.layers[0].positions))
+
+
+def test_prompts_are_counted(model):
+    """A prompt may be one token, and may be fed one by one; the next tokens evict."""
+    handle = kvpatch.patch(model, "h2o", 4)
+    try:
+        cache = handle.new_cache()
+        for t in range(12):
+            model(prompt(2, N)[:, t : t + 1], past_key_values=cache)
+            assert cache.turns == 1
+        assert cache.held(0).unique().tolist() == [4]
+        model(prompt(2, 5, seed=2), past_key_values=cache)
+        assert (cache.turns, cache.turn_open) == (2, False)
+        whole, pieces = handle.new_cache(), handle.new_cache()
+        mask = torch.ones(2, N, dtype=torch.long)
+        mask[1, :4] = 0
+        model(prompt(2, N), attention_mask=mask, past_key_values=whole)
+        pieces.prompt_len = N
+        for t in range(N):
+            model(prompt(2, N)[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=pieces)
+        for layer in range(2):
+            assert torch.equal(whole.positions(layer).sort().values[..., -4:], pieces.positions(layer).sort().values[..., -4:])
+    finally:
+        handle.remove()
+
+
+def test_who_is_compiled_by_generate(model):
+    assert read(model, "h2o", 0.5).is_compileable is False
+    assert read(model, "h2o", 0.5, room=4).is_compileable is True
+
+
+def test_what_is_protected_twice_is_protected(model):
+    """By its place at the text's start and by the user."""
+    protect = torch.zeros(N, dtype=torch.bool)
+    protect[[0, 4]] = True
+    cache = read(model, "window", 8, sinks=2, protect=protect)
+    assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {0, 1, 4, *range(15, 20)}
+
+
+def test_concatenate_is_of_the_class(model):
+    cache = read(model, "h2o", 0.5)
+    assert cache.concatenate([cache]).seen_B.tolist() == [N, N]
+
+
 def test_heads_that_hold_the_same_tokens():
     for name, aligned in {"tova": True, "h2o": True, "adaptive(tova)": False, "critical(tova)": False, "adakv": False}.items():
         assert get_policy(name).aligned is aligned

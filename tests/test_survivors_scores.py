@@ -194,6 +194,7 @@ def test_limits_of_a_scope():
     assert _limits(Scope(sinks=4, recent=50)) == (4, 6, 0, 0, 0, 10)
     assert _limits(Scope(sinks=4), own=[2, 9, 20]) == (4, 0, 0, 0, 0, 6)
     assert _limits(Scope(sinks=9), own=[2, 9, 20]) == (8, 0, 0, 0, 0, 10)
+    assert _limits(Scope(sinks=10), own=[20, 21]) == (8, 0, 0, 0, 0, 10)
     assert _limits(Scope(recent=3), window) == (0, 4, 0, 0, 4, 4)
     assert _limits(Scope(recent=6), window) == (0, 6, 0, 0, 4, 6)
     assert _limits(Scope(), window, budget=3) == (0, 3, 0, 0, 3, 3)
