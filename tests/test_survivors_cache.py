@@ -296,6 +296,64 @@ def test_concatenate_is_of_the_class(model):
     assert cache.concatenate([cache]).seen_B.tolist() == [N, N]
 
 
+def test_rows_that_move_leave_columns_and_the_clock(model):
+    handle = kvpatch.patch(model, "h2o", 0.5)
+    mask = torch.ones(2, N, dtype=torch.long)
+    mask[0, :6] = mask[1, :4] = 0
+    try:
+        cache = handle.new_cache()
+        model(prompt(2, N), attention_mask=mask, past_key_values=cache)
+    finally:
+        handle.remove()
+    clock = cache.clock
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.seen_B.tolist() == [N - 4, N - 6]
+    assert cache.get_seq_length() == N
+    assert cache.clock is clock
+
+
+def test_what_fails_before_anything_moved_changes_nothing(model):
+    cache = read(model, "h2o", 0.5)
+
+    def fail(tensor):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        cache._map_rows("reorder_cache()", fail)
+    assert not cache.unfinished
+
+
+def test_copies_make_a_deck_of_their_own(model):
+    assert read(model, "h2o", 0.5, steps=2).clone().deck_due
+    assert not read(model, "h2o", 0.5, room=4).clone().deck_due
+
+
+def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
+    """As of tokens that are fed one by one."""
+    handle = kvpatch.patch(model, "keyformer", 0.5, tau=(0.5, 4.0), generation_length=4, noise="none")
+    try:
+        for turn in range(2):
+            at_once, singly = handle.new_cache(), handle.new_cache()
+            at_once.prompt_len = singly.prompt_len = N
+            if turn:
+                for cache in (at_once, singly):
+                    model(prompt(2, N), past_key_values=cache)
+                    model(prompt(2, 1, seed=4), past_key_values=cache)
+                    cache.prompt_len = 2 * N + 1
+            ids = prompt(2, N + 3, seed=5)
+            model(ids, past_key_values=at_once)
+            for piece in ids.split([N, 1, 1, 1], 1):
+                model(piece, past_key_values=singly)
+            for one, other in zip(at_once.layers, singly.layers, strict=True):
+                mine, theirs = (sorted(zip(layer.positions[0, 0].tolist(), layer.state["gumbel"][0, 0].tolist(), strict=True))
+                                for layer in (one, other))  # fmt: skip
+                mine, theirs = ([pair for pair in pairs if pair[0] >= 0] for pairs in (mine, theirs))
+                assert [p for p, _ in mine] == [p for p, _ in theirs]
+                assert [score for _, score in mine] == pytest.approx([score for _, score in theirs], rel=1e-4)
+    finally:
+        handle.remove()
+
+
 def test_heads_that_hold_the_same_tokens():
     for name, aligned in {"tova": True, "h2o": True, "adaptive(tova)": False, "critical(tova)": False, "adakv": False}.items():
         assert get_policy(name).aligned is aligned

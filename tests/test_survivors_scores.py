@@ -140,6 +140,14 @@ def test_values():
     assert ranked.argsort().tolist() == [2, 0, 1, 3]
 
 
+def test_noise_is_noted_where_it_is_drawn_once():
+    keys, positions = torch.zeros(1, 2, 3, 4), torch.arange(3)[None]
+    for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
+        noted = scores.GumbelSoftmax(noise=kind, resample=resample).entry(keys, positions, 2, 0, 0)
+        assert list(noted) == [] if kind == "none" or (resample and kind != "constant") else ["noise"]
+        assert all(one.shape == (1, 2, 3, 2) for one in noted.values())
+
+
 @pytest.mark.parametrize("pooling", ["max", "avg", None])
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 def test_pooling_over_neighbours(pooling, kernel):
