@@ -26,6 +26,7 @@ ARGUMENTS = [
     ({"k": "0GiB"}, r"k='0GiB' is not a size"),
     ({"k": "3B"}, r"k='3B' holds no token: one token of this model takes 256 bytes"),
     ({"k": [0.5]}, r"k has 1 entries, but the model has 2 layers: give one for each"),
+    ({"k": [0.5] * 3}, r"k has 3 entries, but the model has 2 layers: give one for each"),
     ({"k": [0.5, -1]}, r"k\[1\]=-1 tokens keeps nothing"),
     ({"k": [0.5, "x"]}, r"k\[1\]='x' is not a size"),
     ({"k": {}}, r"k=\{\} is not a budget"),

@@ -1,6 +1,8 @@
 """Small laws of a cache's counters, written down because the code could be changed without them (mutation testing)."""
 
 import copy
+import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -64,14 +66,29 @@ def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
     assert [one.item() for one in (clock.columns, clock.limit, clock.steps, clock.span)] == [N, limit, 0, 1]
     assert len(marked) == (room is not None)
     cache = read(model, policy, 0.5, steps=3, room=room)
+    assert len(marked) == 2 * (room is not None)
     assert [one.item() for one in (cache.clock.columns, cache.clock.limit, cache.clock.steps)] == [N + 3, limit, 3]
 
 
 def test_a_ragged_layer_says_how_far_it_may_grow(model):
-    cache = read(model, "adakv", 0.4, window=5)
-    slack = min(layer.slack for layer in cache.layers)
-    assert slack > 0
-    assert cache.clock.limit.item() == N + slack
+    handle = kvpatch.patch(model, "adakv", 0.4, window=5)
+    cache = handle.new_cache()
+    try:
+        for turn in (1, 2):
+            model(prompt(2, N), past_key_values=cache)
+            slack = min(layer.slack for layer in cache.layers)
+            assert slack > 0
+            assert cache.clock.limit.item() == turn * N + slack
+    finally:
+        handle.remove()
+
+
+def test_layers_that_bound_themselves_always_act():
+    """By their sliding window, whatever the policy of the others does."""
+    for name, acting in (("h2o", [True, True]), ("full", [False, True])):
+        cache = kvpatch.EvictingCache(get_policy(name), Budget((0.5, 0.5)), bounds=(None, 4))
+        assert cache.acting == acting
+        assert [policy.name for policy in cache.policies] == [name, "window"]
 
 
 def test_steps_that_are_rolled_back_were_not_taken(model):
@@ -125,11 +142,15 @@ def test_a_copy_made_in_inference_mode_can_be_written(model):
 def test_before_anything_was_read(model):
     cache = kvpatch.EvictingCache(get_policy("keyformer"), Budget((0.5, 0.5)))
     assert (cache.seed, cache.steps, cache.turns, cache.get_seq_length()) == (0, 0, 0, 0)
+    assert inspect.signature(cache.begin).parameters["repeatable"].default is False
+    assert (cache.scratch, cache.deck_due) == (False, False)
+    assert (cache.block, cache.renumbered, cache.turn_open, cache.joined, cache.padded) == (None, False, False, False, False)
 
 
 def test_reset_starts_anew(model):
     cache = read(model, "h2o", 0.5, steps=2)
     cache.reset()
+    assert (cache.deck, cache.deck_due) == (None, False)
     assert (cache.steps, cache.turns, cache.turn_open, cache.get_seq_length(), cache.seen_B) == (0, 0, False, 0, None)
 
 
@@ -208,7 +229,7 @@ def test_protected_ids_are_kept_wherever_they_stand(model):
     """And padding of that id is not."""
     ids, mask = prompt(2, N), torch.ones(2, N, dtype=torch.long)
     ids[ids == 5] = 6
-    ids[0, [3, 9]] = ids[1, [0, 1, 7]] = 5
+    ids[0, [0, 3, 9]] = ids[1, [0, 1, 7]] = 5
     mask[1, :2] = 0
     handle = kvpatch.patch(model, "window", 8, protect=[5])
     try:
@@ -217,7 +238,7 @@ def test_protected_ids_are_kept_wherever_they_stand(model):
     finally:
         handle.remove()
     held = [set(row[0].tolist()) - {-1} for row in cache.positions(0)]
-    assert held == [{3, 9, *range(14, 20)}, {5, *range(11, 18)}]
+    assert held == [{0, 3, 9, *range(15, 20)}, {5, *range(11, 18)}]
 
 
 def test_kernels_have_no_deck(model):
@@ -265,6 +286,8 @@ def test_prompts_are_counted(model):
         assert cache.held(0).unique().tolist() == [4]
         model(prompt(2, 5, seed=2), past_key_values=cache)
         assert (cache.turns, cache.turn_open) == (2, False)
+        model(prompt(2, 2, seed=2), past_key_values=cache)
+        assert cache.turns == 3
         whole, pieces = handle.new_cache(), handle.new_cache()
         mask = torch.ones(2, N, dtype=torch.long)
         mask[1, :4] = 0
@@ -310,6 +333,7 @@ def test_rows_that_move_leave_columns_and_the_clock(model):
     assert cache.seen_B.tolist() == [N - 4, N - 6]
     assert cache.get_seq_length() == N
     assert cache.clock is clock
+    assert (cache.deck, cache.deck_due) == (None, False)
 
 
 def test_what_fails_before_anything_moved_changes_nothing(model):
@@ -352,6 +376,41 @@ def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
                 assert [score for _, score in mine] == pytest.approx([score for _, score in theirs], rel=1e-4)
     finally:
         handle.remove()
+
+
+def test_nothing_is_rolled_back(model):
+    cache = read(model, "h2o", 0.5, steps=2)
+    clock, deck = cache.clock, cache.deck
+    cache.crop(0)
+    assert cache.clock is clock
+    assert cache.deck is deck is not None
+
+
+def test_counters_catch_up_with_compiled_steps(model):
+    cache = read(model, "h2o", 0.5, room=4)
+    compiled.begin(cache, None, None)  # and its layers run unseen
+    compiled.end(cache)
+    assert cache.behind
+    assert cache.layers[0].seen == N
+    assert cache.get_seq_length() == N + 1
+    assert (cache.behind, cache.steps, cache.unfinished) == (False, 1, False)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("prompt", N), ("both", N), ("decode", 2 * N)])
+def test_a_pyramid_gives_no_layer_more_than_its_prompt(model, schedule, most):
+    """Unless tokens are to come that may fill it."""
+    handle = kvpatch.patch(model, "pyramid(h2o)", 0.9, schedule=schedule)
+    cache = handle.new_cache()
+    handle.remove()
+    shares = [cache.tokens(layer, N) for layer in range(2)]
+    assert sum(shares) == 2 * int(0.9 * N)
+    assert (shares[0] > N) == (schedule == "decode")
+    assert shares[0] <= most
+
+
+def test_who_remembers_generated_tokens():
+    assert get_policy("h2o").remembers is False
+    assert dataclasses.replace(get_policy("h2o"), schedule="prompt").remembers is True
 
 
 def test_heads_that_hold_the_same_tokens():

@@ -80,6 +80,7 @@ def test_a_policy_is_data(part):
 def test_protected_tokens_as_a_tensor():
     assert protect_tensor([True, False]).dtype == torch.bool
     assert protect_tensor([[True], [False]]).shape == (2, 1)
+    assert protect_tensor([0, 3]).tolist() == [0, 3]
     ids = protect_tensor(torch.tensor(5, dtype=torch.int32))
     assert (ids.dtype, ids.tolist()) == (torch.int64, [5])
 
@@ -146,6 +147,8 @@ def test_noise_is_noted_where_it_is_drawn_once():
         noted = scores.GumbelSoftmax(noise=kind, resample=resample).entry(keys, positions, 2, 0, 0)
         assert list(noted) == [] if kind == "none" or (resample and kind != "constant") else ["noise"]
         assert all(one.shape == (1, 2, 3, 2) for one in noted.values())
+    one, other = (scores.GumbelSoftmax(noise=name).entry(keys, positions, 2, 0, 0) for name in ("gumbel", "".join("gumbel")))
+    assert torch.equal(one["noise"], other["noise"])
 
 
 @pytest.mark.parametrize("pooling", ["max", "avg", None])
