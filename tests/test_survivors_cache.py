@@ -378,6 +378,12 @@ def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
         handle.remove()
 
 
+def test_the_end_of_a_prompt_foresees_who_takes_the_steps(model):
+    """For the report of steps that are compiled, which say nothing themselves."""
+    assert read(model, "h2o", 0.5).choice.coming.keys() == {"decode"}
+    assert read(model, "adakv", 0.4, window=5).choice.coming.keys() == {"ragged"}
+
+
 def test_nothing_is_rolled_back(model):
     cache = read(model, "h2o", 0.5, steps=2)
     clock, deck = cache.clock, cache.deck

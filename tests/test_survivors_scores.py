@@ -132,7 +132,7 @@ def test_values():
     assert torch.equal(scores.Mean().value(moment), moment.mean)
     assert torch.equal(scores.GumbelSoftmax().value(moment), moment.state["gumbel"])
     assert torch.equal(scores.KeyNorm().value(moment), -moment.state["key_norm"])
-    assert torch.equal(scores.Last(heads="each").value(moment), moment.state["tail"])
+    assert torch.equal(scores.Last(heads="".join("each")).value(moment), moment.state["tail"])
     assert scores.Recency().value(moment).tolist() == [[[0.0, 3.0, 5.0, 9.0]]]
     # the lattice by recency, behind all others by recency
     ranked = scores.DilatedRecency().value(moment)[0, 0]
