@@ -225,6 +225,19 @@ def test_a_protecting_mask_is_that_of_every_sequence_of_a_prompt(model):
     assert held == [{3, 4, 5, *range(15, 20)}] * 2 + [{8, 9, *range(14, 20)}] * 2
 
 
+def test_a_protecting_mask_is_of_the_prompt_alone(model):
+    """A pass may bring its last tokens and some generated ones."""
+    handle = kvpatch.patch(model, "window", 8, protect=torch.arange(N) == 2)
+    try:
+        cache = handle.new_cache()
+        cache.prompt_len = N
+        for piece in prompt(2, N + 4).split([17, 7], 1):
+            model(piece, past_key_values=cache)
+    finally:
+        handle.remove()
+    assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {2, *range(17, 24)}
+
+
 def test_protected_ids_are_kept_wherever_they_stand(model):
     """And padding of that id is not."""
     ids, mask = prompt(2, N), torch.ones(2, N, dtype=torch.long)
@@ -261,6 +274,13 @@ def test_a_change_in_inference_mode_leaves_a_cache_that_can_be_written(model, na
         CHANGES[name](cache)
     tensors = [cache.seen_B, *(one for layer in cache.layers for one in (layer.keys, layer.positions, layer.state["sum"]))]
     assert not any(one.is_inference() for one in tensors)
+
+
+def test_rows_joined_in_inference_mode_can_be_written(model):
+    one = read(model, "h2o", 0.5)
+    with torch.inference_mode():
+        joined = kvpatch.EvictingCache.concatenate([one, one.clone()])
+    assert not any(tensor.is_inference() for tensor in (joined.seen_B, joined.layers[0].keys, joined.layers[0].positions))
 
 
 def test_what_is_taken_over_in_inference_mode_can_be_written(model):
@@ -302,6 +322,8 @@ def test_prompts_are_counted(model):
 
 
 def test_who_is_compiled_by_generate(model):
+    assert read(model, "h2o", 0.5).chooses is True
+    assert read(model, "full", 0.5).chooses is False
     assert read(model, "h2o", 0.5).is_compileable is False
     assert read(model, "h2o", 0.5, room=4).is_compileable is True
 

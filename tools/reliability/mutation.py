@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.reliability.mutants import Mutant, mutants
-from tools.reliability.mutation_page import write_page
+from tools.reliability.mutation_page import UNKNOWN, read_reasons, reason, write_page
 from tools.reliability.mutation_tests import ALWAYS, PATIENCE, Tests, files
 from tools.reliability.mutation_worker import LIMIT, TIME
 from tools.reliability.page import PAGE, ROOT
@@ -150,7 +150,10 @@ def run(args: argparse.Namespace) -> None:
     order = order[: args.sample]
     known = read_results()
     todo = [mutant for mutant in order if known.get(mutant.key, {}).get("verdict") == args.again]
-    print(f"{len(todo)} of {len(order)} to do: those with {args.again or 'no'} result", flush=True)
+    if args.again:
+        reasons = read_reasons(ROOT)
+        todo = [mutant for mutant in todo if reason(reasons, mutant)[0] == UNKNOWN]
+    print(f"{len(todo)} of {len(order)} to do: those {f'that {args.again}' if args.again else 'with no result'}", flush=True)
     limit = LIMIT * (PATIENCE if args.again else 1)
     begun, lock, results = time.monotonic(), threading.Lock(), (STATE / "results.jsonl").open("a")
     if todo and not args.page_only:
@@ -202,7 +205,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    again = "those that have this result, and no others, with more tests and time"
+    again = "those that have this result and that equivalent.toml does not explain, with more tests and time"
     parser.add_argument("--again", choices=("survived", "timeout"), help=again)
     parser.add_argument("--page-only", action="store_true", help="write the page from the results there are")
     parser.add_argument("--packages", default=str(STATE / "packages"), help="where pip put cosmic-ray (--target)")

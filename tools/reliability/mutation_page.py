@@ -12,6 +12,7 @@ import tomllib
 from tools.reliability.mutants import Mutant
 from tools.reliability.page import put
 
+UNKNOWN = "not looked into"
 INTRODUCTION = """## Mutation testing
 
 Made by `make mutation`. cosmic-ray's operators change `policies/`, `cache.py` and `attention.py` in one place at a time (an
@@ -27,7 +28,7 @@ def write_page(page: Path, root: Path, listed: list[Mutant], results: dict[str, 
     """The page, from the results of those mutants that have one."""
     from tools.reliability.mutation_worker import LIMIT
 
-    reasons = tomllib.loads((root / "tools" / "reliability" / "equivalent.toml").read_text()).get("survivor", [])
+    reasons = read_reasons(root)
     done = [(mutant, results[mutant.key]["verdict"]) for mutant in listed if mutant.key in results]
     lines = [INTRODUCTION.format(limit=LIMIT)]
     rows, total = [], Counter({"listed": len(listed)})
@@ -68,13 +69,17 @@ def _row(file: str, tried: int, counts: Counter[str], same: int) -> str:
     return f"| {name} | {tried} | {dead} | {counts['timeout']} | {counts['survived']} | {same} | {share} |"
 
 
+def read_reasons(root: Path) -> list[dict[str, Any]]:
+    return tomllib.loads((root / "tools" / "reliability" / "equivalent.toml").read_text()).get("survivor", [])
+
+
 def reason(reasons: list[dict[str, Any]], mutant: Mutant) -> tuple[str, bool]:
     """Why a survivor lives, and whether it computes the same: the first entry whose file, line and change fit it."""
     for entry in reasons:
         here = entry["file"] in (mutant.file, "*") and entry.get("where", mutant.where) == mutant.where
         if here and entry["line"] in mutant.before and entry.get("becomes", "") in mutant.after:
             return entry["why"], entry.get("equivalent", True)
-    return "not looked into", False
+    return UNKNOWN, False
 
 
 def interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
