@@ -279,7 +279,13 @@ def small_moment(group, sliding):
     )  # fmt: skip
 
 
+def test_a_size_counts_what_bounded_layers_hold():
+    one = Budget.parse("4KiB", n_layers=3, bytes_per_token=64, bounds=(None, 10, None))
+    assert one.per_layer == ((4096 - 10 * 64) // (2 * 64),) * 3
+
+
 def test_rows_and_means():
+    assert small_moment(1, None).aligned
     assert accumulator(torch.float16) == accumulator(torch.bfloat16) == accumulator(torch.float32) == torch.float32
     assert accumulator(torch.float64) == torch.float64
     moment = small_moment(1, None)

@@ -122,7 +122,7 @@ class DeviationScope(Scope):
         # the order of variances is that of deviations
         variance = (moment.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
         ranked = order(variance, position, signed=False)
-        if moment.empty or limits.any_prompt:
+        if limits.any_prompt:  # an empty slot is at -1 already, for its position is
             ranked = ranked.masked_fill(position < limits.prompt, -1)
         steady, others = in_top(ranked, limits.deviation, limits.deviation_count), super().mask(moment)
         return steady if others is None else steady | others
