@@ -1,5 +1,6 @@
 """Small laws of a cache's counters, written down because the code could be changed without them (mutation testing)."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -26,16 +27,13 @@ def model():
 
 def read(model, policy, k, steps=0, record=False, room=None, **options):
     """A cache that has read a prompt of N tokens and so many more, and its patch, which is gone."""
-    handle = kvpatch.patch(model, policy, k, **options)
-    try:
+    with kvpatch.patched(model, policy, k, **options) as handle:
         cache = handle.new_cache(**({} if room is None else {"room": room}))
         if record:
             cache.activate_past_recording()
         model(prompt(2, N), past_key_values=cache)
         for t in range(steps):
             model(prompt(2, 9, seed=3)[:, t : t + 1], past_key_values=cache)
-    finally:
-        handle.remove()
     return cache
 
 
@@ -71,16 +69,13 @@ def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
 
 
 def test_a_ragged_layer_says_how_far_it_may_grow(model):
-    handle = kvpatch.patch(model, "adakv", 0.4, window=5)
-    cache = handle.new_cache()
-    try:
+    with kvpatch.patched(model, "adakv", 0.4, window=5) as handle:
+        cache = handle.new_cache()
         for turn in (1, 2):
             model(prompt(2, N), past_key_values=cache)
             slack = min(layer.slack for layer in cache.layers)
             assert slack > 0
             assert cache.clock.limit.item() == turn * N + slack
-    finally:
-        handle.remove()
 
 
 def test_layers_that_bound_themselves_always_act():
@@ -119,15 +114,12 @@ def test_layers_stand_side_by_side_in_one_deck(model, monkeypatch):
 
 def test_one_token_behind_a_prompt_is_not_recorded(model):
     """In the pass that ends it: a journal costs memory, and is what activate_past_recording() is for."""
-    handle = kvpatch.patch(model, "h2o", 0.5)
-    try:
+    with kvpatch.patched(model, "h2o", 0.5) as handle:
         for extra, held in ((1, 0), (2, 2)):
             cache = handle.new_cache()
             cache.prompt_len = N
             model(prompt(2, N + extra), past_key_values=cache)
             assert [len(layer.journal) for layer in cache.layers] == [held] * len(cache.layers)
-    finally:
-        handle.remove()
     with pytest.raises(KVPatchError, match="was not recorded"):
         read(model, "h2o", 0.5, steps=1).crop(-1)
 
@@ -155,8 +147,7 @@ def test_reset_starts_anew(model):
 
 
 def test_two_generated_tokens_at_once_are_refused_where_layers_share_a_score(model):
-    handle = kvpatch.patch(model, "keyformer", 0.5, shared=True)
-    try:
+    with kvpatch.patched(model, "keyformer", 0.5, shared=True) as handle:
         for extra in (0, 1):
             cache = handle.new_cache()
             cache.prompt_len = N
@@ -166,19 +157,14 @@ def test_two_generated_tokens_at_once_are_refused_where_layers_share_a_score(mod
             cache.prompt_len = N
             with pytest.raises(KVPatchError, match=f"{extra} generated tokens in one pass"):
                 model(prompt(2, N + extra), past_key_values=cache)
-    finally:
-        handle.remove()
 
 
 def test_padding_has_position_minus_one(model):
-    handle = kvpatch.patch(model, "h2o", 0.5)
     mask = torch.ones(2, N, dtype=torch.long)
     mask[1, :4] = 0
-    try:
+    with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
         model(prompt(2, N), attention_mask=mask, past_key_values=cache)
-    finally:
-        handle.remove()
     assert cache.now.positions_BQ.tolist() == [list(range(N)), [-1] * 4 + list(range(N - 4))]
 
 
@@ -186,19 +172,17 @@ def test_values_of_another_dtype_are_taken_as_the_cache_s(model):
     """As under autocast, which turns projections into half precision and leaves what rotary positions touch."""
 
     def run(change):
-        handle, hooks = kvpatch.patch(model, "h2o", 0.5), []
-        cache = handle.new_cache()
-        model(prompt(2, N), past_key_values=cache)
-        for layer in model.model.layers:
-            attn = layer.self_attn
-            hooks.append(attn.v_proj.register_forward_hook(lambda module, given, out: change(out)))
-            hooks.append(attn.o_proj.register_forward_pre_hook(lambda module, given: (given[0].bfloat16().float(),)))
-        try:
+        with kvpatch.patched(model, "h2o", 0.5) as handle, contextlib.ExitStack() as hooks:
+            cache = handle.new_cache()
+            model(prompt(2, N), past_key_values=cache)
+            for layer in model.model.layers:
+                attn = layer.self_attn
+                for hook in (
+                    attn.v_proj.register_forward_hook(lambda module, given, out: change(out)),
+                    attn.o_proj.register_forward_pre_hook(lambda module, given: (given[0].bfloat16().float(),)),
+                ):
+                    hooks.callback(hook.remove)
             return [model(prompt(2, n, seed=3), past_key_values=cache).logits for n in (1, 1, 5)]
-        finally:
-            for hook in hooks:
-                hook.remove()
-            handle.remove()
 
     got, want = run(lambda out: out.bfloat16()), run(lambda out: out.bfloat16().float())
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
@@ -215,26 +199,20 @@ def test_under_torch_compile_a_length_is_a_tensor(model, monkeypatch):
 def test_a_protecting_mask_is_that_of_every_sequence_of_a_prompt(model):
     protect = torch.zeros(2, N, dtype=torch.bool)
     protect[0, 3:6] = protect[1, 8:10] = True
-    handle = kvpatch.patch(model, "window", 8, protect=protect)
-    try:
+    with kvpatch.patched(model, "window", 8, protect=protect) as handle:
         cache = handle.new_cache()
         model(prompt(2, N).repeat_interleave(2, 0), past_key_values=cache)
-    finally:
-        handle.remove()
     held = [set(row[0].tolist()) - {-1} for row in cache.positions(0)]
     assert held == [{3, 4, 5, *range(15, 20)}] * 2 + [{8, 9, *range(14, 20)}] * 2
 
 
 def test_a_protecting_mask_is_of_the_prompt_alone(model):
     """A pass may bring its last tokens and some generated ones."""
-    handle = kvpatch.patch(model, "window", 8, protect=torch.arange(N) == 2)
-    try:
+    with kvpatch.patched(model, "window", 8, protect=torch.arange(N) == 2) as handle:
         cache = handle.new_cache()
         cache.prompt_len = N
         for piece in prompt(2, N + 4).split([17, 7], 1):
             model(piece, past_key_values=cache)
-    finally:
-        handle.remove()
     assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {2, *range(17, 24)}
 
 
@@ -244,12 +222,9 @@ def test_protected_ids_are_kept_wherever_they_stand(model):
     ids[ids == 5] = 6
     ids[0, [0, 3, 9]] = ids[1, [0, 1, 7]] = 5
     mask[1, :2] = 0
-    handle = kvpatch.patch(model, "window", 8, protect=[5])
-    try:
+    with kvpatch.patched(model, "window", 8, protect=[5]) as handle:
         cache = handle.new_cache()
         model(ids, attention_mask=mask, past_key_values=cache)
-    finally:
-        handle.remove()
     held = [set(row[0].tolist()) - {-1} for row in cache.positions(0)]
     assert held == [{0, 3, 9, *range(15, 20)}, {5, *range(11, 18)}]
 
@@ -286,19 +261,15 @@ def test_rows_joined_in_inference_mode_can_be_written(model):
 def test_what_is_taken_over_in_inference_mode_can_be_written(model):
     with torch.inference_mode():
         past = model(prompt(2, N)).past_key_values
-        handle = kvpatch.patch(model, "window", 0.5)
-        try:
+        with kvpatch.patched(model, "window", 0.5) as handle:
             cache = handle.new_cache()
             cache.absorb(past)
-        finally:
-            handle.remove()
     assert not any(one.is_inference() for one in (cache.seen_B, cache.layers[0].positions))
 
 
 def test_prompts_are_counted(model):
     """A prompt may be one token, and may be fed one by one; the next tokens evict."""
-    handle = kvpatch.patch(model, "h2o", 4)
-    try:
+    with kvpatch.patched(model, "h2o", 4) as handle:
         cache = handle.new_cache()
         for t in range(12):
             model(prompt(2, N)[:, t : t + 1], past_key_values=cache)
@@ -317,8 +288,6 @@ def test_prompts_are_counted(model):
             model(prompt(2, N)[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=pieces)
         for layer in range(2):
             assert torch.equal(whole.positions(layer).sort().values[..., -4:], pieces.positions(layer).sort().values[..., -4:])
-    finally:
-        handle.remove()
 
 
 def test_who_is_compiled_by_generate(model):
@@ -342,14 +311,11 @@ def test_concatenate_is_of_the_class(model):
 
 
 def test_rows_that_move_leave_columns_and_the_clock(model):
-    handle = kvpatch.patch(model, "h2o", 0.5)
     mask = torch.ones(2, N, dtype=torch.long)
     mask[0, :6] = mask[1, :4] = 0
-    try:
+    with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
         model(prompt(2, N), attention_mask=mask, past_key_values=cache)
-    finally:
-        handle.remove()
     clock = cache.clock
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.seen_B.tolist() == [N - 4, N - 6]
@@ -376,8 +342,7 @@ def test_copies_make_a_deck_of_their_own(model):
 
 def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
     """As of tokens that are fed one by one."""
-    handle = kvpatch.patch(model, "keyformer", 0.5, tau=(0.5, 4.0), generation_length=4, noise="none")
-    try:
+    with kvpatch.patched(model, "keyformer", 0.5, tau=(0.5, 4.0), generation_length=4, noise="none") as handle:
         for turn in range(2):
             at_once, singly = handle.new_cache(), handle.new_cache()
             at_once.prompt_len = singly.prompt_len = N
@@ -396,8 +361,6 @@ def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
                 mine, theirs = ([pair for pair in pairs if pair[0] >= 0] for pairs in (mine, theirs))
                 assert [p for p, _ in mine] == [p for p, _ in theirs]
                 assert [score for _, score in mine] == pytest.approx([score for _, score in theirs], rel=1e-4)
-    finally:
-        handle.remove()
 
 
 def test_the_end_of_a_prompt_foresees_who_takes_the_steps(model):
@@ -427,9 +390,8 @@ def test_counters_catch_up_with_compiled_steps(model):
 @pytest.mark.parametrize(("schedule", "most"), [("prompt", N), ("both", N), ("decode", 2 * N)])
 def test_a_pyramid_gives_no_layer_more_than_its_prompt(model, schedule, most):
     """Unless tokens are to come that may fill it."""
-    handle = kvpatch.patch(model, "pyramid(h2o)", 0.9, schedule=schedule)
-    cache = handle.new_cache()
-    handle.remove()
+    with kvpatch.patched(model, "pyramid(h2o)", 0.9, schedule=schedule) as handle:
+        cache = handle.new_cache()
     shares = [cache.tokens(layer, N) for layer in range(2)]
     assert sum(shares) == 2 * int(0.9 * N)
     assert (shares[0] > N) == (schedule == "decode")
