@@ -126,7 +126,8 @@ def test_declarations():
 
 def test_values():
     moment = small_moment(2, None)
-    moment.state |= {name: torch.rand(1, 1, 4) for name in ("tail", "count", "gumbel", "key_norm")}
+    moment.state |= {name: torch.rand(1, 1, 4) for name in ("count", "gumbel", "key_norm")}
+    moment.state["tail"] = torch.rand(1, 2, 4)
     assert torch.equal(scores.Accumulated().value(moment), moment.state["sum"])
     assert torch.equal(scores.AccumulatedQuantized().value(moment), moment.state["count"] / 2)
     assert torch.equal(scores.Mean().value(moment), moment.mean)
