@@ -22,7 +22,9 @@ from tools.reliability.page import ROOT, put
 ROWS = ("5.15.0", "5.17.0", "newest", "pinned/2.10.0", "pinned/newest")
 RANGE = {"transformers": ">=5.15,<6", "torch": ">=2.10"}
 # their pins suit the pinned transformers or torch; another one brings its own
-FOLLOW = {"transformers": ("tokenizers", "safetensors"), "torch": ("triton",)}
+FOLLOW = {"transformers": ("tokenizers", "safetensors"), "torch": ("triton", "numpy")}
+# the interpreter of Triton 3.6, which torch 2.10 brings, fails on newer ones
+ADDED = {"transformers": (), "torch": ("numpy<2.4",)}
 SHOW = "import torch, transformers; print(transformers.__version__, torch.__version__)"
 
 
@@ -56,7 +58,7 @@ def requirements(row: str) -> tuple[str, list[str]]:
             continue
         dropped = tuple(f"{other}==" for other in (name, *FOLLOW[name]))
         pins = [line for line in pins if not line.startswith(dropped)]
-        pins.append(name + (RANGE[name] if version == "newest" else f"=={version}"))
+        pins += [name + (RANGE[name] if version == "newest" else f"=={version}"), *ADDED[name]]
     first = next(line for line in pins if line.startswith(("torch=", "torch>")))
     return first, [line for line in pins if line != first]
 

@@ -189,16 +189,17 @@ def split_kernel(
     # the new token starts the softmax of the stretch that it goes to; what its slot held is never read
     own = (slot >= lo) & (slot < hi)
     mine = own & (newest >= 0)
+    own_g, own_d = g < tl.where(own, G, 0), d < tl.where(own, D, 0)
     at = n * C + slot
-    tl.store(KEYS + (begin + slot) * D + d, k_new, mask=real_d & own)
-    tl.store(VALUES + (begin + slot) * D + d, v_new, mask=real_d & own)
+    tl.store(KEYS + (begin + slot) * D + d, k_new, mask=own_d)
+    tl.store(VALUES + (begin + slot) * D + d, v_new, mask=own_d)
     tl.store(POSITIONS + at, newest, mask=own)
     x_new = tl.where(mine, tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale, float("-inf"))
     maximum, total = x_new, tl.where(x_new > float("-inf"), 1.0, 0.0)
     acc = total[:, None] * v_new.to(tl.float32)[None, :]
     seen = tl.where(mine, 1, 0)
     if LOGITS is not None:
-        tl.store(LOGITS + (n * G + g) * C + slot, x_new, mask=real_g & own)
+        tl.store(LOGITS + (n * G + g) * C + slot, x_new, mask=own_g)
     if SLOPES is not None:
         slope = tl.load(SLOPES + h * G + g, mask=real_g, other=0.0).to(tl.float32) * LOG2_E
     if GUMBEL:
@@ -206,7 +207,7 @@ def split_kernel(
             tau = tl.load(TAU)
         cooling = 1.0 / tau
         if NOISE is not None:
-            x_new += tl.log2(tl.load(NOISE + at * G + g, mask=real_g & own, other=1.0))
+            x_new += tl.log2(tl.load(NOISE + at * G + g, mask=own_g, other=1.0))
         maximum_y, total_y = x_new * cooling, total
     for start in range(lo, hi, BLOCK):
         c = start + tl.arange(0, BLOCK)
