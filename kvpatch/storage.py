@@ -192,10 +192,11 @@ def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, A
 
     try:
         with safe_open(path, "pt") as file:
-            found, texts = entries(file), file.metadata() or {}
+            texts = file.metadata() or {}
             about = _about(texts.get("kvpatch", ""), path)
             _compare("model", about["model"], target.identity(), path)
             _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
+            found = entries(file)
             stored.check(about, found, cache, target.shapes())
             tensors = {name: read(file, name) for name in found}
     except FileNotFoundError as error:

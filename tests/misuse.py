@@ -7,7 +7,7 @@ misuse_arguments.py, those of `patched` also in test_errors.py.
 from __future__ import annotations
 
 import torch
-from misuse_world import elsewhere, filled, full, half, removed, report_of_none, row, static
+from misuse_world import elsewhere, filled, full, half, removed, report_of_none, row, static, weights
 from tiny import make, prompt
 from transformers import DynamicCache
 
@@ -103,6 +103,8 @@ PATCHES = [
     _p("load_cache without a path", lambda w: w.patch.load_cache(7), r"path=7.*such as 'cache\.safetensors'"),
     _p("load_cache of no file", lambda w: w.patch.load_cache(w.folder / "none"), r"There is no file .*none"),
     _p("load_cache of a folder", lambda w: w.patch.load_cache(w.folder), r"is a folder: give"),
+    _p("load_cache of a model's weights", lambda w: w.patch.load_cache(weights(w)), r"is no cache saved by this.*read its"),
+    _p("load_cache of a text", lambda w: w.patch.load_cache(__file__), r"cannot be read as a saved cache.*Save it anew"),
     _p("load_cache under another policy", lambda w: kvpatch.patch(make("llama_gqa"), "tova").load_cache(w.file()),
        r"policy: name is 'h2o' there and 'tova' here"),
     _p("load_cache under another model", lambda w: kvpatch.patch(make("llama"), "h2o").load_cache(w.file()),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tiny import force, make, prompt
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
@@ -91,6 +92,12 @@ def full(rows: int = 2, layers: int = 2) -> DynamicCache:
 
 def static(w: World) -> StaticCache:
     return StaticCache(config=w.model.config, max_cache_len=64)
+
+
+def weights(w: World) -> Path:
+    """Safetensors of another kind, with a type that no cache holds."""
+    save_file({"linear.weight": torch.ones(2, 2, dtype=torch.uint8)}, w.folder / "model.safetensors")
+    return w.folder / "model.safetensors"
 
 
 def removed(w: World) -> Any:

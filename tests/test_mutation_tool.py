@@ -73,9 +73,15 @@ def test_tests_are_those_that_run_the_line_and_the_telling_ones_come_first():
         "t.py::fast[2]": {"seconds": 0.2, "lines": ran(5)},
         "t.py::other": {"seconds": 0.01, "lines": ran(7)},
         "t.py::endless": {"seconds": 1000.0, "lines": ran(5)},
+        "t.py::long": {"seconds": 30.0, "lines": ran(5)},
+        **{f"t.py::swift[{n}]": {"seconds": 0.02 + n / 1000, "lines": ran(9)} for n in range(3)},
+        "t.py::first": {"seconds": 0.06, "lines": ran(9)},
     }
     tests = Tests(found)
     assert tests.of(_mutant()) == ["t.py::fast[1]", "t.py::slow[1]", "t.py::fast[2]"]
+    assert tests.of(_mutant(), again=True) == ["t.py::fast[1]", "t.py::slow[1]", "t.py::long", "t.py::fast[2]"]
+    swift = ["t.py::swift[0]", "t.py::swift[1]", "t.py::swift[2]", "t.py::first"]
+    assert tests.of(_mutant(line=9, span=(9, 9))) == swift
     tests.note(_mutant(), "t.py::fast[2]")
     tests.note(_mutant(), "unknown")
     assert tests.of(_mutant()) == ["t.py::fast[2]", "t.py::fast[1]", "t.py::slow[1]"]

@@ -189,6 +189,7 @@ def split_kernel(
     # the new token starts the softmax of the stretch that it goes to; what its slot held is never read
     own = (slot >= lo) & (slot < hi)
     mine = own & (newest >= 0)
+    # compared block by block: Triton 3.9's interpreter takes no mask in which a scalar truth value was spread over a block
     own_g, own_d = g < tl.where(own, G, 0), d < tl.where(own, D, 0)
     at = n * C + slot
     tl.store(KEYS + (begin + slot) * D + d, k_new, mask=own_d)
