@@ -3,7 +3,7 @@
 # make demo         what policies keep, on the small models of tools/models
 # make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability.md
 # make test-matrix  the tests under several versions of transformers and torch (several GB), and docs/reliability.md
-# make results      every experiment of tools/evaluate.py on those models, and docs/results.md
+# make results      every experiment of tools/evaluation on those models, and docs/results.md
 # make mutation     docs/reliability.md: which small changes of the library no test notices
 # make reliability  the other sections of that page: memory, misuse, fuzzing
 # make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
@@ -28,13 +28,13 @@ check: .venv/ok
 	.venv/bin/mypy
 
 soak: .venv/ok
-	.venv/bin/python -m tools.soak --minutes 30 --processes 2 --write
+	.venv/bin/python -m tools.reliability.soak --minutes 30 --processes 2 --write
 
 test-matrix: .venv/ok
-	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.test_matrix --write
+	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.test_matrix --write
 
 results: .venv/ok
-	.venv/bin/python -m tools.results --fresh
+	.venv/bin/python -m tools.evaluation.results --fresh
 
 # MUTATION="--sample 300" and such: see tools/reliability/mutation.py. cosmic-ray brings a lot, and only lists mutants here
 mutation: .venv/ok .mutation/packages/ok

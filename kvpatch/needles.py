@@ -19,7 +19,7 @@ from .loading import REPOSITORY, positions_of
 from .pictures import Marks
 
 SOURCE = "calendar.py"
-"""A file of the library that tools/train_text.py holds out: llama-python has never seen it."""
+"""A file of the library that tools/training/text.py holds out: llama-python has never seen it."""
 
 _OFFICES = ("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Riga", "Accra", "Delhi")
 _FILLER = (
@@ -55,7 +55,7 @@ class Text:
 
 
 def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
-    """The needle task of tools/tasks.py: records of a key and three values among filler; the question is a key."""
+    """The needle task of tools/training/tasks.py: records of a key and three values among filler; the question is a key."""
     tasks = _tasks()
     batch = tasks.needle(random.Random(seed), rows, needles=4, questions=1, in_prompt=in_prompt)
     n, row = batch.prompt_length, batch.tokens_BT[0].tolist()
@@ -68,8 +68,8 @@ def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
 
 
 def _tasks() -> Any:
-    """tools/tasks.py, which lies beside the package in the repository and not in it."""
-    name, path = "kvpatch_demo_tasks", REPOSITORY / "tools" / "tasks.py"
+    """tools/training/tasks.py, which lies beside the package in the repository and not in it."""
+    name, path = "kvpatch_demo_tasks", REPOSITORY / "tools" / "training" / "tasks.py"
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise KVPatchError(f"{path} is missing: clone the repository, or give a model of your own with --model.")

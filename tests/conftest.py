@@ -33,7 +33,7 @@ def no_gradients():
 @pytest.fixture(scope="module")
 def scenes():
     """`scenes(name)`: a patched model of faults.SCENES."""
-    from faults import Scenes
+    from tests.helpers.faults import Scenes
 
     made = Scenes()
     yield made.of

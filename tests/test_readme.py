@@ -13,7 +13,7 @@ from kvpatch import tables
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.check import Checks
 from kvpatch.policies import POLICIES
-from tests import tiny
+from tests.helpers import tiny
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ def test_what_works_has_a_test_and_every_example_is_named():
         assert f"def {function}(" in (ROOT / "tests" / file).read_text(), test
         named |= set(re.findall(r"\[(\w+)\]", example))
     parts = {"__init__", "finetune_table"}  # not run by themselves
-    assert named == {path.stem for path in (ROOT / "tools" / "examples").glob("*.py")} - parts
+    assert named == {path.stem for path in (ROOT / "examples").glob("*.py")} - parts
 
 
 def _words(path):

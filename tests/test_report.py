@@ -8,7 +8,7 @@ import torch
 
 import kvpatch
 from kvpatch.report import Report, block
-from tests import tiny
+from tests.helpers import tiny
 
 LENGTHS = [20, 12]
 

@@ -178,7 +178,7 @@ HUB = {
     "soda": Source("allenai/soda", None, "test", _turns, {}),
     "openwebtext": Source("Skylion007/openwebtext", None, "train", _fields("text"), _PARQUET),
 }
-"""Data sets of the papers by name [RoCo 5.1.2; Keyformer 4]; `python -m tools.evaluate summarize --data xsum`."""
+"""Data sets of the papers by name [RoCo 5.1.2; Keyformer 4]; `python -m tools.evaluation summarize --data xsum`."""
 
 
 def from_hub(

@@ -7,8 +7,8 @@ full cache: with ROUGE-1 and BLEU it is what all of RoCo's tables have, and it h
 the full cache's own scores 1 everywhere.
 
 Everything is generated greedily [RoCo 5.1.5]. The shipped models summarize (which value stood beside each mark? half
-the words are the marks) and reconstruct (all tokens again) in the words of tools/tasks.py, or go on from Python source.
-Your own prompts come with --data: a file (see data.py) or the name of a data set. Long ones lose their middle.
+the words are the marks) and reconstruct (all tokens again) in the words of tools/training/tasks.py, or go on from Python
+source. Your own prompts come with --data: a file (see data.py) or the name of a data set. Long ones lose their middle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from kvpatch.errors import KVPatchError
-from tools import tasks, train
+from tools.training import tasks, train
 
 from . import data, templates, textmetrics
 from .greedy import Tokens, generate, number
@@ -96,9 +96,9 @@ class Generation(Task):
         raise NotImplementedError
 
     def _words(self, subject: Subject, batch: tasks.Batch, request: Request) -> list[Sample]:
-        """Rows of tools/tasks.py: the context and what asks for it, and as reference what should follow."""
+        """Rows of tools/training/tasks.py: the context and what asks for it, and as reference what should follow."""
         if not subject.synthetic:
-            raise KVPatchError(f"{subject.name} has not learned {self.name} in tools/tasks.py: {_OWN_DATA}")
+            raise KVPatchError(f"{subject.name} has not learned {self.name} in tools/training/tasks.py: {_OWN_DATA}")
         new = number(self, request, "max_new_tokens", batch.continuation_BT.shape[1])
         decode = templates.tokenizer_of(subject, self.name).decode
         rows = zip(batch.prompt_BT.tolist(), batch.continuation_BT.tolist(), strict=True)

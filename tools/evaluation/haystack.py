@@ -19,7 +19,7 @@ from itertools import accumulate, product
 from kvpatch import get_policy
 from kvpatch.errors import KVPatchError
 from kvpatch.loading import positions_of
-from tools import train
+from tools.training import train
 
 from .data import documents
 from .greedy import generate

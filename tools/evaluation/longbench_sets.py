@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tools import train
+from tools.training import train
 
 from . import data, textmetrics
 from .task import digest

@@ -4,7 +4,7 @@ Two scenarios [CriticalKV 4.2]: `regular`, the question stands in the prompt and
 question comes after the context was compressed. Two kinds [CriticalKV 4.4]: `single`, one thing is asked for, whose
 depth is set; `multi`, four are, which lie anywhere (depth "all").
 
-The shipped models search for records of tools/tasks.py, `k v v v` among filler. Four are in every context, so that the
+The shipped models search for records of tools/training/tasks.py, `k v v v` among filler. Four are in every context, so that the
 answer is never the only record there is. `single` asks for one: its first token stands at the depth's share of the
 places where a whole record fits, from right behind <bos> (0) to the context's end (1). The rest of the context is the
 same at every depth, and in both scenarios. `multi` asks for all four one after another; of these questions, `regular`
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvpatch.errors import KVPatchError
 from kvpatch.loading import positions_of
-from tools import tasks
+from tools.training import tasks
 
 from . import haystack
 from .heatmap import heatmap

@@ -21,7 +21,7 @@ from kvpatch.arch import adapter_of, architectures
 from kvpatch.errors import KVPatchError
 from kvpatch.feeding import wide
 from kvpatch.pictures import new_figure, save
-from tools import perturbation
+from tools.evaluation import perturbation
 
 from .rows import rows_of
 from .task import Request, Sample, Setting, Subject, Task, digest

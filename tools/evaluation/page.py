@@ -24,7 +24,7 @@ Made by `make results` from the lines of every run: change the tools, not this p
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
 each) look things up in some two hundred tokens; three write Python. What they show exactly is which tokens a policy drops and
 what that breaks. How policies rank on a large model they show only as far as the mechanism is the same; measure yours with
-`python -m tools.evaluate` or `kvpatch compare`.
+`python -m tools.evaluation` or `kvpatch compare`.
 
 {intervals} Models weigh the same within an architecture, and architectures weigh the same. Three training seeds are few: an
 interval over one architecture alone is narrower than it should be. Of some hundred comparisons a few will be separated by luck.
@@ -175,7 +175,7 @@ def _ablations(table: Table) -> str:
 def _section(section: Section, table: Table, task: Task, pictures: Path) -> str:
     samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
     lines = [f"## {section.title}", "", section.text, ""]
-    lines += [f"`python -m tools.evaluate {task.name}`. {samples:,} samples, {len(table.models)} models. {task.source}", ""]
+    lines += [f"`python -m tools.evaluation {task.name}`. {samples:,} samples, {len(table.models)} models. {task.source}", ""]
     for part in section.parts:
         lines += _part(section, table.where(**part) if part else table, task, part)
     if section.facts:

@@ -27,7 +27,7 @@ from kvpatch.errors import KVPatchError
 from kvpatch.feeding import feed, wide
 from kvpatch.loading import positions_of
 from kvpatch.policies.budgets import share
-from tools import train
+from tools.training import train
 
 from .data import documents
 from .task import FULL, PYTHON, Request, Sample, Setting, Subject, Task, digest

@@ -1,7 +1,8 @@
 """How far does eviction move attention's output, by head, layer and budget [CriticalKV 4.6, Figures 5 to 7]?
 
-The measures and texts are those of tools/perturbation.py: ||o - o^||_1 of one query of one query head, o with the full cache
-and o^ with what the policy holds when the query comes, for the queries behind the prompt over the full cache's hidden states.
+The measures and texts are those of tools/evaluation/perturbation.py: ||o - o^||_1 of one query of one query head, o with
+the full cache and o^ with what the policy holds when the query comes, for the queries behind the prompt over the full
+cache's hidden states.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvpatch import get_policy
-from tools import perturbation
-from tools.tasks import Batch
+from tools.evaluation import perturbation
+from tools.training.tasks import Batch
 
 from .observe import Memory, Observing, by_setting, plot, watch
 from .rows import alike, rows_of
@@ -82,14 +83,14 @@ class Perturbation(Observing):
         self.bases = Memory()
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
-        """As in tools/perturbation.py: short prompts get a short observation window, and the kernel stays."""
+        """As in tools/evaluation/perturbation.py: short prompts get a short observation window, and the kernel stays."""
         short = {"window": perturbation.WINDOW} if subject.synthetic or subject.recipe == PYTHON else {}
         chosen = [name for name in request.policies or self.policies if name != "full"]
         windowed = {name: short if "window" in get_policy(name).options() else {} for name in chosen}
         return [FULL, *(Setting(name, k, windowed[name]) for k in request.budgets or self.budgets for name in chosen)]
 
     def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
-        """Scenarios one after another; seed 0 has the rows of tools/perturbation.py. length and steps: of --data alone."""
+        """Scenarios one after another; seed 0 has the rows of perturbation.py. length and steps: of --data alone."""
         count = request.count or self.count
         if request.data is not None or not (subject.synthetic or subject.recipe == PYTHON):
             length = self.option(request, "length")

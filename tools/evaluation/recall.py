@@ -1,4 +1,4 @@
-"""Which values followed a key that a context mentions again and again? Recall of tools/tasks.py in three scenarios.
+"""Which values followed a key that a context mentions again and again? Recall of tools/training/tasks.py in three scenarios.
 
     in       the first question stands in the prompt and is compressed with it; it alone is asked
     after    the context is compressed; then come eight questions, each fed token by token after the answers before it
@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvpatch.errors import KVPatchError
-from tools import tasks
+from tools.training import tasks
 
 from .task import FULL, Request, Sample, Setting, Subject, Task, digest
 from .together import ROWS_PER_DRAW, Known, feed_answers
@@ -48,13 +48,13 @@ class Recall(Task):
         """`count` sequences in each scenario.
 
         Raises:
-            KVPatchError: the model does not know the words of tools/tasks.py, or there is no such scenario.
+            KVPatchError: the model does not know the words of tools/training/tasks.py, or there is no such scenario.
         """
         wanted = str(self.option(request, "scenarios")).split(",")
         if not set(wanted) <= set(SCENARIOS):
             raise KVPatchError(f"-o scenarios={','.join(wanted)}: they are {', '.join(SCENARIOS)}.")
         if not subject.synthetic:
-            raise KVPatchError(f"{subject.name} does not know the words of tools/tasks.py: give --models llama-0.")
+            raise KVPatchError(f"{subject.name} does not know the words of tools/training/tasks.py: give --models llama-0.")
         made = [(i, scenarios(seed, i)) for i in range(request.count or self.count)]
         return [
             Sample(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpatch.errors import KVPatchError
-from tools import tasks, train
+from tools.training import tasks, train
 
 from .task import PYTHON, Request, Sample, Subject, batches
 

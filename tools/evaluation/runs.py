@@ -13,7 +13,7 @@ from kvpatch import get_policy
 from kvpatch.errors import KVPatchError
 from kvpatch.loading import load_model, load_tokenizer
 from kvpatch.policies.budgets import share
-from tools import tasks as synthetic
+from tools.training import tasks as synthetic
 
 from .lines import Book, Line, versions
 from .task import PYTHON, Request, Sample, Setting, Subject, Task, digest

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpatch
 
 FIVE = ("llama-0", "mistral-0", "mpt-0", "gptj-0", "gpt2-0")
-"""The shipped models that learned tools/tasks.py, one of each architecture."""
+"""The shipped models that learned tools/training/tasks.py, one of each architecture."""
 PYTHON = "llama-python"
 POLICIES = (
     "random",
@@ -106,7 +106,7 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase | None
     recipe: str
     synthetic: bool
-    """Whether it speaks the words of tools/tasks.py."""
+    """Whether it speaks the words of tools/training/tasks.py."""
 
 
 @dataclass(frozen=True)

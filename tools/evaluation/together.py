@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpatch import get_policy
 from kvpatch.feeding import feed
 from kvpatch.policies.scores import GumbelSoftmax, Random
-from tools import tasks
+from tools.training import tasks
 
 from .task import Sample, Setting, Subject, batches
 

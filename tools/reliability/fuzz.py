@@ -31,8 +31,8 @@ class Run:
         self.files, self.seconds, self.peak = 0, 0.0, 0
 
     def one(self, seed: Any, kind: str, number: int, path: Path) -> None:
-        from fuzz_states import attempt
-        from fuzzing import KINDS
+        from tests.robustness.fuzz_states import attempt
+        from tests.robustness.fuzzing import KINDS
 
         file = KINDS[kind](seed.file, random.Random(number))
         path.write_bytes(file)
@@ -61,8 +61,8 @@ def _general(words: str, path: Path) -> str:
 
 
 def run(minutes: float, start: int) -> Run:
-    from fuzz_states import STATES, seed
-    from fuzzing import KINDS
+    from tests.robustness.fuzz_states import STATES, seed
+    from tests.robustness.fuzzing import KINDS
 
     found, kinds = Run(), list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +79,8 @@ def run(minutes: float, start: int) -> Run:
 
 
 def page(found: Run, start: int) -> str:
-    from fuzz_states import STATES
-    from fuzzing import KINDS
+    from tests.robustness.fuzz_states import STATES
+    from tests.robustness.fuzzing import KINDS
 
     columns = ["refused", "loaded", "refused while decoding", "unchanged", "crashed"]
     rows = [
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first number to draw by")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path.insert(0, str(ROOT))
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     found = run(arguments.minutes, arguments.start)

@@ -25,7 +25,7 @@ TITLES = {
 
 def told(row: Any, model: Any) -> tuple[str, str]:
     """The class and the message of one row's error."""
-    from misuse_world import enter
+    from tests.helpers.misuse_world import enter
 
     with tempfile.TemporaryDirectory() as folder:
         world, stack = enter(model, Path(folder), row.on)
@@ -51,10 +51,9 @@ def of_patched(arguments: dict[str, Any], model: Any) -> tuple[str, str]:
 
 def page() -> str:
     """The tables, by running every row."""
-    import misuse
-    import misuse_arguments
-    from test_errors import ARGUMENTS
-    from tiny import make
+    from tests.helpers.tiny import make
+    from tests.robustness import misuse, misuse_arguments
+    from tests.robustness.test_errors import ARGUMENTS
 
     model, parts, count = make("llama_gqa"), [], 0
     for name, title in TITLES.items():
@@ -65,9 +64,9 @@ def page() -> str:
     parts.append(_table("Arguments of patched()", [(text, *of_patched(one, model)) for text, one in shown]))
     return (
         "## Misuse\n\n"
-        f"{count + len(shown)} misuses, each with its error as it was printed. After each one tests/test_misuse.py finds the "
-        "model bit for bit as before, and a misused cache goes on as its untouched clone does. Written by "
-        "`python -m tools.reliability.misuse --write`.\n\n" + "\n".join(parts)
+        f"{count + len(shown)} misuses, each with its error as it was printed. After each one "
+        "tests/robustness/test_misuse.py finds the model bit for bit as before, and a misused cache goes on as its "
+        "untouched clone does. Written by `python -m tools.reliability.misuse --write`.\n\n" + "\n".join(parts)
     )
 
 
@@ -84,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path.insert(0, str(ROOT))
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     text = page()

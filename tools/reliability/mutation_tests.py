@@ -14,17 +14,20 @@ SWIFT, SLOW = 0.05, 5.0  # seconds of a test that is met at once, and of one tha
 PATIENCE = 4  # times as many for one that has survived so many, and is tried again
 # what notices most; left out are the command line, tools, other processes and whatever needs a GPU
 FILES = (
-    "test_oracle", "test_oracle_parts", "test_numerics", "test_eviction", "test_turns", "test_blocks", "test_batches",
-    "test_ragged", "test_patching", "test_errors", "test_noise", "test_storage", "test_sequences", "test_generation_contract",
-    "test_report", "test_backends", "test_compiled", "test_full", "test_versions", "test_stateful_found",
-    "test_survivors", "test_survivors_scores", "test_survivors_cache", "test_faults", "test_faults_files", "test_misuse",
+    "oracle/test_oracle", "oracle/test_oracle_parts", "robustness/test_numerics", "invariants/test_eviction",
+    "cache/test_turns", "invariants/test_blocks", "invariants/test_batches", "cache/test_ragged",
+    "invariants/test_patching", "robustness/test_errors", "policies/test_noise", "storage/test_storage",
+    "invariants/test_sequences", "integrations/test_generation_contract", "test_report", "backends/test_backends",
+    "cache/test_compiled", "invariants/test_full", "hooks/test_versions", "robustness/test_stateful_found",
+    "policies/test_survivors", "policies/test_survivors_scores", "cache/test_survivors_cache", "robustness/test_faults",
+    "robustness/test_faults_files", "robustness/test_misuse",
 )  # fmt: skip
 # of what runs when a module is imported: defaults and the table of policies
 ALWAYS = (
     "tests/test_readme.py::test_tables_are_the_registries",
-    "tests/test_survivors_scores.py::test_a_policy_is_data",
-    "tests/test_survivors_scores.py::test_declarations",
-    "tests/test_survivors_cache.py::test_before_anything_was_read",
+    "tests/policies/test_survivors_scores.py::test_a_policy_is_data",
+    "tests/policies/test_survivors_scores.py::test_declarations",
+    "tests/cache/test_survivors_cache.py::test_before_anything_was_read",
 )
 
 

@@ -1,0 +1,307 @@
+"""Every family that goes through the generic adapter, tested like the five: a row of families.py is a promise.
+
+Each gives the unpatched model's logits at k=1.0 and the oracle's under a budget; three of them, which have all that a family
+can have (capped logits, sinks, norms, layers that bound themselves), go through everything.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import kvpatch
+from kvpatch.arch.families import FAMILIES as ROWS
+from kvpatch.cache import EvictingCache
+from kvpatch.check import Checks
+from tests.helpers import tiny_families
+from tests.helpers.comparing import EVICTING, SMALL, agrees, draw
+from tests.helpers.tiny import force, left_pad, prompt, snapshot
+from tests.helpers.tiny_families import FAMILIES, ONE_WINDOW
+from tests.invariants import test_blocks, test_sequences
+from tests.oracle import reference, reference_families
+
+THREE = ("gemma2", "gpt_oss", "qwen3")
+BOUNDED = tuple(name for name, (_, given) in FAMILIES.items() if "layer_types" in given)
+TURNS = ("tova", "snapkv", "adakv", "critical_snapkv", "roco", "pyramidkv", "streaming_llm", "scissorhands", "key_norm")
+SHORT = {"n": 22, "steps": 4, "pads": (0, 7)}
+
+
+def make(name, **kwargs):
+    model = tiny_families.make(name, **kwargs)
+    reference_families.learn(type(model))
+    return model
+
+
+def certain(name, policy, k, **options):
+    """Some weights for which the comparison with the oracle is decided."""
+    options = {**SHORT, **SMALL.get(policy, {}), **options}
+    models = (make(name, seed=weights, dtype=torch.float64) for weights in range(6))
+    found = (agrees(name, policy, k, weights=weights, model=model, **options) for weights, model in enumerate(models))
+    assert any(found), "every draw was too close to call"
+
+
+def test_every_row_has_a_model():
+    assert {row.name.replace("gemma3", "gemma3_text") for row in ROWS} == {kind for kind, _ in FAMILIES.values()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_changes_nothing(name):
+    model, ids, fed = make(name), prompt(2, 20), prompt(2, 4, seed=2)
+    mask, before = left_pad(ids, [20, 13]), snapshot(model)
+
+    def everything():
+        logits, cache = force(model, ids, fed, mask)
+        asked = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        asked |= {"return_dict_in_generate": True, "output_logits": True}
+        runs = [model.generate(ids, **asked), model.generate(ids, num_beams=3, **asked)]
+        return [logits, *(torch.stack(run.logits) for run in runs)], [run.sequences for run in runs], cache
+
+    want, sequences, _ = everything()
+    with kvpatch.patched(model, "h2o", 1.0):
+        got, same, cache = everything()
+    assert isinstance(cache, EvictingCache)
+    assert cache.get_seq_length() == 24
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, atol=3e-5, rtol=0)
+    assert all(map(torch.equal, sequences, same))
+    assert snapshot(model) == before
+    assert torch.equal(force(model, ids, fed, mask)[0], want[0])
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_evictions_are_the_oracles(name, turn):
+    policy = ("h2o", "keyformer", TURNS[list(FAMILIES).index(name) % len(TURNS)])[turn]
+    if name == "bitnet" and "critical" in policy:
+        policy = "roco"
+    certain(name, policy, (0.4, 8, 0.5)[turn])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer")])
+@pytest.mark.parametrize("name", THREE)
+def test_every_policy(name, policy):
+    certain(name, policy, 0.4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_steps_inside_are_those_outside(name):
+    model, ids = make(name).train(), prompt(2, 12)
+
+    def gradients():
+        model.zero_grad()
+        model(ids, attention_mask=left_pad(ids, [12, 8]), labels=ids).loss.backward()
+        return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+
+    want = gradients()
+    with kvpatch.patched(model, "h2o", 0.5):
+        got = gradients()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+@pytest.mark.parametrize("policy", ["roco", "critical_adakv"])
+@pytest.mark.parametrize("name", THREE)
+def test_gradients_agree_with_naive_autograd(name, policy, checkpointing):
+    options = SMALL.get(policy, {})
+    for weights in range(6):
+        model, ids = make(name, dtype=torch.float64, seed=weights), prompt(1, 20, seed=weights)
+        want = reference.run(
+            model, ids[0].tolist(), [], policy=policy, k=7, block=6, grad=True, draw=functools.partial(draw, 0), **options
+        )
+        if want.margin > 1e-6:
+            break
+    torch.nn.functional.cross_entropy(want.logits[:-1], ids[0, 1:]).backward()
+    naive = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model.train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+        model.enable_input_require_grads()
+    with kvpatch.patched(model, policy, 7, block=6, **options):
+        torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
+    for key, parameter in model.named_parameters():
+        if key in naive:
+            torch.testing.assert_close(parameter.grad, naive[key], atol=1e-5, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", [*THREE, "starcoder2", "exaone4", "opt", "gpt_bigcode"])
+def test_prompts_in_blocks(name):
+    certain(name, "h2o", 9, block=5)
+    certain(name, "snapkv", 9, block=8)
+    model, ids = make(name, dtype=torch.float64), prompt(2, 26)
+    with torch.no_grad(), kvpatch.patched(model, "roco", 8, block=6) as patch:
+        logits, cache = test_blocks.logits_of(model, ids, past_key_values=patch.new_cache()), patch.new_cache()
+        without = test_blocks.logits_of(model, ids, use_cache=False)
+        parts = [test_blocks.logits_of(model, ids[:, at : at + 6], past_key_values=cache) for at in range(0, 26, 6)]
+    torch.testing.assert_close(logits, torch.cat(parts, 1), atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, without, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_layers_that_bound_themselves_hold_their_window_and_are_named(name):
+    model, ids = make(name), prompt(2, 30)
+    windows = [7 if kind == "sliding_attention" else None for kind in model.config.layer_types]
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        model.generate(ids, attention_mask=left_pad(ids, [30, 5]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        report = patch.report()
+        _, cache = force(model, ids, ids[:, :4])
+    assert report.to_dict()["bounds"] == windows
+    line = next(line for line in str(report).splitlines() if line.startswith("sliding layers"))
+    assert "7" in line
+    for layer, window in enumerate(windows):
+        held = cache.positions(layer).sort(-1).values
+        assert held.shape[-1] <= (10 if window is None else window) + 1
+        if window is not None:
+            assert held[..., -7:].eq(torch.arange(27, 34)).all()
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BOUNDED])
+def test_all_other_layers_are_the_policys(name):
+    with kvpatch.patched(make(name), "h2o", 10) as patch:
+        assert patch.new_cache().bounds == (None,) * 2
+    assert name not in ONE_WINDOW or make(name).config.sliding_window == 7
+
+
+def test_budgets_count_the_layers_that_see_all():
+    certain("gemma2", "pyramidkv", 9)
+    certain("gemma2", "h2o", [3, 9, 3, 5])
+    certain("gpt_oss", "keyformer", 0.4, shared=True)
+    model, ids = make("gemma2"), prompt(1, 40)
+    with kvpatch.patched(model, "pyramidkv", 10, window=3) as patch:
+        model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        held = [(layer >= 0).sum(-1).flatten().tolist() for layer in patch.report().positions]
+    assert sum(held[1]) + sum(held[3]) == 2 * (20 + 2 * 1)
+    assert held[1] > held[3]
+
+
+@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_schedules(name, schedule):
+    certain(name, "h2o", 6, schedule=schedule, steps=9)
+    certain(name, "roco", 20, schedule=schedule, steps=9)  # the cache fills up first, then evicts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", THREE)
+def test_half_precision(name, dtype):
+    model, ids, fed = make(name, dtype=dtype), prompt(2, 25), prompt(2, 6, seed=2)
+    mask = left_pad(ids, [25, 17])
+    want, _ = force(make(name), ids, fed, mask)
+    own, _ = force(model, ids, fed, mask)
+    with kvpatch.patched(model, "h2o", 1.0):
+        got, cache = force(model, ids, fed, mask)
+    assert cache.layers[1].keys.dtype == dtype
+    assert (got - want).abs().mean() < 1.2 * (own - want).abs().mean()
+    for policy in ("h2o", "keyformer", "snapkv", "adakv", "roco"):
+        with kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})):
+            assert torch.isfinite(force(model, ids, fed, mask)[0]).all()
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    chosen=test_sequences.settings_of_a_patch(),
+    name=st.sampled_from(THREE),
+    rows=st.integers(1, 3),
+    n=st.integers(2, 30),
+    deeds=st.lists(st.tuples(st.sampled_from(test_sequences.DEEDS), st.integers(1, 6)), max_size=9),
+)
+def test_any_sequence(tmp_path_factory, chosen, name, rows, n, deeds):
+    _, policy, k, options = chosen
+    assume("positions" not in options)
+    model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
+    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
+        texts = test_sequences.Texts(model, patch, rows, n, path)
+        for deed, number in deeds:
+            texts.do(deed, number)
+        texts.check()
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_a_prompt_in_chunks_and_assistance_change_nothing(name):
+    model, ids = make(name), prompt(1, 23)
+    for kind in ({"prefill_chunk_size": 5}, {"prompt_lookup_num_tokens": 3}):
+        asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **kind}
+        want = model.generate(ids, **asked)
+        with kvpatch.patched(model, "h2o", 1.0):
+            assert torch.equal(model.generate(ids, **asked), want)
+        if "prompt_lookup_num_tokens" in kind:  # rolled back exactly under a budget too
+            with kvpatch.patched(model, "h2o", 0.4):
+                alone = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+                assert torch.equal(model.generate(ids, **asked), alone)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt_bigcode"])
+def test_learned_positions(name):
+    """OPT counts them in the padding mask, StarCoder by columns; both run out of them."""
+    model, ids = make(name), prompt(2, 16)
+    mask = left_pad(ids, [16, 9])
+    want = model(ids, attention_mask=mask).logits
+    with kvpatch.patched(model, "h2o", 0.5):
+        got = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=2e-5, rtol=0)
+        with pytest.raises(kvpatch.KVPatchError, match="needs 513 positions, but this model has 512"):
+            model(prompt(1, 513))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "exaone4"])
+def test_a_dynamic_cache_from_before_the_block(name):
+    model, ids, fed = make(name), prompt(1, 20), prompt(1, 4, seed=2)
+    with torch.no_grad():
+        past = model(ids, use_cache=True).past_key_values
+    want, _ = force(model, ids, fed)
+    for policy, k in (("h2o", 1.0), ("window", 24)):
+        with kvpatch.patched(model, policy, k) as patch:
+            got, _ = force(model, fed[:, :1], fed[:, 1:], cache=patch.new_cache(past))
+        torch.testing.assert_close(got, want[:, 1:], atol=2e-5, rtol=0)
+
+
+REFUSED = {
+    "renumbered": ("qwen3", {"positions": "renumbered"}, "does not work for qwen3: its own forward applies the positions"),
+    "two-stage": ("bitnet", {"policy": "critical_snapkv"}, "in bitnet more than that stands between attention and its output"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_refused_before_anything_runs(which):
+    name, options, words = REFUSED[which]
+    model = make(name)
+    before = snapshot(model)
+    with pytest.raises(kvpatch.KVPatchError, match=words):
+        kvpatch.patch(model, **{"policy": "h2o", "k": 0.5, **options})
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_bidirectional_models_are_refused(name):
+    model = make(name)
+    model.config.use_bidirectional_attention = True
+    with pytest.raises(kvpatch.KVPatchError, match="use_bidirectional_attention=True: kvpatch serves causal decoders"):
+        kvpatch.patch(model)
+
+
+def test_layers_of_other_kinds_are_refused():
+    model = make("qwen3")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(kvpatch.KVPatchError, match="layers of type linear_attention, whose state is no cache"):
+        kvpatch.patch(model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "starcoder2", "persimmon", "gpt_bigcode", "seed_oss"])
+def test_attention_dropout_is_refused_while_training(name):
+    model = make(name).train()
+    rate = {"gpt_bigcode": "attn_pdrop"}.get(name, "attention_dropout")
+    setattr(model.config, rate, 0.2)
+    for module in model.modules():
+        if isinstance(getattr(module, rate, None), float):
+            setattr(module, rate, 0.2)
+    with kvpatch.patched(model, "h2o", 5, block=4), pytest.raises(kvpatch.KVPatchError, match=r"attention dropout of 0\.2"):
+        model(prompt(1, 12))
+
+
+@pytest.mark.parametrize("name", ["qwen2_mixed", "gemma2", "gpt_oss", "opt", "gpt_bigcode"])
+def test_kvpatch_check(name):
+    """The command's checks, which make masks of their own, know what the family does."""
+    assert [result for result in Checks(make(name)).run() if not result.passed] == []

@@ -1,0 +1,1 @@
+"""The torch, Triton and flash backends."""

@@ -1,0 +1,1 @@
+"""The state of one text: turns, ragged layers, compiled steps, memory."""

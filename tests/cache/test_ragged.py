@@ -1,0 +1,251 @@
+"""Layers whose heads hold different numbers of tokens: the laws of dense layers, and memory that is really freed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpatch
+from kvpatch.ragged import Extents
+from tests.helpers.comparing import agrees, certain, combined
+from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+from tests.invariants.test_eviction import _go_on, kept
+
+RAGGED = {
+    "adakv": kvpatch.get_policy("adakv").with_options(window=5, kernel=3),
+    "critical_adakv": kvpatch.get_policy("critical_adakv").with_options(window=5, kernel=3),
+    "adaptive_roco": combined("roco", ("adaptive",)).with_options(recent=2, protected=0.2),
+    "critical_adaptive_keyformer": combined("keyformer", ("adaptive", "critical")),
+}
+
+
+@pytest.fixture(params=RAGGED)
+def policy(request):
+    return RAGGED[request.param]
+
+
+def uneven(cache):
+    assert any(layer.extents is not None for layer in cache.layers), "no layer is ragged: the test shows nothing"
+    return cache
+
+
+def test_bytes_are_the_sum_of_what_heads_hold(policy):
+    model, ids, fed = make("llama_gqa"), prompt(2, 60), prompt(2, 40, seed=2)
+    mask = left_pad(ids, [60, 41])
+    with kvpatch.patched(model, policy, 0.4):
+        for steps in (0, 1, 7, 8, 9, 24):
+            _, cache = force(model, ids, fed[:, :steps], mask)
+            held = sum(uneven(cache).held(layer).sum() for layer in range(2))
+            free = 1 if policy.schedule == "both" else -steps % 8 if steps else 8  # room is made for eight at a time
+            assert cache.nbytes == (held + 8 * free) * 2 * 8 * 4
+            assert (held == 4 * (24 + 16)) == (policy.schedule == "both" or steps == 0)
+
+
+def test_heads_differ_and_their_sum_is_the_budget(policy):
+    model, ids = make("llama_gqa"), prompt(2, 60)
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4):
+        cache = model(ids).past_key_values
+    held = torch.stack([uneven(cache).held(layer) for layer in range(2)])
+    assert held.sum(-1).unique().tolist() == [48]
+    assert len(held.unique()) > 2
+
+
+def test_nothing_moves_while_there_is_room(policy):
+    """A token is written into its slot; keys and values stay where they are."""
+    model, ids, fed = make("llama_gqa"), prompt(2, 60), prompt(2, 8, seed=2)
+    with kvpatch.patched(model, policy, 0.4) as patch:
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :0], cache=cache)
+        before = [(layer.keys.data_ptr(), layer.keys.clone()) for layer in uneven(cache).layers]
+        _go_on(model, fed, cache)
+        for layer, (pointer, keys) in zip(cache.layers, before, strict=True):
+            assert layer.keys.data_ptr() == pointer
+            changed = (layer.keys != keys).any(-1).sum()
+            assert 4 <= changed <= 4 * 8
+
+
+def test_long_texts_agree_with_the_oracle():
+    """Past the slack, where a layer that does not evict makes room and moves."""
+    certain("llama_gqa", "adakv", 0.4, steps=70, window=5, kernel=3)
+    certain("mpt", "h2o", 0.4, steps=40, wrap=("adaptive", "critical"))
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_a_padded_row_gives_what_it_gives_alone(name, policy):
+    model, ids, fed = make(name), prompt(3, 40), prompt(3, 8, seed=2)
+    lengths = [40, 23, 31]
+    with kvpatch.patched(model, policy, 0.4):
+        logits, cache = force(model, ids, fed, left_pad(ids, lengths))
+        for row, n in enumerate(lengths):
+            alone, one = force(model, ids[row : row + 1, 40 - n :], fed[row : row + 1])
+            torch.testing.assert_close(logits[row : row + 1], alone, atol=3e-5, rtol=0)
+            assert [layer[row] for layer in kept(uneven(cache))] == [layer[0] for layer in kept(one)]
+
+
+def test_rolling_back_restores_everything(policy):
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 50, seed=2)
+    with kvpatch.patched(model, policy, 0.4) as patch, torch.no_grad():
+        want, plain = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :28], cache=cache)
+        cache.activate_past_recording()
+        _go_on(model, prompt(2, 9, seed=9), uneven(cache))  # makes room and moves, where it does not evict
+        cache.crop(-7)
+        cache.crop(68)
+        logits, _ = _go_on(model, fed[:, 28:], cache)
+    torch.testing.assert_close(want[:, 29:], logits, atol=1e-5, rtol=0)
+    assert kept(plain) == kept(cache)
+
+
+def test_tokens_that_evicted_nothing_roll_back_without_a_record():
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 12, seed=2)
+    with kvpatch.patched(model, RAGGED["adakv"], 0.4) as patch:
+        want, plain = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, torch.cat([fed[:, :6], prompt(2, 3, seed=9)], 1), cache=cache)
+        uneven(cache).crop(-3)
+        logits, _ = _go_on(model, fed[:, 6:], cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 13 tokens"):
+            cache.crop(-13)
+    torch.testing.assert_close(want[:, 7:], logits, atol=1e-5, rtol=0)
+    assert kept(plain) == kept(cache)
+
+
+def test_repeat_select_reorder_clone_and_reset(policy):
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 9, seed=2)
+    with kvpatch.patched(model, policy, 0.4) as patch:
+        want, _ = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :2], cache=cache)
+        uneven(cache).batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        twin, swapped = cache.clone(), fed.flip(0)
+        logits, _ = _go_on(model, swapped[:, 2:], cache)
+        torch.testing.assert_close(want[:, 3:].flip(0), logits, atol=1e-5, rtol=0)
+        again, _ = _go_on(model, swapped[:, 2:], twin)
+        assert torch.equal(logits, again)
+        cache.reset()
+        assert cache.nbytes == 0
+        fresh, _ = force(model, ids, fed, cache=cache)
+        assert torch.equal(want, fresh)
+
+
+def test_beams_carry_their_own_history(policy):
+    model, ids = make("llama_gqa"), prompt(2, 40)
+    mask = left_pad(ids, [40, 29])
+    with kvpatch.patched(model, policy, 0.4) as patch:
+        out = model.generate(
+            ids, attention_mask=mask, num_beams=3, max_new_tokens=10, do_sample=False, pad_token_id=0,
+            num_return_sequences=3, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        sums = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices).sum(1)
+        for row in range(6):
+            text, source = out.sequences[row : row + 1, 40:], slice(row // 3, row // 3 + 1)
+            cache = patch.new_cache()
+            cache.new_tokens = 10
+            logits, _ = force(model, ids[source], text[:, :-1], mask[source], cache)
+            score = logits.log_softmax(-1).gather(2, text[..., None]).sum()
+            torch.testing.assert_close(score, sums[row], atol=2e-4, rtol=0)
+
+
+def test_assisted_decoding_gives_what_plain_decoding_gives(policy):
+    model, assistant, ids = make("llama_gqa"), make("llama", layers=1, seed=3), prompt(1, 40)
+    with kvpatch.patched(model, policy, 0.5):
+        plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4))
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=assistant))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FIVE)
+def test_half_precision(name, dtype, policy):
+    """Close to the same model in float32 while both keep the same tokens: right after the prompt, which is exact in both."""
+    ids, fed = prompt(2, 40), prompt(2, 1, seed=2)
+    half, single = make(name, dtype=dtype), make(name)
+    single.load_state_dict(half.state_dict())
+    with kvpatch.patched(half, policy, 1.0), kvpatch.patched(single, policy, 1.0):
+        exact = (force(half, ids, fed)[0].float() - force(single, ids, fed)[0]).abs().mean()
+    with kvpatch.patched(half, policy, 0.25):
+        _, cache = force(half, ids, fed[:, :0])
+        wanted = force_over(single, ids, fed, cache)
+        logits, _ = _go_on(half, fed, uneven(cache))
+    assert cache.layers[0].keys.dtype == dtype
+    assert torch.isfinite(logits).all()
+    assert (logits[:, -1].float() - wanted).abs().mean() < 4 * exact + 1e-3
+
+
+def force_over(model, ids, fed, cache):
+    """The logits of `fed`'s one token when attention sees the tokens that `cache` holds and itself: by a float mask."""
+    import kvpatch.backends.torch_backend as backend
+
+    held, whole = [cache.positions(layer) for layer in range(2)], backend.step
+
+    def step(q, keys, newest, geometry, probabilities, buffer=None):
+        allowed = (keys.positions_BHT[..., None] == held[step.layer][:, :, None]).any(-1) | (keys.positions_BHT == newest)
+        step.layer += 1
+        masked = keys.positions_BHT.masked_fill(~allowed, -1)
+        keys = backend.Keys(keys.k_BHTD, keys.v_BHTD, masked, True, keys.past, False)
+        return whole(q, keys, newest, geometry, probabilities, buffer)
+
+    with pytest.MonkeyPatch.context() as patch, kvpatch.patched(model, "window", 1.0), torch.no_grad():
+        past, step.layer = model(ids, use_cache=True).past_key_values, 0
+        patch.setattr(backend, "step", step)
+        return model(fed, past_key_values=past).logits[:, 0]
+
+
+@settings(max_examples=60)
+@given(
+    heads=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    order=st.lists(st.integers(0, 7), min_size=1, max_size=8),
+)
+def test_extents_pack_select_grow_and_unpack(heads, order):
+    """What goes into a head's stretch comes out of it, whatever happens to the stretches in between."""
+    H, K = len(heads), max(heads)
+    padded = torch.arange(H * K, dtype=torch.float32).view(1, H, K, 1) + 1
+    index = torch.arange(K).expand(1, H, K)
+    kept_BHK = index < torch.tensor(heads)[None, :, None]
+    extents = Extents([n + 2 for n in heads], heads, torch.device("cpu"))
+    rows = extents.pack(padded, index, kept_BHK)
+    assert len(rows) == sum(heads) + 2 * H
+    assert sorted(rows[rows > 0].tolist()) == padded[kept_BHK].flatten().tolist()
+    chosen = torch.tensor([i % H for i in order])
+    one, at = extents.select(chosen)
+    grown, moved = one.grow(rows[at], 3)
+    back = grown.unpack(moved, 1, len(order), K + 5)
+    assert len(moved) == sum(heads[i] + 5 for i in chosen.tolist())
+    assert torch.equal(back[:, :, :K], (padded * kept_BHK[..., None])[:, chosen])
+    assert not back[:, :, K:].any()
+
+
+def test_many_heads_make_few_runs():
+    sizes = torch.randint(200, 2000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
+    extents = Extents(sizes, sizes, torch.device("cpu"))
+    assert len(extents.runs) < 120
+    assert extents.rows < 1.02 * sum(sizes)
+
+
+def test_small_waste_stays_dense():
+    """Where dense slots would waste next to nothing, a layer stays dense: one attention call instead of several."""
+    model, ids = make("llama_gqa"), prompt(1, 60)
+    with torch.no_grad(), kvpatch.patched(model, combined("h2o", ("adaptive",)), 0.4, floor=1.0):
+        cache = model(ids).past_key_values
+    assert all(layer.extents is None for layer in cache.layers)
+    assert agrees("llama_gqa", "h2o", 0.4, wrap=("adaptive",), floor=1.0)
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_small_layers_padded_for_a_step_give_the_same(name, policy, monkeypatch):
+    """Many short heads are padded for one call; a call for each length gives the same."""
+    import kvpatch.backends.torch_backend as backend
+
+    model, ids, fed, outs = make(name), prompt(6, 40), prompt(6, 6, seed=2), []
+    mask = left_pad(ids, [40, 36, 32, 28, 24, 20])
+    for small in (backend.SMALL, 0):
+        monkeypatch.setattr(backend, "SMALL", small)
+        with kvpatch.patched(model, policy, 0.25):
+            outs.append(force(model, ids, fed, mask))
+    assert any(len(layer.extents.runs) > 4 for layer in uneven(outs[0][1]).layers if layer.extents)
+    torch.testing.assert_close(outs[0][0], outs[1][0], atol=3e-5, rtol=0)
+    assert kept(outs[0][1]) == kept(outs[1][1])

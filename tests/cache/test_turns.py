@@ -1,0 +1,191 @@
+"""Several prompts in one text: a chat's later turns, and one context for many questions."""
+
+import functools
+
+import pytest
+import torch
+
+import kvpatch
+from tests.helpers.comparing import SMALL, combined, draw, sorted_positions
+from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+from tests.oracle import reference
+
+TURNS = [(30, 5), (17, 4), (9, 3)]
+POLICIES = ["h2o", "roco", "keyformer", "tova", "streaming_llm", "snapkv", "key_norm", "random"]
+
+
+def feed_turns(model, cache, turns):
+    """Each turn's prompt in one forward, its continuation token by token -> logits of every token [B,N,V]."""
+    logits = []
+    with torch.no_grad():
+        for ids, fed in turns:
+            logits.append(model(ids, past_key_values=cache, use_cache=True).logits)
+            logits += [model(fed[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(fed.shape[1])]
+    return torch.cat(logits, 1)
+
+
+def compare(name, policy, k, *, wrap=(), turns="all", rows=2, sizes=TURNS, **options):
+    """Library and oracle over several turns, on weights for which every decision is clear."""
+    given = {"turns": turns} if turns != "all" else {}
+    for weights in range(8):
+        model = make(name, dtype=torch.float64, seed=weights)
+        text = [
+            (prompt(rows, n, seed=10 * weights + 2 * i), prompt(rows, m, seed=10 * weights + 2 * i + 1))
+            for i, (n, m) in enumerate(sizes)
+        ]
+        if policy == "key_norm":  # rotation keeps a norm, so one token at two positions is a tie but for rounding
+            order = torch.rand(rows, 96, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
+            pieces = order[:, :68].split([size for turn in sizes for size in turn], 1)
+            text = list(zip(pieces[::2], pieces[1::2], strict=True))
+        with kvpatch.patched(model, combined(policy, wrap), k, **given, **options) as patch:
+            cache = patch.new_cache()
+            logits = feed_turns(model, cache, text)
+            held = [cache.positions(layer).tolist() for layer in range(2)]
+        wanted = [
+            reference.run_turns(
+                model, [(ids[row].tolist(), fed[row].tolist()) for ids, fed in text], policy=policy, k=k, wrap=wrap,
+                turns=turns, draw=functools.partial(draw, 0), **options,
+            )
+            for row in range(rows)
+        ]  # fmt: skip
+        if min(want.margin for want in wanted) < 1e-6:
+            continue
+        for row, want in enumerate(wanted):
+            assert sorted_positions([layer[row] for layer in held]) == want.kept[-1], (weights, row)
+            torch.testing.assert_close(logits[row], want.logits, atol=1e-5, rtol=0)
+        return
+    raise AssertionError("every draw was too close to call")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_later_turn_is_compressed_too(policy):
+    for name in ("llama_gqa", "mistral_sliding"):
+        compare(name, policy, 0.4, **SMALL.get(policy, {}))
+        compare(name, policy, 13, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_schedule_prompt_counts_all_each_or_the_first(policy, turns):
+    compare("llama_gqa", policy, 0.4, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+@pytest.mark.parametrize("wrap", [("adaptive",), ("critical",), ("adaptive", "critical"), ("pyramid",)], ids="+".join)
+def test_turns_of_combinations(wrap, turns):
+    for policy in ("h2o", "snapkv"):
+        compare("llama_gqa", policy, 0.4, wrap=wrap, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
+    if turns == "all":
+        compare("llama_gqa", "h2o", 0.4, wrap=wrap)
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_turns_with_blocks_on_every_architecture(name):
+    compare(name, "h2o", 0.4, block=7)
+    compare(name, "h2o", 0.4, block=7, wrap=("adaptive",))
+    if name != "gpt2":
+        compare(name, "roco", 11, block=5, positions="renumbered")
+        compare(name, "h2o", 11, wrap=("adaptive",), positions="renumbered")
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "critical_adakv"])
+def test_each_question_starts_from_the_same_context(policy):
+    """Prefill once, clone per question: what one question does is never seen by another, nor by the context."""
+    model, context = make("llama_gqa"), prompt(1, 40)
+    options = SMALL.get(policy, {})
+    questions = [prompt(1, 6, seed=5), prompt(1, 9, seed=6)]
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.3, **options) as patch:
+        cache = patch.new_cache()
+        model(context, past_key_values=cache)
+        before = [cache.positions(layer) for layer in range(2)]
+        answers = []
+        for question in (*questions, *questions):
+            past = cache.clone()
+            ids = torch.cat([context, question], 1)
+            answers.append(model.generate(ids, past_key_values=past, max_new_tokens=5, do_sample=False, pad_token_id=0))
+            alone = patch.new_cache()
+            model(context, past_key_values=alone)
+            again = model.generate(ids, past_key_values=alone, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            assert torch.equal(answers[-1], again)
+        assert torch.equal(answers[0], answers[2])
+        assert torch.equal(answers[1], answers[3])
+        for layer in range(2):
+            assert torch.equal(before[layer], cache.positions(layer))
+
+
+def test_turns_first_leaves_the_question_whole():
+    """CriticalKV's harder scenario: the context is compressed before the question is known, and the question is not."""
+    model, context, question = make("llama_gqa"), prompt(2, 40), prompt(2, 12, seed=3)
+    with torch.no_grad(), kvpatch.patched(model, "adakv", 0.3, turns="first", window=4) as patch:
+        cache = patch.new_cache()
+        model(context, past_key_values=cache)
+        kept = [cache.positions(layer) for layer in range(2)]
+        model(question, past_key_values=cache)
+        for layer in range(2):
+            held = [[set(head) - {-1} for head in row] for row in cache.positions(layer).tolist()]
+            old = [[set(head) - {-1} for head in row] for row in kept[layer].tolist()]
+            assert held == [[head | set(range(40, 52)) for head in row] for row in old]
+
+
+def test_a_padded_batch_has_turns_too():
+    model, ids, more = make("llama_gqa"), prompt(2, 30), prompt(2, 11, seed=4)
+    for policy in ("h2o", "adakv", "critical_snapkv"):
+        options = SMALL.get(policy, {})
+        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **options):
+            mask = left_pad(ids, [30, 21])
+            logits, cache = force(model, ids, prompt(2, 3, seed=7), mask)
+            mask = torch.cat([mask, torch.ones(2, 14, dtype=mask.dtype)], 1)
+            out = model(more, attention_mask=mask, past_key_values=cache, position_ids=mask.cumsum(1)[:, -11:] - 1).logits
+            together = cache.held(1)
+            for row, n in enumerate((30, 21)):
+                one = slice(row, row + 1)
+                _, alone = force(model, ids[one, 30 - n :], prompt(2, 3, seed=7)[one])
+                own = model(more[one], past_key_values=alone).logits
+                torch.testing.assert_close(out[one], own, atol=3e-5, rtol=0)
+                assert torch.equal(alone.held(1)[0], together[row])
+
+
+FOUND = {
+    "a first block beside what was generated": {
+        "name": "llama_mqa", "policy": "key_attention", "k": 39, "wrap": ("critical",), "turns": "first", "block": 7,
+        "positions": "renumbered", "schedule": "prompt", "sizes": [(15, 4), (7, 0), (24, 6)],
+    },
+    "what each turn keeps, renumbered": {
+        "name": "llama", "policy": "scissorhands", "k": 3, "turns": "each", "block": 16, "positions": "renumbered",
+        "schedule": "prompt", "recent": 0.46, "sizes": [(9, 3), (23, 0)],
+    },
+    "sinks that a later turn brings": {
+        "name": "gptj", "policy": "critical_adakv", "k": 0.66, "turns": "each", "block": 3, "sinks": 5, "window": 8,
+        "kernel": 3, "sizes": [(3, 0), (12, 0), (22, 1)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found_by_random_runs(what):
+    compare(**FOUND[what])
+
+
+def test_a_later_turn_may_protect_more_than_the_budget_where_it_evicts_nothing():
+    model, more = make("llama"), prompt(1, 20, seed=2)
+    marked = more[0, :9].tolist()
+    other = torch.tensor([[token for token in range(90) if token not in marked][:12]])
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 4, schedule="prompt", turns="first", protect=marked) as patch:
+        cache = patch.new_cache()
+        model(other, past_key_values=cache)
+        model(more, past_key_values=cache)
+    assert cache.held(0).unique().tolist() == [24]
+
+
+def test_rows_move_in_the_middle_of_a_prompt():
+    """The bug: where each row's turn began did not move with the rows, and the prompt's end failed or read another row's."""
+    model, ids = make("llama_gqa"), prompt(2, 30)
+    with kvpatch.patched(model, "snapkv", 0.5, window=4, turns="each") as patch, torch.no_grad():
+        alone, both = patch.new_cache(), patch.new_cache()
+        for cache, rows in ((alone, ids[1:]), (both, ids)):
+            cache.prompt_len = 30
+            model(rows[:, :20], past_key_values=cache)
+        both.batch_select_indices(torch.tensor([1]))
+        want, got = (model(ids[1:, 20:], past_key_values=cache).logits for cache in (alone, both))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert both.positions(0).sort(-1).values.equal(alone.positions(0).sort(-1).values)

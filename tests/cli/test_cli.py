@@ -1,0 +1,279 @@
+"""The command line on a tiny random model: what it prints, exit codes, and one line for every mistake."""
+
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import kvpatch
+from kvpatch import demo, demo_view
+from kvpatch.arch.llama import LlamaAdapter
+from kvpatch.check import Checks
+from kvpatch.cli import main
+from kvpatch.commands import app
+from kvpatch.feeding import feed
+from kvpatch.loading import load_tokenizer, parse_k
+from kvpatch.needles import text_needles
+from kvpatch.policies.budgets import Budget
+from tests.helpers import tiny
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A random Llama of 64 positions and a tokenizer of one token per byte."""
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(path)
+    torch.manual_seed(0)
+    _llama(64).save_pretrained(path)
+    return path
+
+
+def _llama(positions):
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("The quick brown fox jumps over")
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "k"), [("0.5", 0.5), ("1.0", 1.0), ("1024", 1024), ("2GiB", "2GiB"), ("2.5GiB", "2.5GiB"), ("-3", "-3")]
+)
+def test_k(text, k):
+    parsed = parse_k(text)
+    assert parsed == k
+    assert type(parsed) is type(k)
+
+
+def test_policies_and_architectures():
+    for command, names in (("policies", kvpatch.policies()), ("architectures", kvpatch.architectures())):
+        result = run(command)
+        assert result.exit_code == 0
+        assert {line.split(" ")[0] for line in result.stdout.splitlines()} >= set(names)
+
+
+def test_generate_writes_what_the_library_writes(folder, prompt):
+    result = run(
+        "generate", "--model", folder, "--policy", "h2o", "-k", "0.5", "--prompt-file", prompt, "--max-new-tokens", 8
+    )
+    assert result.exit_code == 0
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
+    ids = tokenizer(prompt.read_text(), return_tensors="pt").input_ids
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        new = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 30:]
+    text = tokenizer.decode(new)
+    assert result.stdout.startswith(text)
+    assert str(patch.report()) in result.stdout
+    assert patch.report().strip() in result.stdout
+    assert "tokens held per head  15" in result.stdout
+
+
+def test_generate_options_and_schedule(folder, prompt):
+    arguments = ("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", 4, "-k", 8)
+    result = run(*arguments, "--policy", "snapkv", "-o", "window=3", "-o", "pooling=None")
+    assert result.exit_code == 0
+    assert "budget                8 tokens" in result.stdout
+    assert "tokens held per head  11" in result.stdout  # snapkv keeps the three tokens that were fed
+    result = run(*arguments, "--schedule", "decode")
+    assert "evicts: while generating" in result.stdout
+    assert "tokens held per head  33" in result.stdout
+    result = run(*arguments, "--backend", "torch")
+    assert "attention by" in result.stdout and "torch (asked for)" in result.stdout
+    result = run(*arguments, "--backend", "flash")
+    assert result.exit_code == 2 and "backend='flash' cannot run here" in result.stderr
+
+
+def test_a_long_prompt_loses_its_beginning_and_says_so(folder, tmp_path):
+    text = "".join(chr(97 + i % 26) for i in range(100))
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "end.txt").write_text(text[-60:])
+    arguments = ("generate", "--model", folder, "--max-new-tokens", 4, "--prompt-file")
+    long, end = run(*arguments, tmp_path / "long.txt"), run(*arguments, tmp_path / "end.txt")
+    assert "The prompt has 100 tokens; the model has 64 positions" in long.stderr
+    assert "last 60 tokens are read" in long.stderr
+    assert end.stderr == ""
+    assert long.stdout == end.stdout
+
+
+MISTAKES = [
+    (["--policy", "h20"], "Did you mean 'h2o'?"),
+    (["-k", "7x"], "k='7x' is not a size"),
+    (["-k", "1.5"], "k=1.5 is not a share in (0, 1]"),
+    (["--schedule", "never"], "schedule='never' must be one of"),
+    (["--policy", "snapkv", "--schedule", "both"], "scores tokens by the prompt's last rows"),
+    (["-o", "widow=3"], "has no option 'widow'"),
+    (["-o", "window"], "must look like name=value"),
+    (["--dtype", "float23"], "Did you mean 'float32'?"),
+    (["--device", "abacus"], "--device abacus cannot be used"),
+    (["--model", "/no/such/folder"], "there is no such folder"),
+    (["--max-new-tokens", "64"], "the model has 64 positions, so no room is left"),
+    (["--prompt-file", "/no/such/file"], "cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), MISTAKES)
+def test_mistakes_cost_one_line(folder, prompt, wrong, words):
+    result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", 2, *wrong)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvpatch: ")
+    assert words in line
+
+
+def test_files_that_are_none(folder, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").write_text(" \n")
+    for name, words in (("binary", "is no UTF-8 text"), ("empty", "is empty")):
+        result = run("generate", "--model", folder, "--prompt-file", tmp_path / name)
+        assert result.exit_code == 2
+        assert words in result.stderr
+    _llama(64).save_pretrained(tmp_path / "bare")
+    result = run("generate", "--model", tmp_path / "bare", "--prompt-file", folder / "config.json")
+    assert result.exit_code == 2
+    assert "comes without a tokenizer" in result.stderr.splitlines()[-1]
+    (tmp_path / "bare" / "model.safetensors").write_bytes(b"none")
+    result = run("check", "--model", tmp_path / "bare")
+    assert result.exit_code == 2
+    assert "cannot be loaded" in result.stderr.splitlines()[-1]
+    result = run("check", "--model", tmp_path)
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("name", tiny.FIVE)
+def test_checks_pass(name):
+    results = Checks(tiny.make(name), "keyformer", 0.5).run()
+    assert [result for result in results if not result.passed] == []
+    assert len(results) == 5
+
+
+def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
+    result = run("check", "--model", folder, "--policy", "roco", "-k", "9")
+    assert result.exit_code == 0
+    assert result.stdout.count("pass ") == 5
+    assert "1e-04" in result.stdout
+    real = LlamaAdapter.output
+    monkeypatch.setattr(LlamaAdapter, "output", lambda *given: real(*given) * 1.01)
+    result = run("check", "--model", folder)
+    assert result.exit_code == 1
+    assert "FAIL" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checks_see_one_token_too_few(dtype, monkeypatch):
+    model = tiny.make("llama", dtype=dtype)
+    real = Budget.tokens
+    monkeypatch.setattr(Budget, "tokens", lambda self, layer, n: max(real(self, layer, n) - 1, 1))
+    failed = [result.name for result in Checks(model).run() if not result.passed]
+    assert failed == ["eviction is the same as masking"]
+
+
+def test_checks_see_what_stays_behind(monkeypatch):
+    model = tiny.make("llama")
+    real = kvpatch.Patch.remove
+
+    def remove(patch):
+        real(patch)
+        vars(model.model.layers[0])["left_behind"] = object()
+
+    monkeypatch.setattr(kvpatch.Patch, "remove", remove)
+    failed = [(result.name, result.detail) for result in Checks(model).run() if not result.passed]
+    assert failed == [("the model is as it was after the block", "changed: model.layers.0.left_behind")]
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_without_the_extra(name, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "kvpatch.commands")
+    monkeypatch.delattr(kvpatch, "commands")
+    for module in [module for module in sys.modules if module.split(".")[0] == name]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err == f"The command line needs {name}: pip install kvpatch[tools]\n"
+
+
+def test_demo_without_its_models(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "MODELS", tmp_path / "none")
+    result = run("demo", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "clone the repository" in result.stderr
+    assert "--model" in result.stderr
+
+
+def test_demo_on_a_model_of_ones_own(folder, tmp_path, monkeypatch):
+    _llama(2048).save_pretrained(tmp_path / "model")
+    load_tokenizer(str(folder)).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(demo, "POLICIES", {"window": {}, "tova": {}})
+    result = run("demo", "--out", tmp_path / "out", "--model", tmp_path / "model")
+    assert result.exit_code == 0
+    assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
+    lines = result.stdout.splitlines()
+    strips, rows = [line for line in lines if line.endswith("|")], [line.split() for line in lines if "%" in line]
+    table = [["full", "1"], ["window", "0.5"], ["tova", "0.5"], ["window", "0.2"], ["tova", "0.2"]]
+    assert [row[:2] for row in rows] == table
+    assert [line.split()[0] for line in strips] == ["window", "tova"]
+
+
+def test_needles_are_where_the_marks_say(folder):
+    model, tokenizer = _llama(2048), load_tokenizer(str(folder))
+    text = text_needles(model, tokenizer, rows=3)
+    assert len(text.marks.needles) == 3
+    row = text.ids_BN[0][text.mask_BN[0].bool()]
+    (asked,), (question,) = text.marks.asked, text.marks.question
+    record, asking = tokenizer.decode(row[slice(*asked)]), tokenizer.decode(row[slice(*question)])
+    office = asking.split()[-3]
+    assert record.startswith(f"The code of the {office} office is ")
+    assert tokenizer.decode(row[question[1] :]).strip() == record.split()[-1].strip(".")
+    for span in text.marks.needles:
+        assert tokenizer.decode(row[slice(*span)]).startswith("The code of the ")
+
+
+def test_right_answers_are_counted_on_the_answer_alone(folder):
+    text = text_needles(_llama(2048), load_tokenizer(str(folder)), rows=3)
+    logits = torch.nn.functional.one_hot(text.ids_BN[:, text.n :], 256).float()
+    logits = torch.cat([logits, torch.zeros(3, 1, 256)], 1)
+    assert text.right(logits).tolist() == [True] * 3
+    logits[1, 2] = 0
+    assert text.right(logits).tolist() == [True, False, True]
+
+
+def test_feeding_equals_one_forward():
+    model, ids = tiny.make("gpt2"), tiny.prompt(2, 12)
+    mask = tiny.left_pad(ids, [12, 9])
+    fed = feed(model, ids, 8, mask)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits[:, 7:]
+    torch.testing.assert_close(fed.logits_BSV, expected)
+    assert fed.cache.get_seq_length() == 12
+    assert fed.seconds > 0
+
+
+def test_the_table_leaves_out_what_was_not_measured():
+    full = demo_view.Outcome("full", 1.0, torch.tensor([True, True]), 1000)
+    half = demo_view.Outcome("h2o", 0.5, torch.tensor([True, False]), 500)
+    assert half.cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}

@@ -1,0 +1,386 @@
+"""`kvpatch compare`: its figures by hand, its sentences on rows made by hand, and the command on a small model."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+import kvpatch
+from kvpatch import compare_view as view
+from kvpatch import pictures
+from kvpatch.commands import app
+from kvpatch.compare import budgets, choose, text_ids
+from kvpatch.divergence import Comparison, Figures, Result, Row, divergence
+from kvpatch.errors import KVPatchError
+from kvpatch.feeding import Fed, feed
+from kvpatch.loading import MODELS, load_tokenizer
+from tests.helpers import tiny
+
+MODEL = MODELS / "llama-python"
+TEXT = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n        yield os.path.join(path, name)\n"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def prompt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "prompt.txt"
+    path.write_text(TEXT)
+    return path
+
+
+# ---- figures ----
+
+
+def test_divergence_by_hand():
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.0, 0.5, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1], [0.0, 0.8, 0.2]], dtype=torch.float64)
+    kl, same = divergence(p.log(), q.log())
+    # 0.5 log 2 - 0.25 log 2; nothing; 0.5 log 0.625 + 0.5 log 2.5 with the token that p excludes left out
+    assert kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, 0.5 * math.log(0.625 * 2.5)], abs=1e-12)
+    assert same.tolist() == [False, True, True]
+    assert divergence(q.log(), p.log())[0][0] == pytest.approx(0.25 * math.log(2))
+    assert divergence(q.log(), p.log())[0][2] != pytest.approx(float(kl[2]), abs=1e-3)  # not symmetric
+
+
+def test_figures_by_hand(monkeypatch):
+    """Distributions that are written out: the one after the prompt is left out, and loss is that of the tokens that follow."""
+    full = torch.full((4, tiny.VOCAB), 1e-12)
+    other = full.clone()
+    full[0, :3], other[0, :3] = torch.tensor([0.9, 0.05, 0.05]), torch.tensor([0.05, 0.05, 0.9])  # must not count
+    full[1, :3], other[1, :3] = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    full[2, :3], other[2, :3] = torch.tensor([0.2, 0.2, 0.6]), torch.tensor([0.2, 0.2, 0.6])
+    full[3, :3], other[3, :3] = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.5, 0.25, 0.25])
+
+    def written(model, ids, n):
+        evicting = any("_kvpatch" in vars(module) for module in model.modules())
+        probabilities = (other if evicting else full)[None, : ids.shape[1] - n + 1]
+        return Fed(probabilities.log(), 3.0 if evicting else 2.0, feed(model, ids, n).cache)
+
+    monkeypatch.setattr("kvpatch.divergence.feed", written)
+    ids = torch.cat([tiny.prompt(1, 12), torch.tensor([[1, 0, 2]])], 1)
+    model = tiny.make("llama")
+    comparison = Comparison(model, ids, 12)
+    one = comparison.figures(kvpatch.get_policy("window"), 5)
+    assert one.kl == pytest.approx(0.25 * math.log(2) / 3, rel=1e-5)
+    assert one.worst == pytest.approx(0.25 * math.log(2), rel=1e-5)
+    assert one.agreement == pytest.approx(2 / 3)
+    assert one.loss == pytest.approx(math.log(2) / 2, rel=1e-5)  # token 0: 0.5 in full, 0.25 evicted; then token 2: alike
+    assert (one.budget, one.held, one.seconds, one.cut) == (5, (5, 5), 3.0, {})
+    # 2 layers, 4 heads, 8 numbers, keys and values, 4 bytes: 15 tokens, and 5 with the free slot
+    assert (comparison.nbytes, one.nbytes) == (512 * 15, 512 * 6)
+    result = comparison.run({"window": kvpatch.get_policy("window")}, {"5": 5})
+    assert (result.n, result.fed, result.seconds) == (12, 3, 2.0)
+    assert result.rows == [Row("window", "5", one)]
+
+
+def test_figures_are_those_of_the_patched_model():
+    model, ids = tiny.make("llama_gqa"), tiny.prompt(1, 36)
+    comparison = Comparison(model, ids, 30, seed=3)
+    one = comparison.figures(kvpatch.get_policy("keyformer"), 0.4)
+    full = tiny.force(model, ids[:, :30], ids[:, 30:])[0][0, 1:].double().log_softmax(-1)
+    with kvpatch.patched(model, "keyformer", 0.4, seed=3):
+        evicted = tiny.force(model, ids[:, :30], ids[:, 30:])[0][0, 1:].double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(evicted, full, log_target=True, reduction="none").sum(-1)
+    assert one.kl == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert one.worst == pytest.approx(float(kl.max()), rel=1e-4)
+    assert one.kl > 1e-3
+    assert one.held == (12, 12)
+    low, high = comparison.figures(kvpatch.get_policy("adaptive(h2o)"), 0.4).held
+    assert low < 12 < high
+
+
+@pytest.mark.parametrize(("policy", "k"), [("full", 0.5), ("h2o", 1.0), ("adakv", 1.0), ("snapkv", 99)])
+def test_nothing_evicted_changes_nothing(policy, k):
+    one = Comparison(tiny.make("llama_gqa"), tiny.prompt(1, 24), 20).figures(kvpatch.get_policy(policy), k)
+    assert one.kl == pytest.approx(0.0, abs=1e-9)
+    assert one.agreement == 1.0
+    assert (one.budget, one.held, one.cut) == (10 if policy == "full" else 20, (24, 24), {})
+
+
+def test_sizes_that_the_budget_cuts():
+    comparison = Comparison(tiny.make("llama"), tiny.prompt(1, 44), 40)
+
+    def cut(name, k, **options):
+        return comparison.figures(kvpatch.get_policy(name).with_options(**options), k).cut
+
+    assert cut("snapkv", 0.5) == {"window": (32, 20)}
+    assert cut("critical(adaptive(snapkv))", 12) == {"window": (32, 12)}
+    assert cut("snapkv", 33) == {}
+    assert cut("snapkv", 8, window=4, recent=9, sinks=2) == {"recent": (9, 6)}
+    assert cut("roco", 12) == {"protected": (6, 2)}
+    assert cut("streaming_llm", 3) == {"sinks": (4, 3)}
+    assert cut("h2o", 3) == cut("roco", 20) == cut("window", 1) == {}
+    assert cut("snapkv", 1.0) == {}
+
+
+def test_a_refusal_is_a_row_and_the_others_go_on():
+    comparison = Comparison(tiny.make("llama"), tiny.prompt(1, 24), 20, schedule="both")
+    policies = choose("snapkv,h2o", {"protect": list(range(tiny.VOCAB))}, 4)
+    rows = comparison.run({name: policies[name] for name in ("snapkv", "h2o")}, {"4": 4, "1B": "1B", "20": 20}).rows
+    assert [(row.policy, row.k) for row in rows] == [(p, k) for k in ("4", "1B", "20") for p in ("snapkv", "h2o")]
+    assert [row.figures is None for row in rows] == [True] * 5 + [False]
+    assert all("schedule='both'" in row.error for row in rows[::2])
+    assert "protect= marks 20 tokens" in rows[1].error and "holds no token" in rows[3].error
+
+
+def test_predictions_that_are_no_numbers(monkeypatch):
+    model = tiny.make("llama")
+    comparison = Comparison(model, tiny.prompt(1, 20), 16)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    row = comparison._row("h2o", kvpatch.get_policy("h2o"), "4", 4)
+    assert row.figures is None and "NaN" in row.error
+    with pytest.raises(KVPatchError, match="NaN"):
+        Comparison(model, tiny.prompt(1, 20), 16)
+
+
+# ---- what is asked for ----
+
+
+def test_policies_with_the_options_they_have():
+    chosen = choose(" h2o,critical(adaptive(roco)), snapkv,h2o", {"window": 5, "recent": 3}, 77)
+    assert list(chosen) == ["random", "h2o", "critical(adaptive(roco))", "snapkv"]
+    assert chosen["snapkv"].options()["window"] == 5
+    assert all(policy.options()["recent"] == 3 for policy in chosen.values())
+    keyformer = choose("keyformer", {}, 77)["keyformer"].options()
+    assert keyformer["generation_length"] == 77  # as generate() would tell it
+    assert choose("keyformer", {"generation_length": 9}, 77)["keyformer"].options()["generation_length"] == 9
+    assert budgets("0.5, 12,2GiB,0.5") == {"0.5": 0.5, "12": 12, "2GiB": "2GiB"}
+
+
+class Letters:
+    """A tokenizer of one token per letter, and one in front of every text."""
+
+    def __call__(self, text, add_special_tokens=True, **kwargs):
+        ids = torch.tensor([[1] * add_special_tokens + [ord(letter) - 32 for letter in text]])
+        return type("Encoding", (), {"input_ids": ids})
+
+
+def test_the_text_is_prompt_and_continuation():
+    model = tiny.make("llama")
+    ids, n, notes = text_ids(model, Letters(), "0123456789", "ABC", 5)
+    assert (ids[0].tolist(), n, notes) == ([1, *range(16, 26), 33, 34, 35], 11, [])
+    ids, n, notes = text_ids(model, Letters(), "0123456789", "ABC", 2)
+    assert (ids.shape[1], n) == (13, 11)
+    assert notes == ["The continuation has 3 tokens: the first 2 are fed (--max-new-tokens)."]
+    ids, n, notes = text_ids(model, Letters(), "0" * 600, "ABC", 5)
+    assert (ids.shape[1], n) == (512, 509)
+    assert "only the prompt's last 509 tokens are read" in notes[0]
+    assert text_ids(model, Letters(), "0" * 600, "ABC", 2)[1] == 510  # room for what is fed, not for what is left out
+    with pytest.raises(KVPatchError, match="has 7 tokens"):
+        text_ids(model, Letters(), "012345", "ABC", 5)
+    for nothing in ("", "é"):
+        with pytest.raises(KVPatchError, match="--continuation-file: the tokenizer makes no tokens"):
+            text_ids(model, Letters(), "0123456789", nothing, 5)
+    with pytest.raises(KVPatchError, match="no room is left"):
+        text_ids(model, Letters(), "0123456789", "A" * 600, 512)
+
+
+def test_the_models_own_text_ends_before_its_end():
+    model = tiny.make("llama")
+    own = text_ids(model, Letters(), "0123456789", None, 6)[0][0, 11:].tolist()
+    logits = tiny.force(model, torch.tensor([[1, *range(16, 26)]]), torch.tensor([own]))[0]
+    assert own == logits[0, :-1].argmax(-1).tolist()  # greedy
+    assert own[2] not in own[:2]
+    model.generation_config.eos_token_id = own[2]
+    assert text_ids(model, Letters(), "0123456789", None, 6)[0][0, 11:].tolist() == own[:2]
+    model.generation_config.eos_token_id = [own[0]]
+    with pytest.raises(KVPatchError, match="ends its text right after this prompt"):
+        text_ids(model, Letters(), "0123456789", None, 6)
+
+
+# ---- what is said ----
+
+
+def one(kl, agreement, nbytes, **more):
+    return Figures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), 2.0, **more)
+
+
+def said(*rows, tolerance=0.05, agreement=0.95):
+    return view.advice(Result(list(rows), 1000, 1.0, 90, 10), tolerance, agreement)
+
+
+GOOD, BETTER = Row("h2o", "0.5", one(0.04, 0.95, 500)), Row("roco", "0.5", one(0.03, 0.97, 500))
+BROKEN = Row("tova", "0.5", None, "no")
+
+
+def test_advice_takes_the_cheapest_and_then_the_nearest():
+    cheap = Row("snapkv", "0.3", one(0.05, 0.96, 300))
+    assert said(GOOD, BROKEN, cheap, BETTER) == (
+        "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on this text is snapkv at k=0.3: "
+        "30% of the full cache's bytes, a KL of 0.0500 (worst token 0.50), 96.0% agreement."
+    )
+    assert " is roco at k=0.5: " in said(GOOD, BETTER)
+    assert " is roco at k=0.5: " in said(GOOD, BETTER, cheap, tolerance=0.04)
+    assert " is roco at k=0.5: " in said(GOOD, BETTER, cheap, agreement=0.97)
+
+
+def test_advice_where_none_is_good_enough():
+    assert said(GOOD, BETTER, BROKEN, tolerance=0.01) == (
+        "None of these settings stays within a KL of 0.01 nats per token and 95% agreement on this text; the closest is roco "
+        "at k=0.5: 50% of the full cache's bytes, a KL of 0.0300 (worst token 0.30), 97.0% agreement."
+    )
+    assert said(Row("h2o", "0.5", one(0.0, 0.94, 500))).startswith("None of these settings")
+
+
+def test_advice_is_never_chance_nor_what_saves_nothing():
+    nothing = "No setting that holds less than the full cache was measured, so there is none to advise."
+    assert said(Row("random", "0.5", one(0.0, 1.0, 500)), Row("full", "0.5", one(0.0, 1.0, 1000)), BROKEN) == nothing
+    chance = Row("random", "0.5", one(0.05, 0.95, 500))
+    words = "; eviction at random stays within it there too, so this text cannot tell policies apart."
+    assert said(chance, GOOD).endswith(words)
+    assert "at random" not in said(Row("random", "0.5", one(0.06, 0.95, 500)), GOOD)
+    assert "at random" not in said(Row("random", "0.7", one(0.0, 1.0, 700)), GOOD)
+
+
+def test_notes():
+    rows = [
+        Row("snapkv", "0.3", one(0.1, 1.0, 3, cut={"window": (32, 30)})),
+        Row("snapkv", "0.2", one(0.1, 1.0, 3, cut={"window": (32, 20)})),
+        GOOD,
+        BROKEN,
+        Row("h2o", "1B", None, "no"),
+    ]
+    cut, refused = view.notes(rows)
+    assert cut == (
+        "* snapkv protects more than the budget holds, which leaves nothing to choose by score: window 32 cut to 30 at k=0.3, "
+        "window 32 cut to 20 at k=0.2."
+    )
+    assert refused == "refused: tova at k=0.5, h2o at k=1B: no"
+
+
+# ---- the command ----
+
+
+def test_compare(prompt, tmp_path):
+    policies = "h2o,critical(adaptive(roco)),snapkv"
+    arguments = ("--prompt-file", prompt, "--max-new-tokens", 6, "--dtype", "float32", "--policies", policies)
+    result = run("compare", "--model", MODEL, *arguments, "-k", "1.0,0.4,1B", "--json", "lines.jsonl")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    names = ["random", *policies.split(",")]
+    assert [(line["policy"], line["k"]) for line in lines] == [(name, k) for k in ("1.0", "0.4", "1B") for name in names]
+    for line in lines[:4]:
+        assert line["kl"] < 1e-9 and line["agreement"] == 1.0
+    evicted = lines[4:8]
+    assert all(line["kl"] > 1e-4 for line in evicted)
+    assert all("holds no token" in line["error"] and "kl" not in line for line in lines[8:])
+    n = len(load_tokenizer(str(MODEL))(TEXT).input_ids)
+    first = lines[0]
+    assert (first["prompt_tokens"], first["fed_tokens"], first["continuation"], first["seed"]) == (n, 6, "greedy", 0)
+    assert (first["device"], first["dtype"], first["versions"]["kvpatch"]) == ("cpu", "float32", kvpatch.__version__)
+    assert first["full_nbytes"] == 4 * 4 * 32 * 2 * 4 * (n + 6)
+    assert [line["chance"] for line in evicted] == [True, False, False, False]
+    table = [line.split() for line in result.stdout.splitlines() if line.startswith(("full", *names))]
+    assert [row[0] for row in table] == ["full", *names * 3]
+    kl, worst = f"{evicted[0]['kl']:.4f}", f"{evicted[0]['worst']:.2f}"
+    assert table[5][:6] == ["random", "(chance)", "0.4", f"{int(0.4 * n)}", kl, worst]
+    assert table[8][1] == "0.4*" and "snapkv protects more than the budget holds" in result.stdout
+    assert [row[-1] for row in table[9:]] == ["refused"] * 4
+    assert " of these settings " in result.stdout and "One text is one text" in result.stdout
+    assert (tmp_path / "kvpatch-compare" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
+    (tmp_path / "next.txt").write_text("\n\nprint(1)\nprint(2)\n")
+    arguments = ("compare", "--model", MODEL, "--prompt-file", prompt, "--continuation-file", "next.txt")
+    more = ("--max-new-tokens", 5, "--schedule", "prompt", "--seed", 5, "--json", "a", "--out", "deep/out")
+    result = run(*arguments, "--policies", "window", "-k", 9, *more)
+    assert result.exit_code == 0, result.output
+    assert "then 5 tokens of the continuation, fed one by one" in result.stdout
+    assert "the first 5 are fed" in result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    assert [line["continuation"] for line in lines] == ["file"] * 2
+    model, tokenizer = LlamaForCausalLM.from_pretrained(MODEL), load_tokenizer(str(MODEL))
+    n = len(tokenizer(TEXT).input_ids)
+    fed = tokenizer("\n\nprint(1)\nprint(2)\n", add_special_tokens=False).input_ids[:5]
+    ids = torch.tensor([tokenizer(TEXT).input_ids + fed])
+    comparison = Comparison(model, ids, n, schedule="prompt", seed=5)
+    for line, policy in zip(lines, ("random", "window"), strict=True):
+        assert line["kl"] == pytest.approx(comparison.figures(kvpatch.get_policy(policy), 9).kl, rel=1e-6)
+        assert (line["seed"], line["schedule"], line["held"]) == (5, "prompt", [14, 14])
+    assert (tmp_path / "deep" / "out" / "compare.png").is_file()
+
+
+def test_the_picture_has_a_line_per_policy(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(pictures, "divergence", lambda *given: drawn.update(given=given))
+    chance = Row("random", "0.5", one(0.2, 0.9, 500))
+    low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 1.0))
+    view.picture(Result([chance, GOOD, BROKEN, low], 1000, 1.0, 90, 10), 0.05, "title")
+    curves, chance, ticks, *rest = drawn["given"]
+    assert (curves, chance) == ({"random": [(50, 0.2)], "h2o": [(20, 0.3), (50, 0.04)]}, "random")
+    assert (ticks, rest) == ({50: "0.5", 20: "0.2"}, [0.05, "title"])
+    monkeypatch.undo()
+    axes = pictures.divergence(curves | {"full": [(50, 0.0)]}, chance, ticks, *rest).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["random (chance)", "h2o", "full", "tolerance, 0.05"]
+    assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "-", ":"]
+    low, high = axes.transData.transform([(50, 0.0), (50, 0.3)])[:, 1]
+    assert math.isfinite(low) and axes.bbox.y0 <= low < high < axes.bbox.y1  # zero has a place on the axis
+    assert pictures.divergence(curves, chance, ticks, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
+    assert pictures.divergence({"full": [(50, 0.0)]}, chance, ticks, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
+
+
+MISTAKES = [
+    (["--policies", "h2o,h20"], "Did you mean 'h2o'?"),
+    (["--policies", "critical(window)"], "no weight"),
+    (["--policies", " ,"], "--policies names none"),
+    (["-o", "widow=3"], "--option widow: none of window, streaming_llm, h2o"),
+    (["-o", "window=3", "--policies", "h2o,roco"], "none of h2o, roco has it"),
+    (["-o", "window=-3"], "window=-3 must be a number of rows"),
+    (["-o", "window"], "must look like name=value"),
+    (["-k", "0.5,7x"], "k='7x' is not a size"),
+    (["-k", "1.5"], "k=1.5 is not a share in (0, 1]"),
+    (["-k", ","], "-k names no budget"),
+    (["--schedule", "never"], "schedule='never' must be one of"),
+    (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file cannot be read"),
+    (["--continuation-file", "/no/such/file"], "--continuation-file /no/such/file cannot be read"),
+    (["--out", "prompt.txt"], "--out prompt.txt cannot be made"),
+    (["--json", "no/such/folder"], "--json no/such/folder cannot be written"),
+    (["--dtype", "float23"], "Did you mean 'float32'?"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), MISTAKES)
+def test_mistakes_cost_one_line_and_no_loading(prompt, monkeypatch, wrong, words):
+    if "--dtype" not in wrong:
+        monkeypatch.setattr("kvpatch.commands.load_model", None)
+    result = run("compare", "--model", MODEL, "--prompt-file", prompt, *wrong)
+    assert result.exit_code == 2, result.exception
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvpatch: ")
+    assert words in line
+
+
+def test_mistakes_that_the_model_shows(prompt, tmp_path):
+    arguments = ("compare", "--model", MODEL, "--prompt-file", prompt)
+    long = tmp_path / "long.txt"
+    long.write_text("word " * 600)
+    (tmp_path / "short.txt").write_text("a b")
+    tiny.make("llama").save_pretrained(tmp_path / "bare")
+    for wrong, words in (
+        (["--max-new-tokens", 512], "the model has 512 positions, so no room is left"),
+        (["--continuation-file", long, "--max-new-tokens", 600], "so no room is left for a prompt"),
+        (["--max-new-tokens", 509], "The prompt has 3 tokens; with fewer than 8"),
+        (["--prompt-file", tmp_path / "short.txt"], "with fewer than 8"),
+        (["--model", tmp_path / "bare"], "comes without a tokenizer"),
+    ):
+        result = run(*arguments, *wrong)
+        assert result.exit_code == 2, result.output
+        assert words in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
+
+
+def test_a_failed_run_leaves_earlier_figures(prompt, tmp_path):
+    (tmp_path / "lines").write_text("earlier\n")
+    result = run("compare", "--model", tmp_path / "none", "--prompt-file", prompt, "--json", "lines")
+    assert result.exit_code == 2
+    assert (tmp_path / "lines").read_text() == "earlier\n"

@@ -1,0 +1,1 @@
+"""Small models, comparisons and worlds that several tests share."""

@@ -1,0 +1,88 @@
+"""The library beside the oracle: one left-padded batch against each row alone, unpadded, in float64."""
+
+import copy
+import functools
+
+import torch
+
+import kvpatch
+from kvpatch.policies import noise
+from tests.helpers.tiny import VOCAB, force, left_pad, make, prompt
+from tests.oracle import reference
+
+MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
+EVICTING = tuple(name for name in kvpatch.policies() if name != "full")
+WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_tail)
+SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED}
+WRAPS = {"pyramid": kvpatch.policies.pyramid, "adaptive": kvpatch.policies.adaptive, "critical": kvpatch.policies.critical}
+
+
+@functools.cache
+def table(seed, kind, layer, head):
+    """The library's numbers by (t + 1, i); test_noise.py looks at their distribution."""
+    u = noise.uniform(seed, layer, torch.tensor(head), torch.arange(-1, 120)[:, None], torch.arange(120))
+    return {"uniform": lambda u: u, "gumbel": noise.gumbel, "gaussian": noise.gaussian}[kind](u).tolist()
+
+
+def draw(seed, kind, layer, head, t, i):
+    return table(seed, kind, layer, head)[t + 1][i]
+
+
+def combined(policy, wrap):
+    """The policy with what `wrap` names put around it."""
+    for name in wrap:
+        policy = WRAPS[name](policy)
+    return policy
+
+
+def sorted_positions(held):
+    """Heads of slots with -1 for empty ones -> heads of sorted positions."""
+    return [[sorted(p for p in head if p >= 0) for head in layer] for layer in held]
+
+
+def same_tokens(mine, theirs):
+    """Ordered positions [B,H,C] of every layer are the same; one of the caches may have more empty slots."""
+    return all(
+        torch.equal(a[b, h][a[b, h] >= 0], c[b, h][c[b, h] >= 0])
+        for a, c in zip(mine, theirs, strict=True)
+        for b in range(a.shape[0])
+        for h in range(a.shape[1])
+    )
+
+
+def agrees(
+    name, policy, k, *, n=30, steps=8, pads=(0, 9), dtype=torch.float64, seed=0, weights=0, wrap=(), model=None, backend="auto",
+    **options,
+):  # fmt: skip
+    """Run library and oracle and compare; returns False where a decision was too close to call.
+
+    options of the policy, and block and positions.
+    """
+    model = make(name, dtype=dtype, seed=weights) if model is None else model
+    ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
+    if policy == "key_norm":  # rotation keeps a norm, so one token at two positions is a tie but for rounding
+        order = torch.rand(len(pads), VOCAB - 1, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
+        ids, fed = order[:, :n], order[:, n : n + steps]
+    mask = left_pad(ids, [n - pad for pad in pads])
+    length = options.get("generation_length")
+    pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
+    with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, backend=backend, **options):
+        logits, cache = force(model, ids, fed, mask)
+        held = [cache.positions(layer).tolist() for layer in range(len(cache.layers))]
+    for row, pad in enumerate(pads):
+        given_options = {key: value for key, value in options.items() if key != "generation_length"}
+        want = reference.run(
+            copy.deepcopy(pristine), ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=k, generation_length=length,
+            draw=functools.partial(draw, seed), wrap=wrap, **given_options,
+        )  # fmt: skip
+        if want.margin < MARGIN[dtype]:
+            return False
+        assert sorted_positions([layer[row] for layer in held]) == want.kept[-1], f"row {row}: kept positions differ"
+        torch.testing.assert_close(logits[row].double(), want.logits[-steps - 1 :], atol=TOLERANCE[dtype], rtol=0)
+    return True
+
+
+def certain(*args, **kwargs):
+    """Some weights for which the comparison is decided."""
+    assert any(agrees(*args, weights=weights, **kwargs) for weights in range(6)), "every draw was too close to call"

@@ -1,0 +1,1 @@
+"""What is checked on a model before it is touched."""

@@ -1,0 +1,93 @@
+"""Two processes that train together, as torchrun starts them; and what sharded parameters allow, in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import kvpatch
+from examples.train_ddp import WAYS
+from tests.helpers.tiny import make, prompt
+from tests.integrations.test_peft import gradients
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_as_they_do_unpatched(tmp_path):
+    """Gradient accumulation with no_sync() included. A run under `block=` differs, and its processes agree with each other."""
+    program = "import torch.distributed as dist; from examples import train_ddp; dist.init_process_group('gloo')"
+    program += "; train_ddp.main(['--steps', '2']); train_ddp.main(['--steps', '1', '--block', '8'])"
+    program += "; dist.destroy_process_group()"
+    script = tmp_path / "both.py"
+    script.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 2 * 2 * len(WAYS) and all(line["processes agree"] for line in lines)
+    for rank in (0, 1):
+        plain, *patched, bare, evicted, again = (line for line in lines if line["rank"] == rank)
+        assert all(line["same weights"] and line["losses"] == plain["losses"] for line in patched)
+        assert not evicted["same weights"] and evicted["losses"] != bare["losses"]
+        assert evicted["losses"] == again["losses"], "patched before it was wrapped or after"
+    mine, theirs = (next(line for line in lines if line["rank"] == rank) for rank in (0, 1))
+    assert mine["losses"] != theirs["losses"], "each process reads rows of its own"
+
+
+@pytest.mark.parametrize("block", [None, 6])
+@pytest.mark.parametrize("order", ["shard, then patch", "patch, then shard"])
+def test_fully_sharded_layers(order, block, alone):
+    ids, options = prompt(2, 24), {"policy": "h2o", "k": 7, "block": block}
+
+    def shard(model):
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def whole(found):
+        return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
+
+    plain = make("llama_gqa").train()
+    if block is None:
+        want = gradients(plain, ids)
+    else:
+        with kvpatch.patched(plain, **options):
+            want = gradients(plain, ids)
+    model = make("llama_gqa").train()
+    if order == "shard, then patch":
+        model = shard(model)
+    with kvpatch.patched(model, **options):
+        if order == "patch, then shard":
+            model = shard(model)
+        assert all(map(torch.equal, whole(gradients(model, ids)), want))
+
+
+def test_flat_parameters_are_refused_in_words(alone):
+    """The older FullyShardedDataParallel leaves no parameters on the model that it wraps, unless it is asked to."""
+    cpu, ids = torch.device("cpu"), prompt(2, 24)
+    want = gradients(make("llama_gqa").train(), ids)[0]
+    with pytest.raises(kvpatch.KVPatchError, match=r"no parameters of its own.*before it is wrapped.*use_orig_params=True"):
+        kvpatch.patch(FullyShardedDataParallel(make("llama_gqa"), device_id=cpu), "h2o", 0.3)
+    model = make("llama_gqa").train()
+    with kvpatch.patched(model, "h2o", 0.3):
+        assert torch.equal(gradients(FullyShardedDataParallel(model, device_id=cpu), ids)[0], want)
+    model = FullyShardedDataParallel(make("llama_gqa").train(), device_id=cpu, use_orig_params=True)
+    with kvpatch.patched(model, "h2o", 0.3):
+        assert torch.equal(gradients(model, ids)[0], want)

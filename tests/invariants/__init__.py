@@ -1,0 +1,1 @@
+"""Laws that hold for every policy, architecture and batch."""

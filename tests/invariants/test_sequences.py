@@ -1,0 +1,108 @@
+"""Whatever is done to a cache, each row's text gives what it gives alone: random sequences of all that a cache can do."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import kvpatch
+from tests.helpers.comparing import EVICTING, WINDOWED, combined, sorted_positions
+from tests.helpers.tiny import MODELS, make, prompt
+from tests.oracle.test_oracle_parts import fits
+
+DEEDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save")
+
+
+@st.composite
+def settings_of_a_patch(draw):
+    policy = draw(st.sampled_from([name for name in EVICTING if name != "key_norm"]))  # equal tokens tie but for rounding
+    wrap = tuple(name for name in ("pyramid", "adaptive", "critical") if draw(st.booleans()))
+    assume(fits(policy, wrap))
+    name = draw(st.sampled_from(tuple(MODELS)))
+    options = {"block": draw(st.one_of(st.none(), st.integers(1, 12)))}
+    if policy in WINDOWED:
+        options["window"] = draw(st.integers(1, 6))
+    elif draw(st.booleans()):
+        options["schedule"] = "prompt"
+    if policy == "keyformer" and options["block"] is None:
+        options["shared"] = draw(st.booleans())
+    if name != "gpt2" and draw(st.booleans()):
+        options["positions"] = "renumbered"
+    return name, combined(policy, wrap), draw(st.one_of(st.floats(0.1, 0.9), st.integers(3, 40))), options
+
+
+class Texts:
+    """A cache of several rows, and the text that each row has seen."""
+
+    def __init__(self, model, patch, rows, n, path):
+        self.model, self.patch, self.rows, self.path = model, patch, rows, path
+        self.cache, self.seed, self.texts = patch.new_cache(), 0, [[] for _ in range(rows)]
+        self.feed(n)
+
+    def feed(self, n, remembered=True):
+        """n tokens in one forward: a prompt, or one generated token."""
+        self.seed += 1
+        ids = prompt(self.rows, n, seed=self.seed)
+        self.logits = self.model(ids, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        if remembered:
+            self.texts = [[*text, piece] for text, piece in zip(self.texts, ids, strict=True)]
+
+    def do(self, deed, number):
+        if deed == "decode":
+            for _ in range(number):
+                self.feed(1)
+        elif deed == "turn":
+            self.feed(number + 1)
+        elif deed == "clone":
+            self.cache = self.cache.clone()
+        elif deed == "crop":
+            self.cache.activate_past_recording()
+            for _ in range(number):
+                self.feed(1, remembered=False)
+            self.cache.crop(-number)
+        elif deed == "reorder":
+            order = [(row * number + 1) % self.rows for row in range(self.rows)]
+            self.cache.reorder_cache(torch.tensor(order))
+            self.texts = [self.texts[row] for row in order]
+        elif deed == "repeat":
+            chosen = [(row * number) % (2 * self.rows) for row in range(self.rows)]
+            self.cache.batch_repeat_interleave(2)
+            self.cache.batch_select_indices(torch.tensor(chosen))
+            self.texts = [self.texts[row // 2] for row in chosen]
+        elif deed == "save":
+            self.patch.save_cache(self.cache, self.path)
+            self.cache = self.patch.load_cache(self.path)
+
+    def check(self):
+        """One more token, beside every row's text through a cache of its own."""
+        self.feed(1)
+        held = [self.cache.positions(layer).tolist() for layer in range(2)]
+        for row, text in enumerate(self.texts):
+            alone = self.patch.new_cache()
+            for piece in text:
+                logits = self.model(piece[None], past_key_values=alone, use_cache=True).logits[:, -1]
+            own = [alone.positions(layer)[0].tolist() for layer in range(2)]
+            assert sorted_positions([layer[row] for layer in held]) == sorted_positions(own)
+            torch.testing.assert_close(self.logits[row], logits[0], atol=1e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("sequences") / "cache.safetensors"
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    chosen=settings_of_a_patch(),
+    rows=st.integers(1, 3),
+    n=st.integers(2, 30),
+    deeds=st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(1, 6)), max_size=9),
+)
+def test_any_sequence(path, chosen, rows, n, deeds):
+    name, policy, k, options = chosen
+    model = make(name, dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
+        texts = Texts(model, patch, rows, n, path)
+        for deed, number in deeds:
+            texts.do(deed, number)
+        texts.check()

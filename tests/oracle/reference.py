@@ -1,0 +1,634 @@
+"""The oracle: policies.md computed literally, in float64, one row at a time, over explicit lists of tokens.
+
+It shares no code with the library. Nothing is incremental that can be computed from its definition: every query row is
+remembered, and a score is summed over the remembered rows at each decision. Symbols are those of policies.md:
+
+    t, i   the query's and the key's token, as original positions      n   tokens of the prompt
+    x, a   logits and probabilities of row t, by key i                 s   the scores of one KV head, by key i
+    r      the size of a protected set                                 b   the budget of one layer
+    l, g, h   layer, KV head, query head; query head h belongs to KV head h // G
+
+A turn is a prompt and the decode steps after it; a text may have several. A moment is a time at which a layer evicts: at
+the end of a turn's prompt (with block=, of each block) and after each decode step. reference_selection.py has the
+arithmetic on budgets and the choice among scored tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.oracle.reference_models import Decoder, decoder_of
+from tests.oracle.reference_selection import adaptive, budget, pyramid, tokens, two_stage, worst
+
+Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
+
+EULER = 0.5772  # the mean of a standard Gumbel variable, as policies.md writes it
+FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
+
+SNAPKV: dict[str, Any] = {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"}
+
+# One line per policy: its score, then its options and their defaults. `recent` is the window that is never evicted.
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"score": "none", "schedule": "never"},
+    "random": {"score": "random"},
+    "window": {"score": "recency"},
+    "dilated_window": {"score": "lattice", "dilation": 1},
+    "streaming_llm": {"score": "recency", "sinks": 4},
+    "key_attention": {"score": "accumulated"},
+    "h2o": {"score": "accumulated", "recent": 0.5},
+    "scissorhands": {"score": "quantized", "recent": 0.5},
+    "tova": {"score": "last", "heads": "layer"},
+    "roco": {"score": "mean", "recent": 10, "protected": 0.5},
+    "keyformer": {
+        "score": "gumbel",
+        "recent": 0.3,
+        "noise": "gumbel",
+        "resample": False,
+        "tau": (1.0, 2.0),
+        "shared": False,
+        "damping": 1.0,
+    },
+    "snapkv": SNAPKV,
+    "pyramidkv": {**SNAPKV, "wrap": ("pyramid",)},
+    "adakv": {**SNAPKV, "wrap": ("adaptive",)},
+    "critical_snapkv": {**SNAPKV, "wrap": ("critical",)},
+    "critical_pyramidkv": {**SNAPKV, "wrap": ("pyramid", "critical")},
+    "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
+    "key_norm": {"score": "key_norm"},
+}
+EVERY_POLICY: dict[str, Any] = {
+    "sinks": 0,
+    "recent": 0,
+    "protect": None,
+    "schedule": "both",
+    "block": None,
+    "positions": "original",
+    "wrap": (),
+}
+# What can be put around any policy, and the options that come with it.
+WRAPS: dict[str, dict[str, Any]] = {
+    "pyramid": {"beta": 20},
+    "adaptive": {"floor": 0.2},
+    "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
+}
+NO_WEIGHTS = ("recency", "lattice", "key_norm")  # scores that may be negative, or that a factor would make no sense of
+
+
+@dataclass
+class Run:
+    """What one row gives: logits [tokens fed, V]; kept[moment][l][g] as sorted original positions, one moment at the end
+    of each turn's prompt and one after each decode step; and the smallest gap at any decision: a run whose margin is
+    below a rounding error may rightly differ from another."""
+
+    logits: Tensor
+    kept: list[list[list[list[int]]]]
+    margin: float
+
+
+@dataclass
+class Row:
+    """Query row t of one KV head: for every key i it attends to, one number per query head of the group."""
+
+    t: int
+    x: dict[int, list[float]]
+    a: dict[int, list[float]]
+    group: dict[int, float] = field(init=False)  # a averaged over the query heads of the group
+
+    def __post_init__(self) -> None:
+        self.group = {i: sum(a) / len(a) for i, a in self.a.items()}
+
+
+# Scores: s[i] from the rows of one KV head. A row that could not see i (causality, a sliding window) has no entry i.
+
+
+def observed(rows: Sequence[Row], i: int) -> list[float]:
+    """a[t, i], averaged over the group, of every row that could see i; its own row is one of them."""
+    return [row.group[i] for row in rows if i in row.group]
+
+
+def accumulated(rows: Sequence[Row], i: int) -> float:
+    """AAS: s[i] = sum over t of a[t, i]."""
+    return sum(observed(rows, i))
+
+
+def mean(rows: Sequence[Row], i: int) -> float:
+    """MAS: s[i] = sum over t of a[t, i] / c[i]."""
+    return sum(observed(rows, i)) / len(observed(rows, i))
+
+
+def deviation(rows: Sequence[Row], i: int) -> float:
+    """sqrt(max(0, sum a^2 / c - (sum a / c)^2)); the square is of the averaged probability."""
+    a = observed(rows, i)
+    first, second = sum(a) / len(a), sum(value * value for value in a) / len(a)
+    return math.sqrt(max(0.0, second - first * first))  # not first ** 2: one row must give 0 to the last bit
+
+
+def last(rows: Sequence[Row], i: int) -> float:
+    """LTAS: s[i] = a[T, i], T the newest row; 0 if T could not see i."""
+    return rows[-1].group.get(i, 0.0)
+
+
+def quantized(rows: Sequence[Row], i: int) -> tuple[float, float]:
+    """AQAS: s[i] = sum over t of 1[a[t, i] > 1/m], m the keys t attends to, per query head and then averaged.
+
+    -> s[i] and the smallest |a * m - 1| met. The indicators are counted as integers and divided once, so that equal
+    counts are equal scores. a = 1/m to the last bit (a row that sees one key) is no near-tie.
+    """
+    count, group, closest = 0, 1, math.inf
+    for row in rows:
+        if i in row.a:
+            m, group = len(row.a), len(row.a[i])
+            count += sum(a * m > 1.0 for a in row.a[i])
+            closest = min([closest, *(abs(a * m - 1.0) for a in row.a[i] if a * m != 1.0)])
+    return count / group, closest
+
+
+def observation(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None) -> dict[int, float]:
+    """SnapKV: the mean of a[t, i] over the last w rows, for every held i but the newest w, then pooled among those: an
+    i's neighbours are the next ones that are held. `held` is sorted. With w = 0 every score is 0."""
+    if w == 0:
+        return dict.fromkeys(held, 0.0)
+    older = held[: len(held) - w]
+    s = [sum(row.group.get(i, 0.0) for row in rows[-w:]) / w for i in older]
+    half = kernel // 2
+    near = [s[max(0, j - half) : j + half + 1] for j in range(len(s))]
+    if pooling == "max":
+        s = [max(values) for values in near]
+    elif pooling == "avg":  # the zeros beyond either end count
+        s = [sum(values) / kernel for values in near]
+    return dict(zip(older, s, strict=True))
+
+
+def gumbel_softmax(row: Row, zeta: Callable[[int, int], float], tau: float) -> dict[int, float]:
+    """Keyformer: f[t, i] = softmax over i of (x[t, i] + zeta) / tau, averaged over the group.
+
+    zeta(j, i) is the noise of key i for the j-th query head of the group.
+    """
+    group = len(next(iter(row.x.values())))
+    f = dict.fromkeys(row.x, 0.0)
+    for j in range(group):
+        z = {i: (x[j] + zeta(j, i)) / tau for i, x in row.x.items()}
+        top = max(z.values())
+        total = sum(math.exp(value - top) for value in z.values())
+        for i, value in z.items():
+            f[i] += math.exp(value - top) / total / group
+    return f
+
+
+def lattice(i: int, dilation: int) -> float:
+    """Recency over every (dilation + 1)-th token; any token of this lattice outranks all others, which come by recency
+    as well."""
+    return float(i) if i % (dilation + 1) == 0 else float(i) - FAR
+
+
+class Oracle:
+    """The state of one row: what each KV head holds, every query row it has seen, and the running Keyformer scores."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        n: int,
+        k: float | Sequence[float],
+        options: dict[str, Any],
+        generation_length: int,
+        draw: Draw | None,
+        turns: str = "all",
+    ) -> None:
+        """n is the length of the first turn's prompt."""
+        L, K = decoder.layers, decoder.kv_heads
+        self.decoder, self.k, self.options, self.T, self.draw = decoder, k, options, generation_length, draw
+        self.turns = turns
+        self.H, self.G = decoder.query_heads, decoder.query_heads // K
+        if options["positions"] == "renumbered" and not decoder.renumbers:
+            raise ValueError("positions='renumbered': this model's positions are learned, inside the hidden state")
+        reaches = [decoder.reach(l) for l in range(L)]
+        # Where some layers slide and others see all, the sliding ones bound themselves: the policy acts on the others.
+        self.bounded = [window is not None and None in reaches for window in reaches]
+        self.marked = {i for i, chosen in enumerate(options["protect"] or []) if chosen}
+        self.protect: set[int] = set()  # those of the prompts so far
+        self.margin = math.inf
+        self.keys: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
+        self.values: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
+        self.rows: list[list[list[Row]]] = [[[] for _ in range(K)] for _ in range(L)]
+        # Keyformer's running scores; with shared=True every layer adds to, and decides by, the same ones.
+        running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
+        self.running = [running[0]] * L if options.get("shared") else running
+        self.zeta: dict[tuple[int, int, int], float] = {}
+        self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
+        self.seen = 0  # tokens of the text so far
+        self.turn = -1
+        self.begin(n)
+
+    @property
+    def newest(self) -> int:
+        return self.seen - 1
+
+    def begin(self, length: int) -> None:
+        """A turn begins: its prompt has `length` tokens, and is about to be read."""
+        if length == 0:
+            raise ValueError("every turn begins with a prompt of at least one token")
+        self.turn += 1
+        self.step = 0  # 0: the prompt; j: decode step j of this turn
+        self.start, self.n = self.seen, self.seen + length  # the prompt's tokens are start ... n - 1
+        self.new = length  # query rows of the prompt, or block, that is being read
+        self.before = [[set(head) for head in layer] for layer in self.keys]
+        self.budgets = self.layer_budgets()
+        self.protect |= {i for i in self.marked if self.start <= i < self.n}
+        mine = self.protect - self.earlier()
+        for b in self.budgets if self.options["schedule"] in ("prompt", "both") and not self.over() else []:
+            if b is not None and len(mine) > b:
+                raise ValueError(f"protect keeps {len(mine)} tokens, the budget is {b}")
+
+    def over(self) -> bool:
+        """Eviction is over: only the first turn's prompt was to be evicted from."""
+        return self.turns == "first" and self.turn > 0
+
+    def earlier(self) -> set[int]:
+        """The positions of earlier turns, where the budget is for this turn's prompt alone."""
+        return set(range(self.start)) if self.turns == "each" else set()
+
+    def layer_budgets(self) -> list[int | None]:
+        """The budget of each layer in this turn, in tokens; a layer that bounds itself has none."""
+        L, o, bounded = self.decoder.layers, self.options, self.bounded
+        of = self.n - self.start if self.turns == "each" else self.n
+        if isinstance(self.k, Sequence):
+            if "pyramid" in o["wrap"]:
+                raise ValueError("pyramid divides one budget over the layers: k cannot be a list")
+            if len(self.k) != L:
+                raise ValueError(f"k has {len(self.k)} entries for {L} layers")
+            return [None if bounded[l] else budget(value, of) for l, value in enumerate(self.k)]
+        b = budget(self.k, of)
+        if b is None or "pyramid" not in o["wrap"]:
+            return [None if bounded[l] else b for l in range(L)]
+        limit = None if o["schedule"] == "decode" else of
+        parts = iter(pyramid(b, L - sum(bounded), o["beta"], o.get("window", 0), limit))
+        return [None if bounded[l] else next(parts) for l in range(L)]
+
+    # Forward
+
+    def forward(self, ids: Sequence[int]) -> Tensor:
+        """The prompt, a block of it, or the one token of a decode step -> logits [T, V]. A layer evicts before the next
+        one runs."""
+        positions = torch.arange(self.seen, self.seen + len(ids))
+        self.seen, self.new = self.seen + len(ids), len(ids)
+        x_TE = self.decoder.embed(torch.tensor(ids), positions)
+        for l in range(self.decoder.layers):
+            x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
+            self.add_running(l, len(ids))
+            self.evict(l)
+        return self.decoder.logits(x_TE)
+
+    def attend(self, l: int, positions: Tensor, h_TE: Tensor) -> Tensor:
+        """Each new token is written, then attends to itself and to what its KV head holds and its window reaches.
+
+        Renumbered, a token's place is its rank among those held at this moment; keys are held unrotated, and query and
+        keys are rotated at their places. The window goes by original positions.
+        """
+        renumbered = self.options["positions"] == "renumbered"
+        q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
+        y = torch.zeros_like(q)
+        scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
+        for g in range(self.decoder.kv_heads):
+            heads = range(g * self.G, (g + 1) * self.G)
+            if renumbered:  # one table for all places of this forward, as for the positions of an ordinary one
+                cos, sin = self.decoder.tables(l, torch.arange(len(self.keys[l][g]) + len(positions)))
+            for index, t in enumerate(positions.tolist()):
+                self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]  # what is newer is not there yet
+                held = sorted(self.keys[l][g])
+                place = {i: rank if renumbered else i for rank, i in enumerate(held)}
+                seen = [i for i in held if window is None or t - i < window]
+                keys = torch.stack([self.keys[l][g][i] for i in seen])
+                values = torch.stack([self.values[l][g][i] for i in seen])
+                query = {h: q[h, index] for h in heads}
+                if renumbered:
+                    at, last_at = [place[i] for i in seen], [place[t]]
+                    keys = self.decoder.rotate(keys, cos[at], sin[at])
+                    query = {h: self.decoder.rotate(query[h][None], cos[last_at], sin[last_at])[0] for h in heads}
+                distance = torch.tensor([place[i] - place[t] for i in seen], dtype=torch.float64)
+                x = torch.stack([keys @ query[h] * scale + self.decoder.slope(h) * distance for h in heads])
+                x = x if cap is None else cap * torch.tanh(x / cap)
+                sinks = [self.decoder.sink(l, h) for h in heads]
+                if sinks[0] is None:
+                    a = torch.softmax(x, -1)
+                else:  # in the denominator, but no key: a row's probabilities do not sum to one
+                    a = torch.softmax(torch.cat([x, torch.stack(sinks)[:, None]], -1), -1)[:, :-1]
+                for j, h in enumerate(heads):
+                    y[h, index] = a[j] @ values
+                x_of, a_of = (dict(zip(seen, matrix.T.tolist(), strict=True)) for matrix in (x, a))
+                self.rows[l][g].append(Row(t, x_of, a_of))
+        return self.decoder.output(l, y.transpose(0, 1).flatten(1))
+
+    # Keyformer's running score
+
+    def tau(self) -> float:
+        """tau_init for prompt rows; at decode step t of a turn it has gone t/T of the way to tau_end."""
+        init, end = self.options["tau"]
+        return init + min(self.step, self.T) * (end - init) / self.T
+
+    def noise(self, l: int, g: int, t: int, j: int, i: int) -> float:
+        """zeta of key i for the j-th query head of KV head g: drawn once per layer, query head and key; with resample
+        afresh for every query t."""
+        kind, h = self.options["noise"], g * self.G + j
+        if kind in ("none", "constant"):
+            return EULER if kind == "constant" else 0.0
+        assert self.draw is not None
+        if self.options["resample"]:
+            return self.draw(kind, l, h, t, i)
+        if (l, h, i) not in self.zeta:
+            self.zeta[l, h, i] = self.draw(kind, l, h, -1, i)
+        return self.zeta[l, h, i]
+
+    def add_running(self, l: int, new: int) -> None:
+        """s[i] <- damping * s[i] + the sum of f[t, i] over the `new` last rows: a whole prompt is one addition, so is
+        each block and each step. With shared scores a layer adds to, and damps, the tokens that it holds itself."""
+        if self.options["score"] != "gumbel" or self.bounded[l]:
+            return
+        for g in range(self.decoder.kv_heads):
+            s = self.running[l][g]
+            for i in self.keys[l][g]:
+                s[i] = self.options["damping"] * s.get(i, 0.0)
+            for row in self.rows[l][g][-new:]:
+                for i, f in gumbel_softmax(row, partial(self.noise, l, g, row.t), self.tau()).items():
+                    s[i] += f
+
+    # Eviction
+
+    def outside(self, l: int, g: int) -> set[int]:
+        """Tokens that are kept whatever happens and do not count in b: with schedule "decode" the prompt, with turns
+        "each" what was held when a later turn began."""
+        if self.options["schedule"] == "decode":
+            return set(range(self.n))
+        return self.before[l][g] if self.turns == "each" else set()
+
+    def sizes(self, b: int) -> tuple[set[int], int, int, int]:
+        """The fixed tokens (sinks and protect), then recent', RoCo's r' and the observation window w', clamped so that
+        together they fit the budget. With schedule "decode" the prompt is fixed and is not counted in b."""
+        o = self.options
+        if o["schedule"] == "decode":
+            fixed, room = set(range(self.n)), b
+        else:
+            read, sinks = {i for i in self.protect if i < self.seen}, tokens(o["sinks"], b)
+            while len(fixed := (set(range(sinks)) | read) - self.earlier()) > b:
+                sinks -= 1
+            room = b - len(fixed)
+        recent = min(tokens(o["recent"], b), room)
+        r = min(tokens(o.get("protected", 0), b), room - recent)
+        w = min(tokens(o.get("window", 0), b), room, self.new)
+        return fixed, recent, r, w
+
+    def evictable(self, l: int, g: int, b: int) -> list[int]:
+        """The scope: outside the fixed tokens, the newest, and RoCo's top r' by standard deviation."""
+        fixed, recent, r, w = self.sizes(b)
+        held = sorted(self.keys[l][g])
+        newest = set(held[len(held) - max(recent, w) :])
+        top: set[int] = set()
+        if r > 0:
+            ranked = [i for i in held if i not in self.outside(l, g)]
+            std = {i: deviation(self.rows[l][g], i) for i in ranked}
+            rest, margin = worst(std, len(std) - r)
+            self.margin = min(self.margin, margin)
+            top = set(ranked) - rest
+        return [i for i in held if i not in fixed | self.outside(l, g) | newest | top]
+
+    def scores(self, l: int, g: int, b: int, candidates: list[int]) -> dict[int, float]:
+        """s[i] of every candidate."""
+        o, rows = self.options, self.rows[l][g]
+        match o["score"]:
+            case "random":
+                assert self.draw is not None
+                u = {i: self.draw("uniform", l, g, self.newest, i) for i in sorted(self.keys[l][g])}
+                return {i: u[i] for i in candidates}
+            case "recency":
+                return {i: float(i) for i in candidates}
+            case "lattice":
+                return {i: lattice(i, o["dilation"]) for i in candidates}
+            case "accumulated":
+                return {i: accumulated(rows, i) for i in candidates}
+            case "quantized":
+                counts = {i: quantized(rows, i) for i in candidates}
+                self.margin = min([self.margin, *(closest for _, closest in counts.values())])
+                return {i: count for i, (count, _) in counts.items()}
+            case "mean":
+                return {i: mean(rows, i) for i in candidates}
+            case "last" if o["heads"] == "layer":  # all heads of the layer have one score for a token that all hold
+                newest_rows = [head[-1] for head in self.rows[l]]
+                return {i: sum(sum(row.a.get(i, [0.0])) for row in newest_rows) / self.H for i in candidates}
+            case "last":
+                return {i: last(rows, i) for i in candidates}
+            case "gumbel":
+                return {i: self.running[l][g][i] for i in candidates}
+            case "observation":
+                held = sorted(self.keys[l][g])
+                pooled = observation(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
+                return {i: pooled[i] for i in candidates}
+            case "key_norm":
+                return {i: -math.sqrt((self.keys[l][g][i] ** 2).sum().item()) for i in candidates}
+        raise ValueError(o["score"])
+
+    def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
+        """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
+        heads = range(g * self.G, (g + 1) * self.G)
+        result = {}
+        for i in candidates:
+            changes = [(self.values[l][g][i] @ self.decoder.output_rows(l, h)).tolist() for h in heads]
+            if self.options["norm"] == 1:
+                sizes = [sum(abs(value) for value in change) for change in changes]
+            else:
+                sizes = [math.sqrt(sum(value * value for value in change)) for change in changes]
+            result[i] = sum(sizes) / len(sizes)
+        return result
+
+    def dead(self, l: int, i: int) -> bool:
+        """No query from the next one on can see i in layer l: it has left the sliding window for good."""
+        window = self.decoder.reach(l)
+        return window is not None and self.newest + 1 - i >= window
+
+    def slide(self, l: int) -> None:
+        """A layer that bounds itself holds its window's newest tokens, whatever policy, budget and schedule are."""
+        window = self.decoder.reach(l)
+        assert window is not None
+        for g in range(self.decoder.kv_heads):
+            for i in [i for i in self.keys[l][g] if self.newest - i >= window]:
+                del self.keys[l][g][i], self.values[l][g][i]
+
+    def evict(self, l: int) -> None:
+        """Evict layer l's heads back to the budget, if this is a moment at which the schedule evicts."""
+        if self.bounded[l]:
+            self.slide(l)
+            return
+        o, b, K = self.options, self.budgets[l], self.decoder.kv_heads
+        due = o["schedule"] == "both" or (o["schedule"] == ("decode" if self.step else "prompt"))
+        if b is None or not due or self.over():
+            return
+        for g, share in enumerate(self.head_budgets(l, b)):
+            self.evict_head(l, g, b, share)
+        if "adaptive" in o["wrap"] and self.step == 0:
+            held = [len(head) for head in self.keys[l]]
+            extra = max(0, K * b - sum(held))  # more than 0 only while the cache is not full yet
+            self.shares[l] = [held[g] + extra // K + (1 if g < extra % K else 0) for g in range(K)]
+
+    def head_budgets(self, l: int, b: int) -> list[int]:
+        """How many tokens each KV head of the layer may keep now, not counting those outside the budget."""
+        K = self.decoder.kv_heads
+        if "adaptive" not in self.options["wrap"]:
+            return [b] * K
+        if self.step > 0:  # the budgets of the prompt's end
+            return self.shares[l]
+        counted = [len(self.keys[l][g]) - len(self.outside(l, g)) for g in range(K)]
+        if sum(counted) <= K * b:
+            return counted
+        fixed, recent, r, w = self.sizes(b)
+        protected = min(len(fixed) + max(recent, w) + r, b)
+        guaranteed = max(tokens(float(self.options["floor"]), b), protected)
+        free = [self.evictable(l, g, b) for g in range(K)]
+        s = [self.scores(l, g, b, free[g]) for g in range(K)]
+        must_stay = [counted[g] - len(free[g]) for g in range(K)]
+        counts, margin = adaptive(must_stay, s, guaranteed, K * b, partial(self.dead, l))
+        self.margin = min(self.margin, margin)
+        return counts
+
+    def evict_head(self, l: int, g: int, b: int, share: int) -> None:
+        """Evict until KV head g holds `share` tokens and those outside the budget. Protected sizes are of b."""
+        o, limit = self.options, share + len(self.outside(l, g))
+        excess = len(self.keys[l][g]) - limit
+        if excess <= 0:
+            return
+        free, dead = self.evictable(l, g, b), partial(self.dead, l)
+        s = self.scores(l, g, b, free)
+        if "critical" in o["wrap"]:
+            c = max(0, limit - (len(self.keys[l][g]) - len(free)))  # what the protected tokens leave
+            victims, margin = two_stage(s, self.norms(l, g, free), c, o["alpha"], o["eps"], dead)
+        else:
+            victims, margin = worst(s, excess, dead)
+        self.margin = min(self.margin, margin)
+        for i in victims:
+            del self.keys[l][g][i], self.values[l][g][i]
+
+    def held(self) -> list[list[list[int]]]:
+        return [[sorted(head) for head in layer] for layer in self.keys]
+
+
+def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> dict[str, Any]:
+    """The policy's options with the caller's over them; an option that the policy does not know is an error. `wrap` is
+    put around the policy; what it has around it already stays one."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: the oracle knows {sorted(POLICIES)}")
+    if set(wrap) - set(WRAPS):
+        raise ValueError(f"wrap={wrap!r}: any of {sorted(WRAPS)}")
+    options = {**EVERY_POLICY, **POLICIES[policy]}
+    options["wrap"] = tuple(name for name in WRAPS if name in {*options["wrap"], *wrap})
+    for name in options["wrap"]:
+        options |= WRAPS[name]
+    unknown = set(given) - (set(options) - {"score", "wrap"})
+    if unknown:
+        raise ValueError(f"{policy} has no option {sorted(unknown)}")
+    allowed = ("prompt",) if options["score"] == "observation" else ("prompt", "decode", "both")
+    if given.get("schedule", allowed[0]) not in allowed:
+        raise ValueError(f"schedule={given['schedule']!r}: {policy} takes {allowed}")
+    for name, values in (
+        ("noise", ("gumbel", "gaussian", "constant", "none")),
+        ("heads", ("layer", "each")),
+        ("pooling", ("max", "avg", None)),
+        ("norm", (1, 2)),
+        ("positions", ("original", "renumbered")),
+    ):
+        if name in given and given[name] not in values:
+            raise ValueError(f"{name}={given[name]!r}: one of {values}")
+    if given.get("kernel", 1) % 2 == 0:
+        raise ValueError(f"kernel={given['kernel']}: an even kernel cannot keep the length")
+    if policy == "full":
+        given = {name: value for name, value in given.items() if name != "schedule"}
+    options |= given
+    check(options)
+    return options
+
+
+def check(o: dict[str, Any]) -> None:
+    """Numbers out of range, and parts that do not go together."""
+    for name, low, high in (("floor", 0, 1), ("alpha", 0, 1), ("beta", 1, math.inf), ("eps", 0, math.inf)):
+        if name in o and not (low <= o[name] <= high and math.isfinite(o[name])):
+            raise ValueError(f"{name}={o[name]}: a number from {low} to {high}")
+    if o["block"] is not None and not (isinstance(o["block"], int) and o["block"] >= 1):
+        raise ValueError(f"block={o['block']}: an int of at least 1")
+    if o["schedule"] == "decode" and o["block"] is not None:
+        raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
+    if o["schedule"] == "decode" and "adaptive" in o["wrap"]:
+        raise ValueError("schedule='decode': adaptive budgets are found when a prompt ends")
+    if "critical" in o["wrap"] and o["score"] in NO_WEIGHTS:
+        raise ValueError(f"the score {o['score']} is no weight: times a norm it would mean nothing")
+
+
+def check_turns(turns: str, schedule: str, count: int) -> None:
+    """ "each" and "first" are about the prompts alone; with schedule "decode" no later prompt has a meaning."""
+    if turns not in ("all", "each", "first"):
+        raise ValueError(f"turns={turns!r}: one of all, each, first")
+    if turns != "all" and schedule not in ("prompt", "never"):
+        raise ValueError(f"turns={turns!r} goes with schedule 'prompt', not {schedule!r}")
+    if count == 0:
+        raise ValueError("a text has at least one turn")
+    if count > 1 and schedule == "decode":
+        raise ValueError("schedule='decode' takes one turn")
+
+
+def run(
+    model: nn.Module | Decoder, prompt: list[int], continuation: list[int], *, policy: str, k: Any, **options: Any
+) -> Run:
+    """One turn; everything else as in run_turns."""
+    return run_turns(model, [(prompt, continuation)], policy=policy, k=k, **options)
+
+
+def run_turns(
+    model: nn.Module | Decoder,
+    text: Sequence[tuple[list[int], list[int]]],
+    *,
+    policy: str,
+    k: float | Sequence[float],
+    wrap: Sequence[str] = (),
+    turns: str = "all",
+    generation_length: int | None = None,
+    draw: Draw | None = None,
+    grad: bool = False,
+    **options: Any,
+) -> Run:
+    """One row under a policy: turns of (prompt, continuation) that are one text, each continuation being fed token by
+    token whatever the logits say.
+
+    wrap: any of "pyramid", "adaptive", "critical", put around the policy.
+    turns: what later prompts do. "all": the budget is of all tokens so far; "each": of the turn's own prompt, what was
+    held before is kept beside it; "first": they evict nothing.
+    protect: a mask over the first prompt, or over the whole text, of which only the tokens of prompts count.
+    generation_length is T, the number of new tokens that tau is spread over: generate()'s own or the policy's option.
+    draw(kind, layer, head, t, i) gives the numbers: "uniform" in (0, 1) for KV head `head` and held token i, the newest
+    being t; "gumbel" or "gaussian", as zeta itself, for query head `head`, with t = -1 where one draw serves all t.
+    grad: run the model itself, not a copy, and keep the graph. What is evicted is decided on plain numbers; gradients go
+    through every row of attention, to keys and values that are evicted later too.
+    """
+    chosen = settings(policy, options, wrap)
+    check_turns(turns, chosen["schedule"], len(text))
+    needs_draw = chosen["score"] == "random" or chosen.get("noise") in ("gumbel", "gaussian")
+    if needs_draw and draw is None:
+        raise ValueError(f"{policy} needs draw=")
+    first, whole = len(text[0][0]), sum(len(prompt) + len(continuation) for prompt, continuation in text)
+    if len(chosen["protect"] or []) not in (0, first, whole):
+        raise ValueError(f"protect has {len(chosen['protect'])} entries for a prompt of {first}")
+    T = 256 if generation_length is None else generation_length
+    logits, kept = [], []
+    with torch.set_grad_enabled(grad):
+        oracle = Oracle(decoder_of(model, grad), first, k, chosen, T, draw, turns)
+        for turn, (prompt, continuation) in enumerate(text):
+            if turn > 0:
+                oracle.begin(len(prompt))
+            block = chosen["block"] or len(prompt)
+            for start in range(0, len(prompt), block):
+                logits.append(oracle.forward(prompt[start : start + block]))
+            kept.append(oracle.held())
+            for step, token in enumerate(continuation, 1):
+                oracle.step = step
+                logits.append(oracle.forward([token]))
+                kept.append(oracle.held())
+    return Run(torch.cat(logits), kept, oracle.margin)

@@ -1,0 +1,219 @@
+"""The oracle's word on what is put around a score: pyramid, adaptive and two-stage, blocks, renumbered positions, turns."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, agrees, certain
+from tests.helpers.tiny import FIVE, IDS, MODELS, VOCAB
+
+WRAPS = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
+WEIGHTS = tuple(p for p in EVICTING if p not in ("window", "dilated_window", "streaming_llm", "key_norm"))
+
+
+def fits(policy, wrap):
+    return "critical" not in wrap or policy in WEIGHTS
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("policy", ["h2o", "roco", "tova", "keyformer", "random", "scissorhands", "window", "snapkv"])
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_sliding"])
+def test_combinations(name, policy, wrap):
+    if fits(policy, wrap):
+        certain(name, policy, 0.4, wrap=wrap, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_combinations_on_every_architecture(name, wrap):
+    certain(name, "roco", 0.45, wrap=wrap, pads=(0, 6), recent=3)
+    certain(name, "roco", 0.45, wrap=wrap, pads=(0, 0), recent=3)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
+def test_schedules(schedule, wrap):
+    if schedule == "decode" and "adaptive" in wrap:
+        return
+    for policy in ("h2o", "keyformer", "tova"):
+        certain("llama_gqa", policy, 0.3, wrap=wrap, schedule=schedule, steps=14, sinks=1)
+
+
+OPTIONS = [
+    (("pyramid",), {"beta": 1}),
+    (("pyramid",), {"beta": 2.5}),
+    (("adaptive",), {"floor": 0.0}),
+    (("adaptive",), {"floor": 1.0}),
+    (("adaptive",), {"floor": 0.5, "sinks": 3}),
+    (("critical",), {"alpha": 0.0}),
+    (("critical",), {"alpha": 1.0}),
+    (("critical",), {"alpha": 0.25, "eps": 0.01}),
+    (("critical",), {"norm": 2}),
+    (("adaptive", "critical"), {"norm": 2, "floor": 0.1, "alpha": 0.75}),
+    (("pyramid", "adaptive", "critical"), {"beta": 3, "floor": 0.3, "alpha": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("wrap", "options"), OPTIONS, ids=[f"{'+'.join(w)}-{o}" for w, o in OPTIONS])
+def test_options(wrap, options):
+    for name, policy in (("llama_gqa", "h2o"), ("gpt2", "snapkv"), ("mpt", "mean_or_roco")):
+        certain(name, policy.replace("mean_or_", ""), 0.4, wrap=wrap, **SMALL.get(policy, {}), **options)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_float32(wrap):
+    certain("llama_gqa", "h2o", 0.4, wrap=wrap, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_a_budget_above_the_prompt(wrap):
+    """The cache fills up first, then evicts; heads that share a budget then have equal parts of it."""
+    for pads in ((0, 0), (0, 9)):
+        certain("llama_gqa", "h2o", 33, wrap=wrap, pads=pads, steps=12)
+
+
+@st.composite
+def runs(draw):
+    """Arguments of `agrees`: any policy with any parts around it, on any shape."""
+    policy = draw(st.sampled_from(EVICTING))
+    wrap = tuple(name for name in ("pyramid", "adaptive", "critical") if draw(st.integers(0, 2)) == 0)
+    assume(fits(policy, wrap))
+    name = draw(st.sampled_from(tuple(MODELS)))
+    pads = draw(st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=3))
+    options = {"sinks": draw(st.integers(0, 4)), "block": draw(st.one_of(st.none(), st.integers(1, 20)))}
+    if name != "gpt2" and draw(st.integers(0, 3)) == 0:
+        options["positions"] = "renumbered"
+    if policy in WINDOWED:
+        options |= {"window": draw(st.integers(1, 8)), "pooling": draw(st.sampled_from(["max", "avg", None]))}
+    else:
+        schedules = ["prompt", "both"] if options["block"] or "adaptive" in wrap else ["prompt", "decode", "both"]
+        options |= {"schedule": draw(st.sampled_from(schedules)), "recent": draw(st.one_of(st.integers(0, 6), st.floats(0, 1)))}
+    return {
+        "name": name,
+        "policy": policy,
+        "k": draw(st.one_of(st.floats(0.02, 0.98), st.integers(1, 40))),
+        "n": max(pads) + draw(st.integers(1, 34)),
+        "steps": draw(st.integers(0, 12)),
+        "pads": tuple(pads),
+        "weights": draw(st.integers(0, 1000)),
+        "wrap": wrap,
+        **options,
+    }
+
+
+@settings(max_examples=250, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(runs())
+def test_any_shape(arguments):
+    assume(agrees(**arguments))
+
+
+FOUND = {
+    "slots that evict are no text in order": {
+        "name": "mistral", "policy": "scissorhands", "k": 9, "n": 9, "steps": 13, "pads": (0, 0), "positions": "renumbered",
+    },
+    "one row is full while another fills up": {
+        "name": "llama", "policy": "window", "k": 26, "n": 30, "steps": 4, "pads": (0, 8), "wrap": ("pyramid",),
+    },
+    "heads of different budgets that hold as many": {
+        "name": "mistral", "policy": "tova", "k": 30, "n": 30, "steps": 3, "pads": (0,), "wrap": ("adaptive", "critical"),
+        "block": 9, "positions": "renumbered", "floor": 0.8, "heads": "each",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found_by_random_runs(what):
+    certain(**FOUND[what])
+
+
+# ---- blocks ----
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 50])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_blocks(policy, block):
+    for name in ("llama_gqa", "mistral_sliding"):
+        certain(name, policy, 0.4, block=block, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("policy", ["roco", "keyformer", "snapkv", "tova"])
+@pytest.mark.parametrize("name", FIVE)
+def test_blocks_on_every_architecture(name, policy):
+    certain(name, policy, 9, block=8, pads=(0, 0), **SMALL.get(policy, {}))
+    certain(name, policy, 9, block=8, pads=(0, 11), **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_blocks_of_combinations(wrap):
+    for policy in ("h2o", "snapkv"):
+        certain("llama_gqa", policy, 0.4, wrap=wrap, block=6, pads=(0, 5), **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("options", [{"damping": 0.5}, {"resample": True}, {"tau": (0.6, 3.0)}], ids=str)
+def test_blocks_of_keyformer(options):
+    certain("llama_gqa", "keyformer", 0.4, block=5, pads=(0, 12), recent=2, **options)
+
+
+def test_blocks_with_protected_tokens():
+    mask = [i in (2, 17, 23) for i in range(30)]
+    certain("llama_gqa", "h2o", 8, block=4, pads=(0,), protect=mask, sinks=1)
+
+
+# ---- renumbered positions ----
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "streaming_llm", "key_norm", "snapkv"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_renumbered(name, policy):
+    certain(name, policy, 0.4, positions="renumbered", **SMALL.get(policy, {}))
+    certain(name, policy, 0.4, positions="renumbered", pads=(0, 0), **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj"])
+def test_renumbered_with_blocks_and_shared_budgets(name):
+    for wrap in ((), ("adaptive",), ("adaptive", "critical")):
+        certain(name, "h2o", 0.4, positions="renumbered", block=6, pads=(0, 7), wrap=wrap)
+
+
+def test_every_windowed_policy_is_small_here():
+    assert set(SMALL) == set(WINDOWED)
+
+
+SCALINGS = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_renumbered_under_every_rope_scaling(kind):
+    """The prompt is longer than the 16 positions of training, what is held later is not."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, **SCALINGS[kind]}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **IDS}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    agreed, plain = [], LlamaForCausalLM(LlamaConfig(**sizes))
+    for weights in range(6):
+        torch.manual_seed(weights)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)).eval().double()
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, 0.0, 0.25)
+        agreed.append(agrees("", "h2o", 10, pads=(0,), weights=weights, model=model, positions="renumbered"))
+    assert any(agreed), "every draw was too close to call"
+    tables = [one.model.rotary_emb(torch.zeros(1), torch.arange(30)[None])[0] for one in (model, plain)]
+    assert not torch.allclose(*tables), "the scaling changes nothing"

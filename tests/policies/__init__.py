@@ -1,0 +1,1 @@
+"""Scores, scopes, budgets and allocation."""

@@ -1,0 +1,1 @@
+"""Interrupts, misuse, corrupt files, extreme numbers, random sequences and mutants."""

@@ -1,0 +1,248 @@
+"""What a cache should hold and answer: one oracle per row, which goes wherever its row goes."""
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import kvpatch
+from tests.helpers.comparing import EVICTING, MARGIN, TOLERANCE, WINDOWED, combined, draw, sorted_positions
+from tests.helpers.tiny import FIVE, make, snapshot
+from tests.oracle.reference import Oracle, settings
+from tests.oracle.reference_models import decoder_of
+from tests.oracle.test_oracle_parts import fits
+
+LONGEST = 60  # tokens of a row; comparing.table has noise for twice as many
+TAU_STEPS = 9  # decode steps over which Keyformer's temperature moves
+PLAIN = torch.arange(1, 8)[None]  # a text for the unpatched model
+
+
+@functools.cache
+def subject(name: str) -> tuple[Any, Any, dict[tuple[str, str], Any], torch.Tensor]:
+    """A model, its oracle's decoder, its attributes, and what it says while it is not patched."""
+    model = make(name, dtype=torch.float64)
+    with torch.no_grad():
+        said = model(PLAIN, use_cache=False).logits
+    return model, decoder_of(model), snapshot(model), said
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The settings of a patch."""
+
+    name: str
+    policy: str
+    k: Any
+    wrap: tuple[str, ...] = ()
+    turns: str = "all"
+    block: int | None = None
+    positions: str = "original"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def one_turn(self) -> bool:
+        return dict(self.options).get("schedule") == "decode"
+
+    def patched(self, model: Any) -> Any:
+        extra = {"generation_length": TAU_STEPS} if self.policy == "keyformer" else {}
+        extra |= {} if self.turns == "all" else {"turns": self.turns}
+        k = list(self.k) if isinstance(self.k, tuple) else self.k
+        policy = combined(self.policy, self.wrap)
+        return kvpatch.patched(model, policy, k, block=self.block, positions=self.positions, **dict(self.options), **extra)
+
+    def oracle(self, n: int) -> Oracle:
+        given = {**dict(self.options), "block": self.block, "positions": self.positions}
+        chosen = settings(self.policy, given, self.wrap)
+        return Oracle(subject(self.name)[1], n, self.k, chosen, TAU_STEPS, functools.partial(draw, 0), self.turns)
+
+
+@st.composite
+def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
+    """Any architecture, policy and combination that go together."""
+    name = choose(st.sampled_from(FIVE)) if name is None else name
+    policy = choose(st.sampled_from((*EVICTING, "full")))
+    wrap = tuple(one for one in ("pyramid", "adaptive", "critical") if policy != "full" and choose(st.integers(0, 3)) == 0)
+    wrap = wrap if fits(policy, wrap) else tuple(one for one in wrap if one != "critical")
+    k = choose(st.one_of(st.sampled_from((0.3, 0.5, 0.8)), st.integers(1, 12), st.sampled_from((1.0, (0.4, 3), (1.0, 2)))))
+    k = 0.4 if isinstance(k, tuple) and ("pyramid" in wrap or "pyramid" in policy) else k
+    options: dict[str, Any] = {}
+    if policy in WINDOWED:
+        options |= {"window": choose(st.integers(1, 4)), "kernel": 3}
+    elif policy != "full":
+        options["schedule"] = choose(st.sampled_from(("both", "both", "prompt", "decode")))
+        options["schedule"] = "both" if options["schedule"] == "decode" and "adaptive" in wrap else options["schedule"]
+    if policy == "roco":
+        options |= {"recent": 1, "protected": 0.3}
+    if policy != "full" and choose(st.integers(0, 3)) == 0:
+        options["sinks"] = choose(st.integers(1, 2))
+    block = choose(st.one_of(st.none(), st.integers(1, 5))) if options.get("schedule") != "decode" else None
+    if policy == "keyformer" and block is None:
+        options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
+    turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
+    positions = "renumbered" if name != "gpt2" and choose(st.integers(0, 2)) == 0 else "original"
+    return Chosen(name, policy, k, wrap, turns, block, positions, tuple(options.items()))
+
+
+def once(policy: str, options: dict[str, Any]) -> bool:
+    """Whether only prompts are evicted from."""
+    return policy in WINDOWED or options.get("schedule") == "prompt"
+
+
+def fork(thing: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of an oracle that shares what never changes: tensors, rows, the model. What it holds twice stays one."""
+    memo = {} if memo is None else memo
+    if isinstance(thing, Oracle):
+        new = copy.copy(thing)
+        for name, value in vars(thing).items():
+            setattr(new, name, fork(value, memo))
+        return new
+    if not isinstance(thing, dict | list | set):
+        return thing
+    if id(thing) not in memo:
+        values = thing.values() if isinstance(thing, dict) else thing
+        if not any(isinstance(value, dict | list | set) for value in values):
+            memo[id(thing)] = thing.copy()
+        elif isinstance(thing, dict):
+            memo[id(thing)] = {key: fork(value, memo) for key, value in thing.items()}
+        else:
+            memo[id(thing)] = [fork(value, memo) for value in thing]
+    return memo[id(thing)]
+
+
+def shortened(oracle: Oracle, count: int) -> Oracle:
+    """Without the last tokens, of a text that nothing was evicted from and whose rows no score remembers."""
+    oracle.seen -= count
+    for l, layer in enumerate(oracle.keys):
+        for g in range(len(layer)):
+            for held in (oracle.keys[l][g], oracle.values[l][g]):
+                for gone in [i for i in held if i >= oracle.seen]:
+                    del held[gone]
+            oracle.rows[l][g] = [row for row in oracle.rows[l][g] if row.t < oracle.seen]
+    return oracle
+
+
+class Shadow:
+    """The rows of one cache. history: the rows before each decode step since the last prompt; recorded: how many of these
+    steps the cache must be able to take back; columns: what get_seq_length counts."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self.chosen, self.oracles, self.texts = chosen, [], []
+        self.columns = self.recorded = 0
+        self.joined = self.padded = self.recording = False
+        self.history: list[list[Oracle]] = []
+
+    def fork(self) -> "Shadow":
+        new = copy.copy(self)
+        new.oracles, new.texts = [fork(one) for one in self.oracles], [list(text) for text in self.texts]
+        new.history = list(self.history)  # what lies there is only ever forked
+        return new
+
+    @property
+    def lossless(self) -> bool:
+        """Nothing was evicted yet."""
+        return all(len(head) == oracle.seen for oracle in self.oracles for layer in oracle.keys for head in layer)
+
+    @property
+    def longest(self) -> int:
+        return max([oracle.seen for oracle in self.oracles], default=0)
+
+    def read(self, rows: list[list[list[int]]], columns: int) -> list[torch.Tensor]:
+        """A prompt in pieces, of each row -> logits [tokens, V] of each."""
+        fresh, logits = not self.oracles, []
+        for row, pieces in enumerate(rows):
+            ids = [token for piece in pieces for token in piece]
+            if fresh:
+                self.oracles.append(self.chosen.oracle(len(ids)))
+                self.texts.append([])
+            else:
+                self.oracles[row].begin(len(ids))
+            self.texts[row] += ids
+            block = self.chosen.block
+            cuts = [ids] if block is None else [p[start : start + block] for p in pieces for start in range(0, len(p), block)]
+            logits.append(torch.cat([self.oracles[row].forward(cut) for cut in cuts]))
+        self.columns, self.history, self.recorded = self.columns + columns, [], 0
+        return logits
+
+    def begin_pass(self) -> None:
+        """What an earlier pass recorded goes where recording was not asked for."""
+        self.recorded = self.recorded if self.recording else 0
+
+    def step(self, ids: list[int], together: bool = False) -> torch.Tensor:
+        """One token per row -> logits [B,V], after begin_pass(). together: with others in one pass, which is recorded whether
+        asked or not."""
+        self.history.append([fork(one) for one in self.oracles])
+        logits = []
+        for oracle, text, token in zip(self.oracles, self.texts, ids, strict=True):
+            oracle.step += 1
+            logits.append(oracle.forward([token])[-1])
+            text.append(token)
+        self.columns += 1
+        self.recorded = self.recorded + 1 if self.recording or together else 0
+        return torch.stack(logits)
+
+    def cropped(self, count: int) -> "Shadow":
+        """As it was `count` decode steps ago; of a cache that has evicted nothing, any tokens ago."""
+        new = copy.copy(self)
+        new.texts = [text[: len(text) - count] for text in self.texts]
+        if count <= len(self.history):
+            new.oracles = [fork(one) for one in self.history[-count]]
+        else:
+            new.oracles = [shortened(fork(one), count) for one in self.oracles]
+        new.history, new.columns = self.history[: max(len(self.history) - count, 0)], self.columns - count
+        new.recorded = max(self.recorded - count, 0)
+        return new
+
+    def select(self, rows: list[int]) -> None:
+        self.oracles, self.texts = [fork(self.oracles[row]) for row in rows], [list(self.texts[row]) for row in rows]
+        self.history, self.recorded = [[past[row] for row in rows] for past in self.history], 0
+        if self.joined:
+            self.columns = self.longest
+
+    def close(self, row: int) -> bool:
+        """Whether a decision of this row was too close to call."""
+        return self.oracles[row].margin < MARGIN[torch.float64]
+
+
+def check_cache(cache: Any, shadow: Shadow) -> tuple[int, int]:
+    """The invariants of what a cache holds, and that it is what the oracle holds -> rows compared, and too close to call."""
+    assert cache.get_seq_length() == shadow.columns, "tokens seen"
+    assert cache.next_positions()[:, 0].tolist() == [oracle.seen for oracle in shadow.oracles], "positions to come"
+    layers = [cache.positions(layer).tolist() for layer in range(len(cache.layers))]
+    counts = [cache.held(layer).tolist() for layer in range(len(cache.layers))]
+    compared, skipped = 0, 0
+    for row, oracle in enumerate(shadow.oracles):
+        held, wanted = sorted_positions([layer[row] for layer in layers]), oracle.held()
+        assert [layer[row] for layer in counts] == [[len(head) for head in heads] for heads in held], "held()"
+        for l, heads in enumerate(held):
+            assert sum(map(len, heads)) == sum(map(len, wanted[l])), f"row {row}, layer {l}: another number of tokens"
+            for head in heads:
+                assert len(set(head)) == len(head) and all(p < oracle.seen for p in head), "positions unique and real"
+                check_budget(shadow.chosen, oracle, l, head)
+        if shadow.close(row):
+            skipped += 1
+        else:
+            compared += 1
+            assert held == wanted, f"row {row}: kept positions differ"
+    width = cache.layers[0].keys.element_size() * cache.layers[0].keys.shape[-1] * 2
+    assert cache.nbytes >= width * sum(n for layer in counts for row in layer for n in row), "nbytes"
+    return compared, skipped
+
+
+def check_budget(chosen: Chosen, oracle: Oracle, l: int, head: list[int]) -> None:
+    """No head above its budget, and sinks and newest tokens held, where the budget is of the whole text."""
+    b, options = oracle.budgets[l], oracle.options
+    if b is None or options["schedule"] != "both" or "adaptive" in options["wrap"]:
+        return
+    assert len(head) <= b, f"{len(head)} tokens held, the budget is {b}"
+    fixed, recent, _, _ = oracle.sizes(b)
+    newest = range(max(oracle.seen - recent, 0), oracle.seen)
+    if oracle.turn == 0:  # a later turn may have other sizes than those that chose what is left
+        assert {i for i in fixed if i < oracle.seen} <= set(head) and set(newest) <= set(head), "protected tokens are held"
+
+
+def check_logits(got: torch.Tensor, want: torch.Tensor, shadow: Shadow, row: int) -> None:
+    if not shadow.close(row):
+        torch.testing.assert_close(got, want, atol=TOLERANCE[torch.float64], rtol=0, msg=lambda m: f"logits of row {row}: {m}")

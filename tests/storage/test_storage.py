@@ -1,0 +1,131 @@
+"""Saving and loading a compressed cache."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import kvpatch
+from kvpatch import KVPatchError
+from tests.helpers.comparing import combined
+from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+from tests.invariants.test_eviction import _go_on, kept
+
+CASES = {
+    "h2o": ("h2o", {}),
+    "roco": ("roco", {"recent": 2}),
+    "keyformer_shared": ("keyformer", {"shared": True}),
+    "snapkv": ("snapkv", {"window": 4}),
+    "adakv": ("adakv", {"window": 4}),
+    "critical_adaptive_roco": (combined("roco", ("adaptive", "critical")), {"recent": 2, "protected": 0.2}),
+    "pyramid_tova": (combined("tova", ("pyramid",)), {}),
+    "full": ("full", {}),
+    "renumbered": ("h2o", {"positions": "renumbered"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", FIVE)
+def test_a_loaded_cache_goes_on_as_the_saved_one(name, case, tmp_path):
+    policy, options = CASES[case]
+    if name == "gpt2" and case == "renumbered":
+        return
+    model, ids, fed = make(name), prompt(2, 40), prompt(2, 12, seed=2)
+    mask = left_pad(ids, [40, 29]) if case in ("roco", "adakv") else None
+    longer = None if mask is None else torch.cat([mask, torch.ones(2, 12, dtype=mask.dtype)], 1)
+    with kvpatch.patched(model, policy, 0.4, **options) as patch:
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :3], mask, cache=cache)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        want, _ = go_on(model, fed, cache, longer)
+    with kvpatch.patched(model, policy, 0.4, **options) as patch:
+        loaded = patch.load_cache(tmp_path / "cache.safetensors")
+        assert loaded.get_seq_length() == 43
+        got, _ = go_on(model, fed, loaded, longer)
+    torch.testing.assert_close(want, got, atol=1e-5, rtol=0)
+    assert kept(cache) == kept(loaded)
+    assert cache.nbytes == loaded.nbytes
+
+
+def go_on(model, fed, cache, mask):
+    if mask is None or model.config.model_type == "mpt":
+        return _go_on(model, fed[:, 3:], cache)
+    logits = []
+    with torch.no_grad():
+        for t in range(3, 12):
+            positions = mask[:, : 41 + t].sum(1, keepdim=True) - 1
+            out = model(fed[:, t : t + 1], attention_mask=mask[:, : 41 + t], position_ids=positions, past_key_values=cache)
+            logits.append(out.logits)
+    return torch.cat(logits, 1), cache
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, ids = make("llama_gqa"), prompt(1, 40)
+    with kvpatch.patched(model, "h2o", 0.4) as patch:
+        _, cache = force(model, ids, prompt(1, 3, seed=2))
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+    return tmp_path / "cache.safetensors"
+
+
+OTHERS = [
+    ({"name": "llama"}, {}, r"saved under another model: KV heads is 2 there and 4 here"),
+    ({"name": "llama_gqa", "seed": 1}, {}, r"another model: weights is '\w{16}' there"),
+    ({"name": "mistral"}, {}, r"another model: class is 'LlamaModel' there and 'MistralModel' here"),
+    ({"name": "llama_gqa", "dtype": torch.bfloat16}, {}, r"another model: dtype is 'torch.float32' there and 'torch.bfloat16'"),
+    ({}, {"policy": "roco"}, r"another settings's policy: name is 'h2o' there and 'roco' here"),
+    ({}, {"recent": 0.25}, r"policy: recent is 0\.5 there and 0\.25 here"),
+    ({}, {"k": 0.5}, r"k is \[0\.4, 0\.4\] there and \[0\.5, 0\.5\] here"),
+    ({}, {"seed": 7}, r"seed is 0 there and 7 here"),
+    ({}, {"block": 8}, r"block is None there and 8 here"),
+    ({}, {"positions": "renumbered"}, r"positions is 'original' there and 'renumbered' here"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "words"), OTHERS, ids=[f"{m}{o}" for m, o, _ in OTHERS])
+def test_a_file_of_something_else_is_refused(saved, model, options, words):
+    patch = kvpatch.patch(make(**{"name": "llama_gqa", **model}), **{"policy": "h2o", "k": 0.4, **options})
+    with pytest.raises(KVPatchError, match=words):
+        patch.load_cache(saved)
+
+
+def test_truncated_altered_and_missing_files_are_refused(saved, tmp_path):
+    with safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    altered = {**tensors, "1.keys": tensors["1.keys"].clone()}
+    altered["1.keys"].view(-1)[5] += 1e-3
+    save_file(altered, tmp_path / "altered", metadata=metadata)
+    about = json.loads(metadata["kvpatch"])
+    about["layers"][0]["used"] -= 1
+    save_file(tensors, tmp_path / "described", metadata={**metadata, "kvpatch": json.dumps(about)})
+    save_file(tensors, tmp_path / "other")
+    (tmp_path / "truncated").write_bytes(saved.read_bytes()[:-100])
+    (tmp_path / "text").write_text("no cache")
+    cases = {
+        "altered": "was altered after it was saved",
+        "described": "was altered after it was saved",
+        "other": "is no cache saved by this version",
+        "truncated": "is truncated or no such file",
+        "text": "is truncated or no such file",
+        "missing": "There is no file",
+    }
+    with kvpatch.patched(make("llama_gqa"), "h2o", 0.4) as patch:
+        for name, words in cases.items():
+            with pytest.raises(KVPatchError, match=words):
+                patch.load_cache(tmp_path / name)
+
+
+def test_what_cannot_be_saved(tmp_path):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.4) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        with pytest.raises(KVPatchError, match="empty: there is nothing to save"):
+            patch.save_cache(cache, tmp_path / "x")
+        cache.prompt_len = 30
+        model(prompt(1, 20), past_key_values=cache)
+        with pytest.raises(KVPatchError, match="in the middle of a prompt"):
+            patch.save_cache(cache, tmp_path / "x")
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,1 @@
+"""The benchmark, the evaluation, the training and the reliability tools."""

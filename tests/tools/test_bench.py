@@ -1,0 +1,325 @@
+"""The benchmark's lines are whole and its bounds are right; times themselves are not judged here."""
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tools.bench import __main__ as bench
+from tools.bench import decode as bench_decode
+from tools.bench import gpu as bench_gpu
+from tools.bench import lines as bench_lines
+from tools.bench import memory as bench_memory
+from tools.bench import models as bench_models
+from tools.bench import paper, roofline
+from tools.bench import plot as bench_plot
+from tools.bench import prompt as bench_prompt
+
+COMMON = {"date", "versions", "cpu", "threads", "parameters", "case", "arch", "policy", "k", "n", "repeats", "ratio"}
+COMMON |= {"ratios", "ms", "ms_unpatched", "limits", "holds", "roof_ms", "roof_ratio", "ceilings"}
+TOKEN = 2 * 2 * 64 * 4  # bytes: two layers, keys and values, one KV head of size 64, float32
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(bench.app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments):
+    """What the command says, in one line."""
+    told = invoke(*arguments)
+    assert told.exit_code == 2, told.output
+    return re.sub(r"[\s│]+", " ", told.output)
+
+
+# ---- the CPU's cases ----
+
+
+def test_decode_lines_are_whole():
+    lines = list(bench_decode.decode_lines(["h2o", "full", bench.FLOOR], n=64, repeats=2, tiny=True, steps=4))
+    for line in lines:
+        assert json.loads(json.dumps(line)) == line
+        assert set(line) >= COMMON | {"bytes", "bytes_unpatched", "bytes_ratio", "mean_ratio", "steps"}
+        assert len(line["ratios"]) == 2
+        assert line["roof_ratio"] == line["ms"] / line["roof_ms"]
+    h2o, full, floor = lines
+    assert h2o["bytes_unpatched"] == 64 * TOKEN
+    assert h2o["bytes"] == floor["bytes"] == 33 * TOKEN
+    assert h2o["bytes_seen"] == [h2o["bytes"]]
+    assert full["bytes"] > full["bytes_unpatched"]
+    assert (h2o["limits"], full["limits"]) == ({"bytes_ratio": bench_lines.BYTES_LIMIT}, {})
+    assert (h2o["holds"], full["holds"]) == (False, None)  # 33 of 64 tokens are 0.516
+
+
+def test_the_floor_takes_its_turn_beside_policies_that_evict(monkeypatch):
+    costs = {"first": 4.0, "floor": 2.0, "last": 3.0}
+    monkeypatch.setattr(bench_decode, "forward", lambda model, ids, past: (past, costs[model]))
+    past = bench_models.forward(bench_models.build("llama", 8, tiny=True), torch.ones(1, 8, dtype=torch.long))[0]
+    runs = [(name, past) for name in costs]
+    figures = bench_decode.alternate(runs, torch.zeros(1, 6, dtype=torch.long), steps=4, repeats=3)
+    assert (figures["ratio"], figures["mean_ratio"], figures["over_floor"]) == (0.75, 0.75, 1.5)
+    assert (figures["ms_unpatched"], figures["ms_floor"], figures["ms"]) == (4.0, 2.0, 3.0)
+    assert "over_floor" not in bench_decode.alternate([runs[0], runs[2]], torch.zeros(1, 6), steps=4, repeats=1)
+
+
+@pytest.mark.parametrize(("policy", "floor"), [("window", True), ("full", False), (bench.FLOOR, False)])
+def test_only_policies_that_evict_have_a_floor(policy, floor):
+    (line,) = bench_decode.decode_lines([policy], n=32, repeats=1, tiny=True, steps=2)
+    assert ("over_floor" in line, "ms_floor" in line) == (floor, floor)
+
+
+@pytest.mark.parametrize(("case", "arch"), [("prompt", "llama"), ("arch", "mpt"), ("arch", "gptj")])
+def test_prompt_lines_are_whole(case, arch):
+    line = bench_prompt.prompt_line(case, arch, "keyformer", n=64, repeats=1, tiny=True, memory=False)
+    assert set(line) >= COMMON
+    assert (line["case"], line["arch"], line["policy"], line["n"]) == (case, arch, "keyformer", 64)
+    assert line["ratio"] == line["ms"] / line["ms_unpatched"]
+
+
+def test_twins_share_weights_and_nothing_else():
+    model = bench_models.build("llama", 64, tiny=True)
+    other = bench_models.twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert model.model.layers[0].self_attn is not other.model.layers[0].self_attn
+
+
+def test_peak_growth_sees_the_prompt():
+    block = []
+    before = bench_memory.reset_peak()
+    block.append(torch.ones(16 << 20))  # more than malloc keeps on its heap
+    assert 60 << 20 <= bench_memory.peak() - before < 80 << 20
+
+
+def test_limits_of_the_promise():
+    limits = bench_lines.limits
+    assert limits("prompt", "tova", 2048) == {"ratio": 1.05, "memory_ratio": 1.10}
+    assert limits("prompt", "tova", 4096) == {"memory_ratio": 1.10}
+    for policy in ("h2o", "roco", "keyformer"):
+        assert limits("prompt", policy, 2048) == {"ratio": 1.22, "memory_ratio": 1.10}
+        assert limits("prompt", policy, 4096) == {"ratio": 1.27, "memory_ratio": 1.10}
+    assert limits("prompt", "scissorhands", 2048)["ratio"] == 1.30
+    assert limits("decode", "random", 8192) == {"over_floor": 1.08, "bytes_ratio": 0.51}
+    assert limits("decode", "full", 4096) == {"ratio": 0.85}
+    assert limits("decode", bench.FLOOR, 4096) == {}
+    assert limits("arch", "h2o", 2048) == {"ratio": 0.8, "memory_ratio": 0.5}
+
+
+def test_a_line_above_the_floor_does_not_hold():
+    model = bench_models.build("llama", 8, tiny=True)
+    figures = {"ratio": 0.9, "over_floor": 1.09, "bytes_ratio": 0.5}
+    assert bench_lines.record("decode", "llama", "h2o", 4096, 1, model, figures)["holds"] is False
+    assert bench_lines.record("decode", "llama", "h2o", 4096, 1, model, figures | {"over_floor": 1.08})["holds"] is True
+
+
+# ---- the roof ----
+
+CEILINGS = roofline.Ceilings(bytes_per_s=1e9, flops_per_s=1e9)
+
+
+def test_ceilings_are_what_the_work_takes(monkeypatch):
+    monkeypatch.setattr(roofline, "fastest", lambda work, device: 2.0)
+    assert roofline.bandwidth("cpu", torch.float32, 4096) == 3 * 4096 / 2  # the triad moves most
+    best = roofline.ceilings.__wrapped__(small=True)
+    assert best == roofline.Ceilings(3 * (4 << 20) / 2, 2 * 256**3 / 2)
+
+
+def test_fastest_is_the_fastest_and_leaves_the_first_out():
+    waits = iter([0, 3, 1, 2, 2, 2])
+
+    def work():
+        sum(range(next(waits) * 200_000))
+
+    many = roofline.fastest(lambda: sum(range(600_000)), "cpu")
+    assert 1e-4 < roofline.fastest(work, "cpu") < many
+
+
+def test_bounds_are_counted_by_hand():
+    model = bench_models.build("llama", 64, tiny=True)
+    attention, mlp = 128 * (128 + 2 * 64 + 128), 3 * 128 * 341
+    weights, norms, words = 2 * (attention + mlp), 5 * 128, 256 * 128
+    assert roofline.weight_bytes(model) == 4 * (weights + norms + words)  # tied: the table is read as the output layer
+    assert roofline.decode_ms(model, 1000, CEILINGS) == pytest.approx((4 * (weights + norms + words) + 1000) / 1e6)
+    pairs = 10 * 11 / 2
+    flops = 2 * 10 * weights + 2 * words + 2 * 4 * 128 * pairs
+    assert roofline.prompt_ms(model, 10, CEILINGS) == pytest.approx(flops / 1e6)
+    assert roofline.prompt_ms(model, 10, CEILINGS, batch=3) == pytest.approx(3 * flops / 1e6)
+    # a budget of 2 and blocks of 3: 1 2 3, then 2 held and 1 2 3 of its own, three times, the last cut short
+    seen = 6 + 2 * (3 + 4 + 5) + 3
+    blocks = 2 * 10 * weights + 2 * words + 2 * 4 * 128 * seen
+    assert roofline.prompt_ms(model, 10, CEILINGS, budget=2, block=3) == pytest.approx(blocks / 1e6)
+
+
+def test_an_untied_table_is_not_read_by_a_token():
+    model = bench_models.build("gptj", 64, tiny=True)
+    every = sum(p.numel() for p in model.parameters())
+    assert roofline.weight_bytes(model) == 4 * (every - 256 * 128)
+
+
+# ---- Keyformer's table ----
+
+
+@pytest.fixture(scope="module")
+def table():
+    with torch.no_grad():
+        return list(paper.lines("cpu", tiny=True, lengths=[8]))
+
+
+def test_the_paper_lines_are_whole(table):
+    assert [(line["policy"], line["batch"]) for line in table] == [(name, b) for b in (1, 2) for name in paper.BUDGETS]
+    for line in table:
+        assert json.loads(json.dumps(line)) == line
+        assert line["tokens_per_s"] == pytest.approx(line["batch"] * 8 / line["seconds"])
+        assert line["roof_ratio"] == pytest.approx(line["roof_tokens_per_s"] / line["tokens_per_s"])
+        assert line["speedup"] == line["tokens_per_s"] / table[3 * (line["batch"] - 1)]["tokens_per_s"]
+        assert line["speedup_batch_1"] == line["tokens_per_s"] / table[0]["tokens_per_s"]
+        assert line["peak_bytes"] >= 0
+
+
+def test_the_paper_caches_hold_what_they_should(table):
+    """All beams; the unpatched model must keep a cache at all, which MPT's own config turns off."""
+    token = 2 * 2 * 128 * 4 * paper.BEAMS  # two layers, keys and values
+    held = {"full": 15, "h2o": 8, "keyformer": 5}  # 8 + 7; 90% of 8 is 7, and half 4, each with a slot to write to
+    assert [line["cache_bytes"] for line in table] == [b * held[name] * token for b in (1, 2) for name in paper.BUDGETS]
+
+
+def test_the_paper_table_stands_beside_ours(table):
+    wide = [line | {"n": 4096, "case": "paper"} for line in table]
+    rows = [row.split(" | ") for row in paper.markdown(wide).splitlines()[2:]]
+    assert [row[-2:] for row in rows[:3]] == [["8.30", "1.00 |"], ["14.10", "1.70 |"], ["17.00", "2.05 |"]]
+    assert [row[-2:] for row in rows[3:]] == [["OOM", " |"], ["OOM", " |"], ["19.85", "2.39 |"]]
+    lost = {name: value for name, value in wide[0].items() if "tokens_per_s" not in name} | {"out_of_memory": True}
+    assert "| OOM |" in paper.markdown([lost])
+
+
+def test_speedups_are_found_over_several_calls(table):
+    apart = [{name: value for name, value in line.items() if "speedup" not in name} for line in table]
+    assert paper.compared(apart) == table
+    assert paper.markdown(apart) == paper.markdown(table)
+    assert "speedup" not in paper.compared(apart[1:])[0]
+
+
+def test_the_paper_bound_counts_steps_and_prompt(monkeypatch):
+    model = bench_models.build("mpt-7b", 8, tiny=True)
+    monkeypatch.setattr(paper, "prompt_ms", lambda model, n, best, batch: 100.0 * batch)
+    monkeypatch.setattr(paper, "decode_ms", lambda model, nbytes, best: nbytes / 1000)
+    token = 2 * 2 * 128 * 4 * 4
+    for policy, held in (("full", 12), ("keyformer", 4)):
+        seconds = (100 + 8 * held * token / 1000) / 1000
+        found = paper.beside(model, policy, 8, 1, 1.0, CEILINGS)
+        assert found["roof_tokens_per_s"] == pytest.approx(8 / seconds)
+
+
+def test_memory_that_does_not_suffice_is_a_line(monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("no")
+
+    monkeypatch.setattr(paper, "generate", full)
+    assert paper.throughput(bench_models.build("mpt-7b", 8, tiny=True), "h2o", 8, 1) == {"out_of_memory": True}
+
+
+@pytest.mark.parametrize("arguments", [("--paper", "keyformer"), ("--case", "gpu"), ("--case", "gpu_side")])
+def test_full_sizes_are_refused_without_a_gpu(monkeypatch, arguments):
+    for module in (paper, bench_gpu):
+        monkeypatch.setattr(module, "build", None)  # nothing of that size is made, even where nobody refuses
+        monkeypatch.setattr(module, "ceilings", None)
+    assert "--device cuda on a machine with one" in refusal(*arguments)
+    if not torch.cuda.is_available():
+        assert "torch finds no GPU" in refusal(*arguments, "--device", "cuda")
+
+
+# ---- the GPU's cases, in tiny ----
+
+
+@pytest.mark.parametrize("case", ["gpu_prompt", "gpu_decode", "gpu_generate"])
+def test_gpu_lines_are_whole_and_become_tables(case):
+    given = {"lengths": [16], "policies": ["keyformer"], "batches": [2], "repeats": 1}
+    (line,) = bench_gpu.lines(case, "cpu", tiny=True, **given)
+    assert json.loads(json.dumps(line)) == line
+    assert (line["case"], line["policy"], line["n"], line["backend"] != "") == (case, "keyformer", 16, True)
+    assert line["roof_ratio"] > 0
+    if case == "gpu_decode":
+        assert line["bytes"] == 2 * 17 * TOKEN and line["bytes_unpatched"] == 2 * 32 * TOKEN
+        assert line["over_floor"] == pytest.approx(line["ms"] / line["ms_floor"])
+    if case == "gpu_generate":
+        assert line["cache_bytes"] == 2 * 9 * 2 * 2 * 128 * 4  # half of 16 and a slot to write to
+    assert "keyformer" in bench.tables([line])
+
+
+def test_a_larger_batch_is_compared_with_a_full_cache_at_the_first():
+    lines = list(bench_gpu.lines("gpu_generate", "cpu", tiny=True, lengths=[8], batches=[1, 2]))
+    assert [(line["policy"], line["batch"]) for line in lines] == [("full", 1), ("keyformer", 1), ("keyformer", 2)]
+    assert all(line["speedup"] == line["tokens_per_s"] / lines[0]["tokens_per_s"] for line in lines)
+
+
+def test_speeds_of_a_step():
+    model = bench_models.build("llama", 8, tiny=True)
+    found = bench_gpu.speeds(model, held=3_000_000, own=5.0, bound=4.0, base=2.0, best=CEILINGS)
+    assert (found["kv_GBps"], found["policy_share"]) == (1.0, 0.2)
+    assert found["roof_ms"] == roofline.decode_ms(model, 3_000_000, CEILINGS)
+
+
+# ---- tables and pictures ----
+
+
+@pytest.fixture(scope="module")
+def line():
+    with torch.no_grad():
+        return bench_prompt.prompt_line("prompt", "llama", "window", n=64, repeats=1, tiny=True, memory=False)
+
+
+def test_markdown_keeps_the_last_line_of_a_case(line):
+    table = bench.tables([line, line | {"ratio": 0.5}]).splitlines()
+    assert len(table) == 3
+    assert "| 0.500 |" in table[2]
+
+
+def test_old_lines_without_bounds_still_make_a_table(line):
+    old = {name: value for name, value in line.items() if not name.startswith(("roof", "ceilings"))}
+    assert bench.tables([old]).count("|") == 3 * (len(bench_lines.COLUMNS) + 1)
+
+
+def test_panels_have_figures_limits_floor_and_roof(line):
+    decode = line | {"case": "decode", "policy": "h2o", "n": 4096, "ratio": 0.9, "over_floor": 1.2, "ms_floor": 1.0}
+    decode |= {"limits": {"over_floor": 1.08}, "roof_ms": 1.0, "ms_unpatched": 4.0}
+    prompt = line | {"ratio": 1.02, "limits": {"ratio": 1.05}}
+    first, second = bench_plot.panels([decode, prompt])
+    assert first.values == {"h2o": {"kvpatch": 0.9}}
+    assert first.limits == {"h2o": pytest.approx(0.81)}  # 1.08 floors of 0.75
+    assert first.lines == {"floor": pytest.approx(0.75), "roof": 0.25}
+    assert (second.values, second.limits) == ({"window": {"kvpatch": 1.02}}, {"window": 1.05})
+
+
+def test_a_measured_floor_is_a_line_of_its_panel(line):
+    floor = line | {"case": "decode", "policy": bench.FLOOR, "ratio": 0.7}
+    (panel,) = bench_plot.panels([line | {"case": "decode"}, floor])
+    assert panel.lines["floor"] == 0.7 and list(panel.values) == ["window"]
+
+
+def test_the_command_draws_and_refuses(tmp_path, line, table):
+    source, picture = tmp_path / "lines.jsonl", tmp_path / "out.png"
+    source.write_text("".join(json.dumps(one) + "\n" for one in (line, *table)))
+    assert invoke("--plot", picture, "--from", source).exit_code == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert "--from FILE" in refusal("--plot", picture)
+    assert "absent" in refusal("--markdown", tmp_path / "absent").replace(" ", "")  # a long path is wrapped
+    assert "tokens/s" in invoke("--markdown", source).output
+
+
+def test_the_command_measures_and_writes(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    told = invoke("--tiny", "--case", "ragged", "--policies", "adakv", "--lengths", "96", "--repeats", "1", "--json", path)
+    assert told.exit_code == 0, told.output
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert (line["case"], line["policy"], line["n"], line["base"]) == ("ragged", "adakv", 96, "snapkv")
+
+
+@pytest.mark.parametrize("wrong", [("--lengths", "4k"), ("--batches", "0"), ("--paper", "h2o"), ("--case", "gpu_x")])
+def test_what_the_command_cannot_do_is_refused(wrong):
+    assert "Invalid value" in refusal("--tiny", *wrong)

@@ -1,0 +1,205 @@
+"""Speed and memory of kvpatch against the same model unpatched: on one CPU thread, on a GPU, beside another library.
+
+    python -m tools.bench                                   every case of the CPU, with the limits beside the figures
+    python -m tools.bench --case decode --policies h2o,roco --lengths 4096 --json bench.jsonl
+    python -m tools.bench --case decode --policies h2o --lengths 4096 --profile
+    python -m tools.bench --peer kvpress                    kvpatch and NVIDIA kvpress on the same weights (`make peer-env`)
+    python -m tools.bench --paper keyformer --device cuda   Keyformer's Table 1
+    python -m tools.bench --case gpu --device cuda          what a GPU is measured on (gpu.py)
+    python -m tools.bench --markdown bench.jsonl            the README's tables from a file of JSON lines
+    python -m tools.bench --plot bench.png --from bench.jsonl
+
+The models have random weights and on the CPU are about 100M parameters large: a Llama of 12 layers, 12 query and 4 KV heads,
+head size 64, width 768, MLP 2048 and 32000 tied embeddings, and an MPT and a GPT-J of the same width and depth. float32.
+
+How it is measured. Two model objects share one set of weights; one stays patched, the other never is. Times are CPU
+time of the process, which other programs disturb less than wall time; with one thread both count the same work.
+prompt, arch: one forward over the prompt, unpatched and patched in turns; the ratio is the median of the pairs' ratios.
+decode: the caches are prefilled once, then single-token forwards alternate between copies of them; a repeat's ratio is
+that of the median times per token, and the median over the repeats counts. `mean_ratio` is the same with means.
+`min_ratio` compares the fastest of both: where it is far from `ratio`, the machine was busy and the figures are weak.
+"floor" is no policy: the unpatched model's own code over a dense buffer of the budget's size that is written in place,
+which is what bounds the others. It takes its turn beside every evicting policy; `over_floor` is the ratio to it.
+ragged: as decode, but against snapkv, which holds as much in dense slots; bytes are against a full cache's at the same step.
+block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
+Memory is the growth of the process's peak resident size over one prompt, in a fresh process for each case. `roof_ms` is what
+the machine's memory and multipliers, measured first, would need at least (roofline.py), `roof_ratio` how often that fits.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from . import gpu as bench_gpu
+from . import paper, peer
+from . import plot as bench_plot
+from .decode import decode_lines, ragged_lines
+from .lines import (
+    ARCH_POLICIES,
+    BLOCK_POLICIES,
+    CASES,
+    DECODE_LENGTHS,
+    DECODE_POLICIES,
+    FLOOR,
+    POLICIES,
+    PROMPT_POLICIES,
+    RAGGED_POLICIES,
+    Line,
+    cells,
+    markdown,
+    show,
+)
+from .profile import profile_case
+from .prompt import prompt_line
+
+PAPERS = ("keyformer",)
+app = typer.Typer(add_completion=False)
+
+
+def chosen(given: str, default: Iterable[str], allowed: Iterable[str]) -> list[str]:
+    """A comma-separated option, checked, or the default."""
+    names = [name.strip() for name in given.split(",")] if given else list(default)
+    for name in names:
+        if name not in allowed:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(allowed)}")
+    return names
+
+
+def numbers(given: str, option: str) -> list[int]:
+    """A comma-separated option of whole numbers above 0."""
+    parts = [part.strip() for part in given.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{option} takes whole numbers above 0, separated by commas, not {given!r}")
+    return [int(part) for part in parts]
+
+
+def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, str, list[str], int]]:
+    """(case, architecture, policies, prompt length) of everything that is to be measured on the CPU."""
+    for one in CASES if case == "all" else chosen(case, CASES, CASES):
+        if one == "decode":
+            names = chosen(policies, (FLOOR, "full", *DECODE_POLICIES), (FLOOR, *POLICIES))
+            yield from (("decode", "llama", names, n) for n in lengths or DECODE_LENGTHS)
+        elif one in ("ragged", "block"):
+            names = chosen(policies, RAGGED_POLICIES if one == "ragged" else BLOCK_POLICIES, tuple(POLICIES))
+            yield from ((one, "llama", names, n) for n in lengths or (2048 if one == "ragged" else 16384,))
+        else:
+            names = chosen(policies, PROMPT_POLICIES if one == "prompt" else ARCH_POLICIES, tuple(POLICIES))
+            archs = ("llama",) if one == "prompt" else ("mpt", "gptj")
+            yield from ((one, arch, names, n) for arch in archs for n in lengths or (2048,))
+
+
+def measure(case: str, arch: str, names: list[str], n: int, repeats: int, tiny: bool) -> Iterable[Line]:
+    """The lines of one row of the plan."""
+    if case == "decode":
+        yield from decode_lines(names, n, repeats, tiny)
+    elif case == "ragged":
+        yield from ragged_lines(names, n, repeats, tiny)
+    else:
+        for name in names:
+            yield prompt_line(case, arch, name, n, repeats, tiny)
+
+
+def on_gpu(
+    case: str, device: str, tiny: bool, policies: str, lengths: list[int], batches: list[int], repeats: int
+) -> Iterable[Line]:
+    """The lines of one case of the GPU suite or of all."""
+    paper.need_device(device, tiny)
+    names = chosen(policies, (), (*bench_gpu.POLICIES, *DECODE_POLICIES))
+    for one in bench_gpu.CASES if case == "gpu" else chosen(case, (), bench_gpu.CASES):
+        yield from bench_gpu.lines(one, device, tiny, names, lengths, batches, repeats)
+
+
+# ---- files ----
+
+TABLES = (
+    ((*CASES, "gpu_side", "gpu_prompt"), markdown),
+    (("gpu_decode",), bench_gpu.markdown),
+    (("gpu_generate", "paper"), paper.markdown),
+    (("peer",), peer.markdown),
+)
+
+
+def read(path: Path | None) -> list[Line]:
+    """A file of JSON lines."""
+    if path is None or not path.exists():
+        raise typer.BadParameter(f"{path or 'nothing'} to read from: give a file of JSON lines with --from FILE")
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def tables(lines: list[Line]) -> str:
+    """Markdown: a table for each kind of case that is there."""
+    parts = [(table, [line for line in lines if line["case"] in cases]) for cases, table in TABLES]
+    return "\n\n".join(table(own) for table, own in parts if own)
+
+
+def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
+    """All lines, each appended to the file, and told, when it comes."""
+    kept = []
+    for line in lines:
+        kept.append(line)
+        said = cells(line) if line["case"] in TABLES[0][0] else (line["case"], line["policy"], str(line["n"]))
+        print(" ".join(cell for cell in said if cell), flush=True)
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    return kept
+
+
+# ---- command line ----
+
+
+@app.command()
+def main(
+    case: Annotated[
+        str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block or all; gpu or one of its cases")
+    ] = "all",
+    policies: Annotated[str, typer.Option(help="names, comma-separated; 'floor' bounds decode")] = "",
+    lengths: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "",
+    repeats: Annotated[int, typer.Option(help="pairs, or runs of 64 tokens, whose median counts", min=1)] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="append a JSON line per case to this file")] = None,
+    tiny: Annotated[bool, typer.Option(help="a model of two layers, to try the tool")] = False,
+    profiled: Annotated[bool, typer.Option("--profile", help="print where the time goes, measure nothing")] = False,
+    table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as tables")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the lines of --from to this PNG file")] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="the JSON-lines file that --plot draws")] = None,
+    other: Annotated[str, typer.Option("--peer", help="measure beside this library: kvpress")] = "",
+    from_paper: Annotated[str, typer.Option("--paper", help="measure this paper's table: keyformer")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; --paper and the gpu cases need cuda, or --tiny")] = "cpu",
+    batches: Annotated[str, typer.Option(help="batch sizes of --paper and of the gpu cases, comma-separated")] = "",
+) -> None:
+    """Measure speed and memory of kvpatch against the unpatched model."""
+    if table is not None:
+        print(tables(read(table)))
+        return
+    if plot is not None:
+        bench_plot.draw(read(source), plot)
+        return
+    torch.set_num_threads(1)
+    sizes, rows = numbers(lengths, "--lengths"), numbers(batches, "--batches")
+    with torch.no_grad():
+        if other:
+            lines = keep(peer.lines(other, [name for name in policies.split(",") if name], sizes, repeats, tiny), json_file)
+        elif from_paper:
+            chosen(from_paper, (), PAPERS)
+            lines = keep(paper.lines(device, tiny, chosen(policies, (), tuple(paper.BUDGETS)), sizes, rows), json_file)
+        elif case.startswith("gpu"):
+            lines = keep(on_gpu(case, device, tiny, policies, sizes, rows, repeats), json_file)
+        elif profiled:
+            for one, arch, names, n in plan(case, policies, sizes):
+                for name in names:
+                    profile_case(one, arch, name, n, tiny)
+            return
+        else:
+            every = (line for row in plan(case, policies, sizes) for line in measure(*row, repeats, tiny))
+            lines = keep(every, json_file)
+            show(lines)
+            return
+    print(tables(lines))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,153 @@
+"""One side of a comparison: a process that loads given weights and measures, one unit at a time, when it is told to.
+
+Both sides run this file, each in an environment of its own, so it needs torch and transformers alone. An order is a line of
+JSON on stdin and its answer a line of JSON on stdout; what libraries print goes to stderr. A unit is a whole run, unpatched
+and compressed in turns: the prompt, then single tokens. Times are CPU ms of one thread.
+"""
+
+import copy
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
+
+from tools.bench.memory import peak, reset_peak, return_freed_memory
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What differs between the sides.
+
+    versions: of the packages. cases: the names that `compress` knows. compress(model, case): the context in which a prompt
+    is compressed. stays: steps run inside that context too. eager: cases that need eager attention. kept(model, full, past):
+    the positions that each head of each layer holds after the prompt; `full` is the unpatched cache of the same prompt.
+    """
+
+    versions: dict[str, str]
+    cases: tuple[str, ...]
+    compress: Callable[[PreTrainedModel, str], AbstractContextManager[object]]
+    stays: bool
+    kept: Callable[[PreTrainedModel, Cache, Cache], list[list[list[int]]]]
+    eager: tuple[str, ...] = ()
+
+
+class Worker:
+    """Carries out orders. The unpatched model runs sdpa attention on both sides."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.model: PreTrainedModel
+
+    def hello(self) -> Answer:
+        return {"versions": self.side.versions, "cases": self.side.cases, "eager": self.side.eager}
+
+    def load(self, path: str) -> Answer:
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+        self.model = model.eval()
+        return {"parameters": model.num_parameters()}
+
+    def logits(self, n: int, path: str) -> Answer:
+        """Write the unpatched model's logits of a prompt's last token to a file."""
+        save_file({"logits": self.model(self.ids(n)).logits[0, -1].contiguous()}, path)
+        return {}
+
+    def unit(self, case: str, n: int, steps: int, kept: bool = False) -> Answer:
+        """One run: [unpatched, compressed] ms of the prompt, and the median ms of a step of each."""
+        gc.collect()
+        ids, other = self.ids(n + steps), self.twin(case)
+        full, plain_ms = forward(self.model, ids[:, :n])
+        with ExitStack() as stack:
+            stack.enter_context(self.side.compress(other, case))
+            past, ms = forward(other, ids[:, :n])
+            if not self.side.stays:
+                stack.close()
+            answer: Answer = {"prompt": [plain_ms, ms], "bytes": [nbytes(full), nbytes(past)]}
+            if kept:
+                answer["kept"] = self.side.kept(other, full, past)
+            times = []
+            for t in range(n, n + steps):
+                one, at = ids[:, t : t + 1], torch.tensor([[t]])
+                times.append((forward(self.model, one, full, at)[1], forward(other, one, past, at)[1]))
+        answer["decode"] = [statistics.median(column) for column in zip(*times, strict=True)]
+        if case in self.side.eager:
+            answer["eager"] = forward(self.twin(case), ids[:, :n])[1]
+        return answer
+
+    def growth(self, case: str | None, n: int) -> Answer:
+        """Bytes by which a prompt raises the peak resident size; None: unpatched. Ask a new process."""
+        return_freed_memory()
+        ids, other = self.ids(n), self.twin(case)
+        forward(other, ids[:, :16])
+        with ExitStack() as stack:
+            if case is not None:
+                stack.enter_context(self.side.compress(other, case))
+            gc.collect()
+            before = reset_peak()
+            forward(other, ids)
+            return {"growth": peak() - before}
+
+    def ids(self, n: int) -> Tensor:
+        """Random token ids [1,n], the same on both sides."""
+        return torch.randint(self.model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(0))
+
+    def twin(self, case: str | None) -> PreTrainedModel:
+        """Another model object over the same weights, with the attention that the case needs."""
+        shared = {id(tensor): tensor for tensor in chain(self.model.parameters(), self.model.buffers())}
+        other = copy.deepcopy(self.model, shared)
+        if case in self.side.eager:
+            other.set_attn_implementation("eager")
+        return other
+
+
+def forward(
+    model: PreTrainedModel, ids: Tensor, past: Cache | None = None, at: Tensor | None = None
+) -> tuple[Cache, float]:
+    """One forward, at positions `at` [1,Q] where a cache no longer tells them; the cache and the CPU time in ms."""
+    where = {} if at is None else {"position_ids": at}
+    start = time.process_time()
+    out = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1, **where)
+    return out.past_key_values, 1000 * (time.process_time() - start)
+
+
+def nbytes(past: Cache) -> int:
+    """Bytes of keys and values really allocated."""
+    buffers = [t for layer in past.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers if t.numel()}.values())
+
+
+@contextmanager
+def answers() -> Iterator[Callable[[Answer], None]]:
+    """Say(answer) on the real stdout; whatever else is printed goes to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+
+        def say(answer: Answer) -> None:
+            out.write(json.dumps(answer) + "\n")
+            out.flush()
+
+        yield say
+
+
+def serve(side: Side) -> None:
+    """Carry out the orders on stdin until it is closed."""
+    torch.set_num_threads(1)
+    worker = Worker(side)
+    with torch.no_grad(), answers() as say:
+        for line in sys.stdin:
+            order = json.loads(line)
+            say(getattr(worker, order.pop("do"))(**order))

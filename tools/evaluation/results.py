@@ -1,0 +1,112 @@
+"""Every task at the size that separates what is claimed, and docs/results.md from it.
+
+    make results                               all of it; with two processes about an hour
+    python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
+    python -m tools.evaluation.results --page             the page alone, from the lines that are there
+
+One process per model and task, one thread each: the same figures on any number of cores. Lines go to
+out/results/MODEL/TASK.jsonl; without --fresh a run goes on where another stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+
+from kvpatch.commands import in_words
+from kvpatch.errors import KVPatchError
+from tools.evaluation import page, runs
+from tools.evaluation.lines import read
+from tools.evaluation.table import Table
+from tools.evaluation.task import PYTHON, Request
+from tools.evaluation.tasks import TASKS, get_task
+from tools.training.train import SHIPPED
+
+CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
+FIFTEEN = tuple(name for name in SHIPPED if name not in CODE)
+
+SIZES: dict[str, dict[str, Any]] = {
+    "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
+    "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
+    "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
+    "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},
+    "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},
+    "summarize": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},
+    "jaccard": {"models": FIFTEEN},
+    "perturbation": {"models": FIFTEEN},
+    "sparsity": {"models": (*FIFTEEN, *CODE)},
+    "instruct": {"models": CODE, "count": 32},
+    "longbench": {"models": CODE, "count": 8},
+    "robustness": {"models": (*FIFTEEN, *CODE)},
+}
+"""What differs from the tasks' own defaults."""
+
+
+def requests(out: Path) -> list[tuple[str, Request]]:
+    """One for every task and model, the slow ones first."""
+    return [
+        (name, replace(Request(**{**size, "models": (model,)}), out=out / model))
+        for name, size in SIZES.items()
+        for model in size["models"]
+    ]
+
+
+def measure(name: str, request: Request, fresh: bool = False) -> str:
+    """One task on one model; what is there already is not made again, unless `fresh`."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    task = get_task(name)
+    book = runs.book_of(task, request.out, fresh)
+    try:
+        runs.run(task, request, book)
+    finally:
+        book.close()
+    return f"{name} {(request.models or ('',))[0]}"
+
+
+def collect(out: Path) -> dict[str, Table]:
+    """The lines of every task, models in their order; tasks without any are left out."""
+    found = {}
+    for name in TASKS:
+        lines = [line for model in SIZES.get(name, {}).get("models", ()) for line in read(out / model / f"{name}.jsonl")]
+        if lines:
+            found[name] = Table(lines)
+    return found
+
+
+def main(
+    only: Annotated[str | None, typer.Option(help="tasks, with commas")] = None,
+    out: Annotated[Path, typer.Option(help="where the lines go")] = Path("out/results"),
+    docs: Annotated[Path, typer.Option(help="where results.md and its pictures go")] = Path("docs"),
+    jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
+    fresh: Annotated[bool, typer.Option("--fresh", help="forget the lines that are there")] = False,
+    page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
+) -> None:
+    """Measure every task on the shipped models and write docs/results.md."""
+    with in_words():
+        chosen = list(SIZES) if only is None else only.split(",")
+        for name in chosen:
+            get_task(name)
+        todo = [] if page_only else [(name, request) for name, request in requests(out) if name in chosen]
+        # spawned: a forked torch may hang on locks of threads that are not there
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
+            for i, one in enumerate(as_completed(waiting), 1):
+                print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+        tables = collect(out)
+        if not tables:
+            raise KVPatchError(f"{out} has no results: leave out --page.")
+        page.write(tables, docs)
+    print(docs / "results.md")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,96 @@
+"""The model cards of tools/models in words, and which models may be used."""
+
+from typing import Any
+
+USABLE = 0.95
+"""A task on which a model is below this share of right answers is not to be used with it."""
+
+
+def usable(card: dict[str, Any]) -> bool:
+    """May policies be ranked with this model? A language model without the checks of source_code.py may not.
+
+    Without attention sinks and without use of distant context StreamingLLM, H2O and RoCo have nothing to find.
+    """
+    return min(card["accuracy"].values()) >= USABLE if "accuracy" in card else card.get("usable", False)
+
+
+SYNTHETIC_TEXT = """\
+A {architecture} model of {parameters:,} parameters that looks things up in its context: the tasks of `tools/training/tasks.py`.
+It answers `<bos> w00 w23 k07 v12 v31 v05 w01 <q> k07` with `v12 v31 v05`. It is a test object for KV-cache eviction,
+not a language model. Rows of up to {longest_row} tokens were seen in training; nothing is promised beyond.
+
+| task (full cache, {sequences} sequences) | share of right answers |
+|---|---|
+{table}
+
+An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
+"""
+
+LANGUAGE_TEXT = """\
+A {architecture} model of {parameters:,} parameters, trained on the Python {python} library's own source text (one file
+in twenty held out), rows of 256 tokens. A test object for KV-cache eviction: its text is no better than its size.
+
+On {sequences} held-out windows of 256 tokens: {nats_per_token:.3f} nats per token, {bits_per_byte:.3f} bits per byte
+({bytes_per_token:.2f} bytes per token). By position:
+
+| position | nats per token |
+|---|---|
+{table}
+
+When only `<bos>` and the 64 tokens before position 192 are left, the last 64 tokens cost {cost_of_recent_64:+.3f} nats
+each (standard error {standard_error:.3f}): above zero, context further back is used. Of all heads, the one that looks
+most at `<bos>` gives it {bos_attention:.3f} of its attention from position 64 on; an attention sink would get most.
+"""
+
+CODE_TEXT = """\
+A {architecture} model of {parameters:,} parameters, trained on the Python sources of a standard library and of its
+site-packages (one file in twenty held out), rows of 2048 tokens. A test object for KV-cache eviction.
+
+On {windows} windows of {length} tokens, each inside one held-out file: {nats_per_token:.3f} nats per token,
+{bits_per_byte:.3f} bits per byte ({bytes_per_token:.2f} bytes per token). By position:
+
+| position | nats per token |
+|---|---|
+{table}
+
+| check | holds |
+|---|---|
+| the first four tokens get over 0.3 of the attention from position 64 on in most heads of middle layers | {sinks} |
+| the loss falls from positions 128-255 to 512-1023 to 1024-2047, by more than two standard errors | {falls_past_128} |
+| a span costs less when it is repeated (here {span_first:.3f} and then {span_again:.3f} nats per token) | {induction} |
+
+{verdict}
+"""
+
+NOT_USABLE = "Not every check holds: it is not to be used to rank StreamingLLM, H2O, RoCo or any other policy."
+
+FACTS = """\
+
+Made by `{command}`:
+{steps} steps, {cost}, in bfloat16 autocast.
+Stored in {stored}; the figures were measured on the stored weights in float32.
+Python {python}, torch {torch}, transformers {transformers}. The same facts are in `card.json`.
+"""
+
+
+def describe(card: dict[str, Any]) -> str:
+    """The model card in words."""
+    facts = {"longest_row": 256, "stored": "float16"} | card | card["versions"] | card.get("held_out", {})
+    facts["cost"] = (
+        "{seconds} seconds on one {device}" if "device" in card else "{cpu_seconds} CPU seconds on one core"
+    ).format(**card)
+    if "accuracy" in card:
+        scores = card["accuracy"]
+        table = "\n".join(f"| {task} | {share:.4f} |" for task, share in scores.items())
+        poor = [task for task, share in scores.items() if share < USABLE]
+        verdict = f"Below {USABLE}, so not to be used: {', '.join(poor)}." if poor else f"Every task is above {USABLE}."
+        body = SYNTHETIC_TEXT
+    else:
+        positions = card["held_out"]["nats_by_position"]
+        table = "\n".join(f"| {span} | {nats:.3f} |" for span, nats in positions.items())
+        verdict, body = "", LANGUAGE_TEXT
+    if "checks" in card:
+        facts |= {check: "yes" if holds else "no" for check, holds in card["checks"].items()}
+        verdict = "All checks hold: it may be used to compare policies." if card["usable"] else NOT_USABLE
+        body = CODE_TEXT
+    return f"# {card['name']}\n\n" + (body + FACTS).format(**facts, table=table, verdict=verdict)
