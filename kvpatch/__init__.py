@@ -8,7 +8,7 @@ Dimension key, used in names throughout (`k_BHTD`, `score_BHT`):
 __version__ = "0.1.0"
 
 from .arch import Adapter, InterfaceAdapter, architectures, register_arch
-from .cache import EvictingCache
+from .cache.cache import EvictingCache
 from .errors import KVPatchError
 from .patching import Patch, patch, patched
 from .policies import Policy, get_policy, policies, register_policy

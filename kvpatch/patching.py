@@ -19,21 +19,21 @@ import transformers
 from torch import nn
 from transformers import Cache
 
-from . import belonging
-from .arch.site import Site
-from .backends.choice import check, check_name
-from .cache import EvictingCache
+from .arch.bound import Site
+from .backends.dispatch import check, check_name
+from .cache.cache import EvictingCache
+from .cache.checks import file_path, no_argument
 from .errors import KVPatchError
-from .generation import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
-from .hooks import MISSING, Mark, Settings, attention_forward, before_decoder, parameters
-from .placement import put_hook, replace_forward
+from .hooks import ownership
+from .hooks.accelerate import put_hook, replace_forward
+from .hooks.decoder import MISSING, Mark, Settings, attention_forward, before_decoder, parameters
+from .hooks.generate import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
+from .hooks.target import Target, already_patched
+from .hooks.versions import check_versions
 from .policies import Policy, get_policy
 from .policies.budgets import Budget, whole
 from .report import Report
-from .storage import load, save
-from .target import Target, already_patched
-from .validating import file_path, no_argument
-from .versions import check_versions
+from .storage.save_load import load, save
 
 
 @contextmanager
@@ -272,7 +272,7 @@ class Patch:
         cache = self._settings.new_cache()
         cache.room = room
         if past is not None and isinstance(past, Cache):
-            belonging.check_layers(past, self._settings)
+            ownership.check_layers(past, self._settings)
         if past is not None:
             cache.absorb(past)
         return cache
@@ -283,7 +283,7 @@ class Patch:
         Raises:
             KVPatchError: the cache is empty or in the middle of a prompt.
         """
-        belonging.check_own(cache, self._settings)
+        ownership.check_own(cache, self._settings)
         save(cache, file_path(path), self._target.identity())
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import pictures
-from .cache import EvictingCache
+from . import plotting
+from .cache.cache import EvictingCache
 from .errors import KVPatchError
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -199,9 +199,9 @@ class Report:
         """
         title = f"{self.policy}: {self._budget()}, {self.share:.0%} of the full cache's bytes"
         if what == "kept":
-            pictures.save(pictures.every_head(self.kept(row), title), path)
+            plotting.save(plotting.every_head(self.kept(row), title), path)
         elif what == "budgets":
-            pictures.save(pictures.budgets(self.kept(row).sum(-1), title), path)
+            plotting.save(plotting.budgets(self.kept(row).sum(-1), title), path)
         else:
             raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
 

@@ -1,6 +1,6 @@
 """Who computes attention and the statistics of its probabilities: torch on any device, flash-attn and Triton on a GPU."""
 
-from .choice import BACKENDS, Choice, backend, check, check_name
+from .dispatch import BACKENDS, Choice, backend, check, check_name
 from .protocol import Backend, Case, Geometry, Keys, Task
 
 __all__ = ["BACKENDS", "Backend", "Case", "Choice", "Geometry", "Keys", "Task", "backend", "check", "check_name"]

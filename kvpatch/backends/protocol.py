@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..ragged import Extents
+from .head_offsets import Extents
 
 Task = Literal["prompt", "statistics", "decode", "ragged"]
 TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..policies.moment import accumulator
-from ..ragged import Extents
+from ..policies.context import accumulator
+from .head_offsets import Extents
 from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from ..parallel import WHOLE, Parallel
+from ..hooks.sharding import WHOLE, Parallel
 from .budgets import share
 from .selection import FIRST, LAST, in_top
 

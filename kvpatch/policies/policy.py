@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError, suggest
 from .allocation import Adaptive, Pyramid
-from .moment import Moment
+from .context import Moment
 from .scopes import DeviationScope, Scope
 from .scores import (
     Accumulated,

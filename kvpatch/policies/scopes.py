@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
-from .moment import Moment
+from .context import Moment
 from .scores import Score
 from .selection import in_top, order
 

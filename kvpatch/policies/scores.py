@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from . import noise
 from .budgets import whole
-from .moment import Block, Moment, accumulator
+from .context import Block, Moment, accumulator
 from .selection import MAX_POSITION
 
 Rows = Literal["none", "tail", "all"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 
 if TYPE_CHECKING:
-    from .moment import Moment
+    from .context import Moment
 
 _TIER = 1 << 62
 LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .moment import Block
+from .context import Block
 
 
 def _sum(block: Block, score: Any) -> Tensor:

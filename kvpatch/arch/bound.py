@@ -1,0 +1,85 @@
+"""One attention module as the core sees it: the adapter's answers, for this module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..backends.protocol import Geometry
+from ..hooks.sharding import WHOLE, Parallel, local
+from .adapter import Adapter
+
+
+@contextmanager
+def _evaluating(attn: nn.Module) -> Iterator[None]:
+    training = [module for module in attn.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _shown(module: Any, inputs: int) -> Tensor | None:
+    """The weight [inputs,E] of a plain projection, of a sharded one this process' part; None of any other."""
+    weight = getattr(module, "weight", None)
+    if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook") or not isinstance(weight, Tensor):
+        return None
+    if hasattr(weight, "full_tensor"):  # sharded; where every process has all heads, so has it all rows
+        weight = local(weight) if local(weight).shape[-1] == inputs else weight.full_tensor()
+    elif type(weight) not in (Tensor, nn.Parameter):  # quantized: a kind of tensor of its own
+        return None
+    weight = weight.T if type(module) is nn.Linear else weight
+    return weight if weight.shape[0] == inputs else None  # a part of it, whose module splits what it is given
+
+
+class Site:
+    """A module and its adapter. H is the module's number of KV heads."""
+
+    def __init__(self, adapter: Adapter, attn: Any, H: int) -> None:
+        self.adapter, self.attn, self.H = adapter, attn, H
+
+    def geometry(self, device: torch.device) -> Geometry:
+        """How the layer attends."""
+        slopes = self.adapter.slopes(self.attn)
+        if slopes is not None:
+            slopes = slopes.to(device).unflatten(0, (self.H, -1))
+        sinks = self.adapter.sinks(self.attn)
+        if sinks is not None:
+            sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
+            sinks = sinks if torch.is_grad_enabled() else sinks.detach()
+        adapter, attn = self.adapter, self.attn
+        own = (adapter.scale(attn), slopes, adapter.sliding(attn), adapter.softcap(attn), sinks, adapter.coarse(attn))
+        return Geometry(*own)
+
+    def rotate(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        """Keys or queries with the positions `places` applied."""
+        return self.adapter.rotate(self.attn, x_BHTD, places_BHT, table)
+
+    def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
+        """The rows of the output projection that belong to each query head [H,G,D,E], without the bias, and whether they had
+        to be worked out. `like`: the values.
+
+        A plain projection shows its weight; any other (LoRA, quantized, offloaded) is asked what it does to unit vectors. One
+        that adds up what several processes give it (`parallel`) is asked by one after another.
+        """
+        module = getattr(self.attn, self.adapter.projection) if self.adapter.projection else None
+        inputs, worked_out = self.H * group * like.shape[-1], False
+        shown = _shown(module, inputs)
+        if shown is not None:
+            weight = shown
+        else:
+            unit, worked_out = torch.eye(inputs, dtype=like.dtype, device=like.device)[None], True
+            run = module if module is not None else lambda y: self.adapter.output(self.attn, y)
+            with _evaluating(self.attn):  # a dropout on the way is no part of the weight
+                answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
+                weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
+        return rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group), worked_out

@@ -1,0 +1,1 @@
+"""One forward pass through one layer: write, attend, observe, evict."""

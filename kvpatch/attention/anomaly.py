@@ -1,0 +1,54 @@
+"""patched(..., strict=True): an error where a number is NaN or infinite, with the layer, the hop and the positions.
+
+Every check reads back from the device, so a pass waits for it in each layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .layer_call import Call
+
+SHOWN = 4  # places that an error names
+
+
+def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Before the layer's cache is changed: q [B,H*G,Q,D], k and v [B,H,Q,D]. What padding brings is never read."""
+    for hop, tensor in (("queries", q), ("keys", k), ("values", v)):
+        _check(call, hop, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
+
+
+def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
+    """After it: attention's output, and what the policy keeps beside the keys."""
+    bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
+    _check(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
+    if not call.slots.is_initialized:
+        return
+    positions_BHT = call.slots.view()[2]
+    for name, tensor in call.slots.state_view().items():
+        if tensor.is_floating_point():
+            bad_BHT = ~tensor.isfinite().flatten(3).all(-1) if tensor.ndim > 3 else ~tensor.isfinite()
+            _check(call, f"scores ({name!r})", bad_BHT, positions_BHT, "")
+
+
+def _check(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:
+    """Raise where `bad` is True of a token that is there; positions [B,1|H,T]."""
+    bad_BHT = bad_BHT & (positions >= 0)
+    if not bool(bad_BHT.any()):
+        return
+    places = [(b, p) for b in range(len(bad_BHT)) for p in _positions(bad_BHT[b], positions[b])]
+    few = ", ".join(f"row {b} position {p}" for b, p in places[:SHOWN])
+    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    heads = ", ".join(map(str, sorted(set(bad_BHT.nonzero()[:, 1].tolist()))))
+    raise KVPatchError(
+        f"strict=True: the {hop} of layer {call.layer} ({call.cache.strict[call.layer] or 'the model itself'}) are NaN or "
+        f"infinite at {few}{more}, head {heads}. {then}{' ' if then else ''}"
+        "Look at this layer's weights and at the layers before it; a float16 model that overflows may run in bfloat16 "
+        "(model.to(torch.bfloat16)). Leave strict out to go on: a NaN then counts as the lowest score."
+    )
+
+
+def _positions(bad_HT: Tensor, positions: Tensor) -> list[int]:
+    return sorted(torch.masked_select(positions.expand_as(bad_HT), bad_HT).unique().tolist())

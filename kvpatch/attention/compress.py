@@ -1,0 +1,173 @@
+"""The end of a prompt, or of a block of it: protected sizes, what each head keeps, and the buffers for what follows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backends.head_offsets import wasteful
+from ..cache.layer import SLACK, slack
+from ..hooks.sharding import WHOLE
+from ..policies.context import Limits
+from ..policies.selection import top
+from .layer_call import Call
+
+
+def end_prompt(call: Call, past: int) -> None:
+    """Keep each head's budget, in buffers of their final size."""
+    slots, cache, now = call.slots, call.cache, call.now
+    if call.score is None:
+        if now.final:
+            slots.settle(None, None, slots.used + (_room(call) or slots.used // 16 + 16))
+            if cache.room is not None:
+                slots.open()
+        return
+    B, H, _ = slots.positions.shape
+    budget_B = _budgets(call)
+    if past or slots.holes:
+        held_BH = (slots.positions[:, :, : slots.used] >= 0).sum(-1)
+    else:
+        held_BH = torch.tensor(now.n_B, device=slots.positions.device)[:, None].expand(B, H)
+    fixed_BH = _fixed(call, held_BH)
+    everyone = WHOLE
+    if call.policy.over_heads is not None:  # the heads of a layer share its budget, also those on other processes
+        everyone = cache.parallel
+        held_BH, fixed_BH = everyone.heads(held_BH), everyone.heads(fixed_BH)
+        H = held_BH.shape[1]
+    keep_BH = fixed_BH + torch.tensor(budget_B, device=held_BH.device)[:, None]
+    over_B = (held_BH.sum(-1) > keep_BH.sum(-1)) if call.policy.over_heads else (held_BH > keep_BH).any(-1)
+    over_B &= not now.keeps_all
+    count_BH, order = held_BH if call.policy.over_heads else torch.minimum(held_BH, keep_BH), None
+    if now.keeps_all:
+        count_BH, order = held_BH, slots.positions[:, :, : slots.used]
+    elif bool(over_B.any()):
+        empty = slots.positions[:, :, : slots.used] < 0
+        moment = call.moment(newest(call), -1)
+        if call.policy.over_heads is not None:
+            assert slots.limits is not None
+            moment.keep_BH1 = None  # heads share by score alone
+            shared_BH = call.policy.over_heads.counts(
+                call.policy.order(moment, empty),
+                empty,
+                fixed_BH,
+                budget_B,
+                slots.limits.nominal.flatten().tolist(),
+                everyone,
+            )
+            count_BH = torch.where(over_B[:, None], shared_BH, held_BH)
+        moment.keep_BH1 = everyone.own(count_BH)[..., None]
+        order = call.policy.order(moment, empty)
+        _note_mass(call, order, everyone.own(count_BH))
+    elif slots.holes:
+        order = slots.positions[:, :, : slots.used]
+    if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; what is missing is shared out
+        extra_B1 = (keep_BH - count_BH).sum(-1, keepdim=True).clamp(min=0)
+        keep_BH = count_BH + extra_B1 // H + (torch.arange(H, device=held_BH.device) < extra_B1 % H)
+    _settle(call, order, everyone.own(count_BH), everyone.own(keep_BH), everyone.size > 1 and not _alike(count_BH, keep_BH))
+
+
+def _alike(count_BH: Tensor, keep_BH: Tensor) -> bool:
+    """All heads keep as many tokens, and may hold as many more."""
+    return bool((count_BH == count_BH[:1, :1]).all()) and bool((keep_BH == keep_BH[:1, :1]).all())
+
+
+def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor, uneven: bool) -> None:
+    """Move what is kept (`count` of each head by `order`; None: all) into buffers for what follows. uneven: heads differ,
+    maybe only from those of other processes: as these do, this one looks at every step for what it evicts, for a score may
+    need all of them to look together."""
+    slots, now = call.slots, call.now
+    counts, keeps = count_BH.flatten().tolist(), keep_BH.flatten().tolist()
+    room = [k - n for k, n in zip(keeps, counts, strict=True)]
+    slots.evicting = now.final and call.policy.schedule != "prompt"
+    unequal = slots.evicting and (uneven or min(room) != max(room))  # some heads evict while others fill up
+    if order is None and unequal:
+        order = slots.positions[:, :, : slots.used]
+    index, kept = (None, None) if order is None else top(order, count_BH, counts)
+    if kept is None and unequal and index is not None:
+        kept = torch.ones_like(index, dtype=torch.bool)
+    slots.holes, held = kept is not None, max(counts)
+    if not now.final:  # the next block is appended
+        slots.settle(index, kept, held + now.reserve)
+        return
+    slots.keep_BH1 = keep_BH[..., None]
+    slots.filling = max(*room, 0) if slots.evicting else 0
+    slots.holes |= call.cache.room is not None and slots.filling > 0
+    slots.slack = slots.grown = 0
+    needs = [k + 1 for k in keeps] if slots.evicting else counts
+    if not slots.evicting:
+        slots.state.pop("tail", None)
+    if index is not None and kept is not None and wasteful(needs):
+        slots.slack = 0 if slots.evicting else _room(call) or slack(held)
+        # an evicting head's slots are all in use while it attends, once it is full
+        filled = needs if slots.evicting else counts
+        slots.settle_ragged(index, kept, [need + slots.slack for need in needs], filled)
+    elif not slots.evicting:
+        slots.settle(index, kept, held + (_room(call) or held // SLACK + slack(held)))
+        if call.cache.room is not None:
+            slots.open()
+    elif slots.holes or not slots.filling:
+        slots.settle(index, kept, max(keeps) + 1)
+        slots.used, slots.contiguous = slots.positions.shape[2], False
+        slots.free_BH = slots.positions.argmin(-1)
+    else:
+        slots.settle(index, kept, min(max(keeps) + 1, held + held // 16 + 16))
+
+
+def _room(call: Call) -> int | None:
+    """Tokens that will be decoded, where that is known."""
+    return call.cache.room or call.cache.new_tokens
+
+
+def _fixed(call: Call, held_BH: Tensor) -> Tensor:
+    """Tokens of each head that are kept outside the budget."""
+    if call.policy.schedule == "decode":
+        return torch.tensor(call.now.n_B, device=held_BH.device)[:, None].expand_as(held_BH)
+    if call.now.fixed_B is None:
+        return torch.zeros_like(held_BH)
+    positions = call.slots.positions[:, :, : call.slots.used]
+    before_B = torch.tensor(call.now.fixed_B, device=held_BH.device)
+    return ((positions >= 0) & (positions < before_B[:, None, None])).sum(-1)
+
+
+def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
+    """The share of the attention that the policy has seen which the kept tokens got."""
+    slots = call.slots
+    name = "sum" if "sum" in slots.state else "tail"
+    if name not in slots.state:
+        return
+    seen = slots.state[name][:, :, : slots.used].masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0)
+    index = order.argsort(-1, descending=True)
+    kept = torch.arange(order.shape[-1], device=order.device) < count_BH[..., None]
+    total = seen.sum(-1)
+    if name == "sum":  # every row gave one; what earlier blocks evicted has taken its part away
+        total = torch.full_like(total, call.group) * (newest(call)[..., 0] + 1)
+    slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / total.clamp_min(torch.finfo(seen.dtype).tiny)
+
+
+def limit(call: Call) -> None:
+    """Protected sizes of each row, clamped inside its budget."""
+    assert call.score is not None
+    cache, slots, now = call.cache, call.slots, call.now
+    B, device = len(now.n_B), slots.positions.device
+    own: list[list[int]] = [[] for _ in range(B)]
+    if "protect" in slots.state:
+        marked = slots.positions[:, 0, : slots.used].masked_fill(~slots.state["protect"][:, 0, : slots.used], -1)
+        own = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
+    fixed_B = now.n_B if call.policy.schedule == "decode" else now.fixed_B or [0] * B
+    sizes = tuple(
+        call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
+        for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
+    )
+    if (sizes, device) not in cache.limits_of:  # layers of one budget and device share them
+        cache.limits_of[sizes, device] = Limits.of(sizes, device)
+    slots.limits = cache.limits_of[sizes, device]
+
+
+def _budgets(call: Call) -> list[int]:
+    """Tokens that each row may hold beside what is kept outside the budget."""
+    return [call.cache.tokens(call.layer, n) for n in call.now.budget_n_B]
+
+
+def newest(call: Call) -> Tensor:
+    """Position of the newest token of each row, [B,1,1]."""
+    return torch.tensor(call.now.n_B, device=call.slots.positions.device)[:, None, None] - 1

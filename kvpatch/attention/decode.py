@@ -1,0 +1,150 @@
+"""A decode step: one token per row goes into the free slot, attends, is observed, and one token is evicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..backends import backend, torch_backend
+from ..backends.protocol import Case, Keys, Task
+from ..backends.torch_backend import Rows
+from ..policies.selection import victim
+from .layer_call import Call
+
+
+def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -> Tensor:
+    """Output [B,H,G,D] of the token at column `t` of the pass."""
+    slots, score = call.slots, call.score
+    positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
+    newest_B11 = positions_B1[:, None]
+    evicting, wanted = score is not None and slots.evicting, call.observes
+    with torch.no_grad():
+        if not call.now.traced:
+            slots.make_room()
+            if call.now.recording:
+                slots.note(call.cache.shared)
+            slots.seen += 1
+        entry = call.step_entry(k_BH1D, v_BH1D, positions_B1)
+    name = backend_of(call, q_BHGD)
+    if name == "triton":
+        return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, evicting, t)
+    with torch.no_grad():
+        slots.write(k_BH1D, v_BH1D, positions_B1, entry)
+    q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), positions_B1)
+    q_BHGD, out, p_BHGT = q_BHG1D[:, :, :, 0], None, None
+    if name == "flash":
+        out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
+    if out is None:
+        out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted)
+    with torch.no_grad():
+        if wanted and p_BHGT is not None:
+            _observe(call, p_BHGT, keys, newest_B11, t)
+        if evicting:
+            _evict(call, newest_B11, t)
+    if not evicting and slots.free_BH is not None:
+        slots.advance()
+    return out
+
+
+def backend_of(call: Call, q_BHGD: Tensor) -> str:
+    """Who takes the step. A kernel writes into slots; where tokens are appended it is torch."""
+    task, case = _case(call, q_BHGD)
+    if call.slots.free_BH is None or (call.score is not None and call.score.across_layers):
+        call.cache.choice.note(task, "torch", "tokens are appended, or layers share a score")
+        return "torch"
+    if call.cache.lag_B is not None and call.observes:
+        call.cache.choice.note(task, "torch", "rows have temperatures of their own")
+        return "torch"
+    return call.cache.choice.of(task, case)
+
+
+def foresee(call: Call, q_BHGD: Tensor) -> None:
+    """Choose who will take the steps to come."""
+    if call.slots.free_BH is not None:
+        task, case = _case(call, q_BHGD)
+        for padding, gradients in product((case.padding, True), (case.gradients, False)):
+            call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
+
+
+def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
+    task: Task = "decode" if call.slots.extents is None else "ragged"
+    return task, call.case(task, q_BHGD, call.keys(call.slots.used), call.observes)
+
+
+def _by_kernel(
+    call: Call,
+    q_BHGD: Tensor,
+    k_BH1D: Tensor,
+    v_BH1D: Tensor,
+    entry: dict[str, Tensor],
+    positions_B1: Tensor,
+    wanted: bool,
+    evicting: bool,
+    t: int,
+) -> Tensor:
+    """`attend` by a kernel that writes, attends and observes at once, and chooses the victim too where it knows how."""
+    slots = call.slots
+    with torch.no_grad():
+        slots.write_entry(entry)
+        if call.now.recording and slots.free_BH is not None:
+            slots.free_BH = slots.free_BH.clone()  # the journal keeps what the kernel is going to change
+        tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
+        chosen = backend("triton").rule(call.policy, slots, wanted, evicting)
+        out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
+        if chosen.evicts:
+            slots.forget_places()
+        elif evicting:
+            _evict(call, positions_B1[:, None], t)
+        else:
+            slots.advance()
+    return out
+
+
+def _observe(call: Call, p_BHGT: Tensor, keys: Keys, newest_B11: Tensor, t: int) -> None:
+    """Add the new row's probabilities to the state."""
+    score, policy = call.score, call.policy
+    assert score is not None
+    B, H, _, T = p_BHGT.shape
+    if score.tail:
+        call.slots.statistic("tail")[:, :, :T] = p_BHGT.mean(2)
+    if not policy.statistics:
+        return
+    seen = _visible_count(call, keys, newest_B11) if "count" in policy.statistics else None
+    rows = Rows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
+    tau = call.cache.temperature(t - call.now.prompt + 1)
+    sums = call.sums(rows, newest_B11[:, 0], tau)
+    call.add({name: total.view(B, H, T) for name, total in sums.items()})
+
+
+def _visible_count(call: Call, keys: Keys, newest_B11: Tensor) -> Tensor:
+    """Keys that the new token attends to, [N,1]."""
+    visible = keys.positions_BHT >= 0
+    if call.geometry.sliding is not None:
+        visible = visible & (newest_B11 - keys.positions_BHT < call.geometry.sliding)
+    return visible.sum(-1).reshape(-1, 1)
+
+
+def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
+    """Name the slot of each head that the next token goes to."""
+    slots = call.slots
+    if not slots.holes and slots.filling:
+        slots.filling -= 1
+        return
+    moment = call.moment(newest_B11, t)
+    positions = moment.positions_BHS
+    empty = positions < 0 if slots.holes else None
+    lowest = victim(call.policy.order(moment, None), empty)
+    if not slots.holes:
+        slots.free(lowest)
+        return
+    # rows with room left evict nothing; any empty slot is as good as another
+    assert slots.keep_BH1 is not None
+    over = (positions >= 0).sum(-1) > slots.keep_BH1[..., 0]
+    at = lowest[..., None]
+    slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
+    slots.set_free(slots.positions.argmin(-1))
+    if not slots.traced:
+        slots.filling = max(slots.filling - 1, 0)

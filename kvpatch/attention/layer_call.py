@@ -1,0 +1,268 @@
+"""One call of one layer: the names that its prompt and its decode steps share, and the score state they add to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..arch.bound import Site
+from ..backends.protocol import Case, Geometry, Keys, Task
+from ..backends.torch_backend import Rows
+from ..backends.value_norms import projected_norms
+from ..cache.cache import EvictingCache
+from ..cache.forward_context import Forward
+from ..cache.layer import SlotLayer
+from ..policies.context import Block, Moment
+from ..policies.statistics import STATISTICS
+
+AHEAD = 64  # decode steps
+
+
+class Call:
+    """A forward pass (`now`) reaching one layer of a cache. score is None where the layer never evicts."""
+
+    def __init__(
+        self, cache: EvictingCache, now: Forward, layer: int, site: Site, group: int, device: torch.device
+    ) -> None:
+        self.cache, self.now, self.layer, self.site, self.group = cache, now, layer, site, group
+        self.slots: SlotLayer = cache.layers[layer]
+        if self.slots.geometry is None:
+            self.slots.geometry = site.geometry(device)
+        self.geometry: Geometry = self.slots.geometry
+        self.policy = cache.policies[layer]
+        self.score = self.policy.score if cache.acting[layer] else None
+        if cache.bounds[layer] is not None and (now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None):
+            # what the user asks of the policy does not concern a layer that bounds itself
+            self.now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
+        self.positions_BQ = self.now.on(device)
+
+    @property
+    def observes(self) -> bool:
+        """Whether a decode step's probabilities are wanted."""
+        if self.score is None:
+            return False
+        return (self.slots.evicting and self.policy.rows != "none") or self.policy.remembers
+
+    def entry(
+        self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What the score, the selection and `protect=` note about tokens when they enter."""
+        if self.score is None:
+            return {}
+        first = self.cache.parallel.first(k_BHQD.shape[1])
+        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.cache.seed, first)
+        entry.update(self.selection_entry(v_BHQD))
+        if protect_BQ is not None:
+            own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
+            entry["protect"] = own.expand(k_BHQD.shape[:3]).contiguous()
+        return entry
+
+    def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
+        """The projected value norm of tokens that decode steps will choose among; after a prompt that is evicted only once
+        it is worked out then, for those that need it."""
+        if self.score is None or self.policy.selection is None or self.policy.schedule == "prompt":
+            return {}
+        return {"norm": self._norms(v_BHQD, None)}
+
+    def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
+        assert self.policy.selection is not None
+        rows = self.slots.output_rows
+        if rows is None:
+            rows, worked_out = self.site.output_rows(v_BHQD, self.group, self.cache.parallel)
+            self.slots.output_rows = rows if worked_out else None
+        return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
+
+    def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+        """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
+        if self.score is None or not self.score.entry_by_position or self.now.traced:
+            return self.entry(k_BH1D, v_BH1D, positions_B1, None)
+        slots = self.slots
+        if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
+            coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
+            like = k_BH1D.expand(-1, -1, AHEAD, -1)
+            first = self.cache.parallel.first(like.shape[1])
+            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.cache.seed, first))
+        at = slots.seen - slots.ahead[0]
+        entry = {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
+        return {**entry, **self.selection_entry(v_BH1D)}
+
+    def keys(self, past: int) -> Keys:
+        """The used slots, as a backend takes them."""
+        slots = self.slots
+        keys, values, positions = slots.view()
+        if self.now.traced:
+            grown = None  # known to the positions alone
+        else:
+            grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
+        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.extents, grown)
+
+    def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
+        """Who does it: chosen once for each kind of call."""
+        return self.cache.choice.of(task, self.case(task, q_BHGQD, keys, scores))
+
+    def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
+        """What is asked of a backend."""
+        T = keys.positions_BHT.shape[-1]
+        return Case(
+            device=q_BHGQD.device.type,
+            dtype=q_BHGQD.dtype,
+            head_dim=q_BHGQD.shape[-1],
+            group=self.group,
+            alibi=self.geometry.slopes_HG is not None,
+            window=self.geometry.sliding is not None and (task != "prompt" or self.geometry.sliding < T),
+            padding=keys.holes and (task == "prompt" or keys.grown is None),
+            past=keys.past > 0 and task in ("prompt", "statistics"),
+            gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
+            scores=scores,
+            fresh=self.score is not None and self.score.fresh,
+            renumbered=self.cache.renumbered,
+            special=self.geometry.special,
+        )
+
+    def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
+        """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
+        that its head holds: keys are cached without positions and get them here, as do the queries."""
+        if not self.cache.renumbered:
+            return q_BHGQD, keys
+        positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
+        ranks = _ranks(positions) if keys.holes or not keys.ordered else positions
+        # the new tokens are the last ones written, or a decode step's newest
+        own = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True)) if Q == 1 else ranks[..., -Q:]
+        if self.geometry.slopes_HG is not None:
+            # distances in ranks, counted back from the newest token's position
+            behind = ranks.amax(-1, keepdim=True) - ranks
+            places = rows_BQ.amax(-1)[:, None, None] - behind
+            return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
+        table = self.now.table
+        q = self.site.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
+        k = keys.k_BHTD
+        if keys.extents is None:
+            k = self.site.rotate(k, ranks, table)
+        else:
+            head, column = keys.extents.places()
+            k = self.site.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
+        return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k)
+
+    def moment(self, newest_B11: Tensor, t: int) -> Moment:
+        """What scores and scopes are read from. t: column of the pass, for what all layers share."""
+        slots, score = self.slots, self.score
+        assert slots.limits is not None and score is not None
+        _, _, positions = slots.view()
+        state = slots.state_view()
+        if score.across_layers:
+            state = {**state, score.statistics[0]: self._shared(positions).gather(-1, positions + 1)}
+        shared = None if self.now.traced else self.now.recent
+        recent_B11 = None if shared is None else shared.get((id(slots.limits), t))
+        if recent_B11 is None:
+            recent_B11 = newest_B11 - slots.limits.newest
+            if shared is not None:
+                shared[id(slots.limits), t] = recent_B11
+        return Moment(
+            layer=self.layer,
+            seed=self.cache.seed,
+            positions_BHS=positions,
+            newest_B11=newest_B11,
+            recent_B11=recent_B11,
+            state=state,
+            limits=slots.limits,
+            group=self.group,
+            sliding=self.geometry.sliding,
+            empty=slots.holes,
+            aligned=self.policy.aligned,
+            parallel=self.cache.parallel,
+            keep_BH1=slots.keep_BH1,
+            norms=self._stored_norms,
+        )
+
+    def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
+        """Projected value norms of the used slots; worked out for what is neither `known` to stay nor `out` of the choice."""
+        if "norm" in self.slots.state:
+            return self.slots.state_view()["norm"]
+        unwanted = known if out is None else known | out
+        return self._norms(self.slots.view()[1], ~unwanted)
+
+    def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
+        """The policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
+        assert self.score is not None
+        slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
+        if isinstance(tau, Tensor) and tau.ndim:  # of rows at different steps
+            tau = tau.to(rows_BQ.device).repeat_interleave(slots.positions.shape[1])[heads, None, None, None]
+        noise = slots.state.get("noise")
+
+        def place() -> tuple[Tensor, Tensor, Tensor]:
+            H = slots.positions.shape[1]
+            n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
+            head_N = self.cache.parallel.first(H) + n % H
+            head_NG = head_N[:, None] * self.group + torch.arange(self.group, device=rows_BQ.device)
+            row_NR = rows_BQ[:, None, rows.start : rows.stop].expand(-1, H, -1).flatten(0, 1)[heads]
+            return head_NG, row_NR, slots.positions.flatten(0, 1)[heads, columns]
+
+        block = Block(
+            rows.p_NGRM,
+            keys_NR=rows.keys_NR,
+            noise_NMG=None if noise is None else noise.flatten(0, 1)[heads, columns],
+            place=place,
+            tau=tau,
+            layer=self.layer,
+            seed=self.cache.seed,
+        )
+        return {name: STATISTICS[name](block, self.score) for name in self.policy.statistics}
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Add increments [B,H,T] to the state; a score's own sums are damped first."""
+        assert self.score is not None
+        slots = self.slots
+        for name, increment in sums.items():
+            own = name in self.score.statistics
+            if own and self.score.across_layers:
+                self._add_shared(increment, slots.view()[2])
+                continue
+            total = slots.statistic(name)
+            if total.shape[2] != increment.shape[2]:
+                total = total[:, :, : increment.shape[2]]
+            if own and self.score.decay != 1.0:
+                total.mul_(self._decay(total))
+            total.add_(increment)
+
+    def _decay(self, total: Tensor) -> float | Tensor:
+        """The factor of the old sums; one for rows whose text had ended before this block."""
+        assert self.score is not None
+        if min(self.now.rows_B, default=1) > 0:
+            return self.score.decay
+        on = torch.tensor(self.now.rows_B, device=total.device)[:, None, None] > 0
+        return torch.where(on, self.score.decay, 1.0).to(total.dtype)
+
+    def _add_shared(self, increment: Tensor, positions: Tensor) -> None:
+        """One running sum for all layers, by original position: a token may be gone here and held elsewhere."""
+        assert self.score is not None
+        cache = self.cache
+        B, H, _ = positions.shape
+        needed = self.slots.seen + 1
+        if cache.shared is None:
+            cache.shared = increment.new_zeros(B, H, needed)
+        shared = self._shared(positions)
+        if shared.shape[-1] < needed:
+            more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
+            cache.shared = shared = torch.cat([shared, more], -1)
+        index = positions + 1  # column 0 is the empty slots'
+        old = shared.gather(-1, index)
+        total = old * self._decay(old) + increment.nan_to_num(0.0)  # a layer without a number adds nothing to the others'
+        shared.scatter_(-1, index, total)
+
+    def _shared(self, like: Tensor) -> Tensor:
+        """The score that layers share, which goes with them from device to device."""
+        cache = self.cache
+        assert cache.shared is not None
+        if cache.shared.device != like.device:
+            cache.shared = cache.shared.to(like.device)
+        return cache.shared
+
+
+def _ranks(positions_BHT: Tensor) -> Tensor:
+    """Rank of each position among a head's real ones, oldest first; 0 for empty slots."""
+    order = positions_BHT.argsort(-1)
+    count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, count)
+    return (ranks - (positions_BHT < 0).sum(-1, keepdim=True)).clamp(min=0)

@@ -1,0 +1,133 @@
+"""A prompt (or a piece of one): attended as a whole, observed, and at its end cut down to the budget."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..backends import backend, torch_backend
+from ..backends.protocol import Keys
+from ..backends.torch_backend import Rows
+from ..policies.context import accumulator
+from .compress import end_prompt, limit, newest
+from .layer_call import Call
+
+
+def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
+    """Output [B,H,G,Q,D] of the pass's prompt columns."""
+    slots, now = call.slots, call.now
+    rows_BQ = call.positions_BQ[:, : now.prompt]
+    slots.make_dense()
+    past = slots.used
+    if slots.free_BH is not None:  # a new prompt is appended; its end makes slots again
+        slots.free_BH, slots.holes = None, True
+    with torch.no_grad():
+        entry = call.entry(k_BHQD, v_BHQD, rows_BQ, now.protect_BQ)
+        whole = past == 0 and now.ends_prompt and now.final
+        (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, rows_BQ, entry)
+    if now.padded:
+        slots.holes = True
+        reach, gapped = now.padding
+        slots.contiguous &= not past and not gapped
+        slots.floor = max(slots.floor, past + reach)
+    slots.seen += now.prompt
+    slots.ahead = None  # it counts by columns, and of these some may be padding
+    slots.sliding = call.geometry.sliding
+    keys = call.keys(past)
+    if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
+        old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
+        slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
+        keys.k_BHTD, keys.v_BHTD = slots.graph
+    q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
+    if now.ends_prompt and call.score is not None and not now.keeps_all:
+        limit(call)
+    if call.score is None or call.policy.rows != "all":
+        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+    else:
+        out, lse = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
+    with torch.no_grad():
+        if call.score is not None and call.score.tail:
+            _observe_tail(call, q_BHGQD, keys, rows_BQ, lse)
+        if now.ends_prompt:
+            end_prompt(call, past)
+    return out
+
+
+def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attention's output and, where its kernel gives it, the log-sum-exp."""
+    name = call.backend("prompt", q_BHGQD, keys)
+    if name == "flash":
+        from ..backends.flash import flash_backend
+
+        why = flash_backend.misfit(keys, call.geometry)
+        if why is None:
+            try:
+                return flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+            except flash_backend.Refused as error:  # said in the log already
+                why = str(error)
+        call.cache.choice.note("prompt", "torch", f"flash: {why}")
+    return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+
+
+def _observed_prompt(
+    call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`_attend`, and the statistics of all rows added to the state."""
+    assert call.score is not None
+    B, H, G, _, _ = q_BHGQD.shape
+    T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
+    tau = call.score.temperature(0, call.cache.new_tokens)
+    name = call.backend("statistics", q_BHGQD, keys)
+    if name != "torch":
+        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        noise = call.slots.state_view().get("noise")
+        with torch.no_grad():
+            call.add(backend(name).statistics(q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau))
+        return out, lse
+    sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in names}
+
+    def observe(rows: Rows) -> None:
+        for name, increment in call.sums(rows, rows_BQ, tau).items():
+            sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
+
+    # a pass that is repeated with gradients must be computed alike without them
+    if torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
+        call.backend("prompt", q_BHGQD, keys)  # for the report
+        out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
+    else:
+        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        lse = lse if call.geometry.slopes_HG is None else None  # torch adds ALiBi block by block, from another origin
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
+    with torch.no_grad():
+        call.add({name: total.view(B, H, T) for name, total in sums.items()})
+    return out, lse
+
+
+def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
+    """The prompt's last rows: kept until the prompt ends, then their mean attention becomes the state "tail"."""
+    assert call.score is not None
+    slots, rows_BW = call.slots, rows_BQ
+    if slots.tail_rows is not None:
+        q_BHGQD = torch.cat([slots.tail_rows[0], q_BHGQD], 3)
+        rows_BW, lse = torch.cat([slots.tail_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
+    width = min(call.score.tail, rows_BW.shape[1])
+    # the newest rows of each text, wherever its padding lies
+    index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
+    rows_BW = rows_BW.gather(1, index_BW)
+    b = torch.arange(len(rows_BW), device=rows_BW.device)[:, None]
+    q_BHGWD = rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BW]
+    q_BHGWD = rearrange(q_BHGWD, "b w h g d -> b h g w d")
+    if not call.now.ends_prompt:
+        slots.tail_rows = (q_BHGWD, rows_BW)
+        return
+    slots.tail_rows = None
+    assert slots.limits is not None
+    tail = slots.limits.tail
+    counted = rows_BW > newest(call)[:, 0] - tail[:, 0]
+    name = call.backend("statistics", q_BHGWD, keys)
+    if lse is not None:
+        lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
+    total = backend(name).tail(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)
+    slots.statistic("tail")[:, :, : slots.used] = total / tail.clamp(min=1)

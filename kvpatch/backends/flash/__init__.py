@@ -1,0 +1,1 @@
+"""Attention of prompts and ragged steps by flash-attention kernels."""

@@ -1,0 +1,207 @@
+"""Attention of a prompt by a FlashAttention kernel, with the log-sum-exp of every row; and one token over ragged heads.
+
+The first kernel of flash_kernels.py that takes a case is used. A kernel sees columns, not positions: a row attends to all
+columns up to its own. Padding is taken out before, so that each row of the batch is a sequence of its own length.
+
+N: query heads; S: tokens of all sequences laid end to end.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..protocol import Case, Geometry, Keys, Task
+from .kernels import Kernel, Mask, Packing, capability, kernels
+
+NAME = "flash"
+HALVES = (torch.float16, torch.bfloat16)
+LARGEST = 256  # head size
+_LOG = logging.getLogger(__name__)
+_FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)  # not a refusal: another kernel would meet them as well
+_refused: dict[tuple[str, Case | None], str] = {}  # by kernel and case; None: a step over ragged heads
+
+
+class Refused(RuntimeError):
+    """Every kernel that said it could take a prompt refused it when it was called."""
+
+
+# ---- what is taken ----
+
+
+def reason(task: Task, case: Case) -> str | None:
+    """Why no flash kernel can do it; None if one can."""
+    if case.special:
+        return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
+    if task in ("statistics", "decode"):
+        return "flash-attn returns no score statistics: triton or torch gather them"
+    if case.device != "cuda":
+        return f"flash kernels run on CUDA devices, not on {case.device}"
+    if case.dtype not in HALVES:
+        return f"flash kernels take float16 and bfloat16, not {str(case.dtype).removeprefix('torch.')}"
+    if case.head_dim % 8 or case.head_dim > LARGEST:
+        return f"flash kernels take head sizes that are multiples of 8 up to {LARGEST}, not {case.head_dim}"
+    if task == "ragged":
+        return _ragged_reason(case)
+    if case.past and case.padding:
+        return "keys before this piece lie in slots of their own per head"
+    why = [f"{kernel.name} {_lack(kernel, case)}" for kernel in kernels() if _lack(kernel, case) is not None]
+    if not kernels():
+        return "this torch was built without a flash kernel, and neither flash-attn nor flash-attn-4 is installed"
+    return None if len(why) < len(kernels()) else "; ".join(why) + ("; flash-attn 2 takes ALiBi" if case.alibi else "")
+
+
+def _lack(kernel: Kernel, case: Case) -> str | None:
+    """What keeps a kernel from a prompt."""
+    for asked, given, word in (
+        (case.alibi, kernel.alibi, "ALiBi"),
+        (case.window, kernel.window, "sliding window"),
+        (case.padding, kernel.padding, "padding"),
+        (case.past, kernel.past, "keys before the piece"),
+        (case.gradients, kernel.gradients, "gradients"),
+    ):
+        if asked and not given:
+            return f"takes no {word}"
+    if (capability() or kernel.capability) < kernel.capability:
+        return f"needs a GPU of compute capability {kernel.capability}.0"
+    if not kernel.head(case):
+        return f"has no head size {case.head_dim}" + (" with gradients" if case.gradients else "")
+    refusal = _refused.get((kernel.name, case))
+    return None if refusal is None else f"refused ({refusal})"
+
+
+def _ragged_reason(case: Case) -> str | None:
+    if case.scores:
+        return "a flash kernel returns no probabilities, and the scores of this step need them"
+    for asked, word in (
+        (case.alibi, "ALiBi"), (case.window, "sliding window"), (case.gradients, "gradients"), (case.padding, "empty slots"),
+    ):  # fmt: skip
+        if asked:
+            return f"over heads of different lengths a flash kernel takes no {word}"
+    if (capability() or 8) < 8:
+        return "flash kernels need a GPU of compute capability 8.0"
+    if _ragged_kernel() is not None:
+        return None
+    refusals = [f"{name} refused ({why})" for (name, prompt), why in _refused.items() if prompt is None]
+    return "; ".join(refusals) or "no flash kernel here takes used lengths beside start offsets"
+
+
+def which(case: Case) -> str:
+    """The kernel that a prompt would run on, with its version; "none" where reason() says why."""
+    if reason("prompt", case) is not None:
+        return "none"
+    return next((kernel.name for kernel in kernels() if _lack(kernel, case) is None), "none")
+
+
+def misfit(keys: Keys, geometry: Geometry) -> str | None:
+    """Why these keys cannot be attended to although their case can: what a case does not tell."""
+    if keys.past and keys.holes:
+        return "keys before this piece lie in slots of their own per head"
+    if keys.past and not keys.ordered and (geometry.sliding is not None or geometry.slopes_HG is not None):
+        return "keys before this piece are out of order, and a flash kernel measures distances in columns"
+    return None
+
+
+# ---- a prompt ----
+
+
+def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] (float32, natural) of a prompt's rows.
+
+    rows_BQ: -1 for padding; such rows have output 0 and log-sum-exp +inf. The output is differentiable, the log-sum-exp
+    is not. Raises ValueError for keys that `misfit` names, Refused where every kernel refuses.
+    """
+    problem = misfit(keys, geometry)
+    if problem is not None:
+        raise ValueError(f"{problem[0].upper()}{problem[1:]}: use the torch backend for them.")
+    B, H, G, Q, D = q_BHGQD.shape
+    q_BQND = rearrange(q_BHGQD, "b h g q d -> b q (h g) d")
+    k_BTHD, v_BTHD = keys.k_BHTD.transpose(1, 2), keys.v_BHTD.transpose(1, 2)
+    tensors = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (q_BQND, k_BTHD, v_BTHD))
+    T, slopes = k_BTHD.shape[1], geometry.slopes_HG
+    left = None if geometry.sliding is None or geometry.sliding >= T else geometry.sliding - 1
+    mask = Mask(geometry.scale, left, None if slopes is None else slopes.reshape(-1).float().contiguous())
+    gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    case = Case("cuda", q_BHGQD.dtype, D, G, slopes is not None, left is not None, keys.holes, keys.past > 0, gradients)
+    out_BQND, lse_BNQ = _padded(tensors, rows_BQ, mask, case) if keys.holes else _call(tensors, mask, None, case)
+    return rearrange(out_BQND, "b q (h g) d -> b h g q d", g=G), lse_BNQ.view(B, H, G, Q)
+
+
+def _padded(tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case) -> tuple[Tensor, Tensor]:
+    """`_call` without the padding, put back in its place."""
+    B, Q, N, _ = tensors[0].shape
+    real_BQ = rows_BQ >= 0
+    lengths = [n for n in real_BQ.sum(1).tolist() if n > 0]  # where all have one token, a kernel takes no empty sequence
+    out_BQND = tensors[0].new_zeros(tensors[0].shape)
+    lse_BNQ = torch.full((B, N, Q), torch.inf, device=rows_BQ.device)
+    if not lengths:
+        return out_BQND, lse_BNQ
+    row, column = real_BQ.nonzero(as_tuple=True)
+    starts = torch.tensor([0, *lengths], device=rows_BQ.device).cumsum(0).int()
+    packed = tuple(t[row, column] for t in tensors)
+    out_SND, lse_NS = _call(packed, mask, Packing(starts, max(lengths)), case)
+    lse_BNQ.transpose(1, 2)[row, column] = lse_NS.t()
+    return out_BQND.index_put((row, column), out_SND), lse_BNQ
+
+
+def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor]:
+    """The first kernel that takes the case and does not refuse. A refusal is remembered and logged."""
+    q, k, v = tensors
+    shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
+    for kernel in kernels():
+        if _lack(kernel, case) is not None:
+            continue
+        try:
+            out, lse = kernel.attend(q, k, v, mask, packing)
+            if lse.shape != shape or lse.dtype != torch.float32:
+                raise RuntimeError(f"its log-sum-exp is {lse.dtype} {tuple(lse.shape)}, not float32 {shape}")
+        except _FATAL:
+            raise
+        except Exception as error:
+            _refused[kernel.name, case] = str(error)
+            _LOG.warning("%s refused (%s); attention goes another way.", kernel.name, error)
+            continue
+        return out, lse.detach()
+    raise Refused(f"No flash kernel took this prompt ({reason('prompt', case)}): use the torch backend.")
+
+
+# ---- ragged heads ----
+
+
+def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None:
+    """Output [B,H,G,D] of one token over heads of different lengths: every KV head is a sequence, its group's queries are
+    the heads of one token. Slots behind a head's own need no mask, since the kernel is told how many count.
+
+    None, without a word, where slots must be masked (ALiBi, a window, heads that fill up unevenly) or gradients are wanted;
+    None, with one warning, where the kernel refuses.
+    """
+    kernel = _ragged_kernel()
+    if kernel is None or kernel.ragged is None or keys.extents is None or keys.grown is None:
+        return None
+    if geometry.slopes_HG is not None or geometry.sliding is not None or q_BHGD.requires_grad:
+        return None
+    B, H, G, D = q_BHGD.shape
+    order, starts, filled = keys.extents.sequences()
+    once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)
+    longest = max(keys.extents.filled) + keys.grown
+    q_NGD, k_R1D, v_R1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]
+    try:
+        out_NGD = kernel.ragged(q_NGD, k_R1D, v_R1D, once, starts, filled + keys.grown, longest, geometry.scale)
+    except _FATAL:
+        raise
+    except Exception as error:
+        _refused[kernel.name, None] = str(error)
+        _LOG.warning("%s refused (%s): attention over heads of different lengths goes head by head.", kernel.name, error)
+        return None
+    out = torch.empty_like(out_NGD)
+    out[order] = out_NGD
+    return out.view(B, H, G, D)
+
+
+def _ragged_kernel() -> Kernel | None:
+    """torch's before flash_attn.cute's: it splits a long head's keys between processors."""
+    able = (kernel for kernel in reversed(kernels()) if kernel.ragged and (kernel.name, None) not in _refused)
+    return next(able, None)

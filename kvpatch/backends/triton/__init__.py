@@ -1,0 +1,1 @@
+"""Statistics of prompts and whole decode steps by Triton kernels."""

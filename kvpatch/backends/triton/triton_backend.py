@@ -1,0 +1,216 @@
+"""The Triton kernels as a backend: the statistics of a prompt's rows, and whole decode steps over slots.
+
+Kernels run on a GPU. In Triton's interpreter (TRITON_INTERPRET=1) they also run on the CPU, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...policies.policy import Policy
+from ...policies.scopes import Scope
+from ..protocol import Case, Geometry, Keys, Task
+
+if TYPE_CHECKING:
+    from ...cache.layer import SlotLayer
+    from .decode import Rule
+
+NAME = "triton"
+SUMMED = ("sum", "squares", "count")
+
+
+def reason(task: Task, case: Case) -> str | None:
+    """Why the kernels cannot do it; None if they can."""
+    if case.special:
+        return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
+    if task == "prompt":
+        return "its kernels gather scores and decode; the attention of a prompt is flash-attn's or torch's"
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if case.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "its kernels run on a GPU"
+    if case.device not in ("cpu", "cuda"):
+        return f"its kernels were not tried on {case.device}"
+    if case.fresh:
+        return "it draws no noise for every query and key"
+    if task == "statistics":
+        from . import columns
+
+        return columns.reason(case.dtype, case.head_dim)
+    if case.gradients:
+        return "its decode step has no gradients"
+    if case.renumbered:
+        return "it reads keys and positions as they are cached, and renumbered positions change at every step"
+    from . import decode
+
+    return decode.reason(case.dtype, case.head_dim, case.group)
+
+
+# ---- a prompt ----
+
+
+def statistics(
+    q_BHGQD: Tensor,
+    keys: Keys,
+    rows_BQ: Tensor,
+    geometry: Geometry,
+    lse_BHGQ: Tensor | None,
+    names: tuple[str, ...],
+    noise_BHTG: Tensor | None,
+    tau: float,
+) -> dict[str, Tensor]:
+    """Statistics [B,H,T] by name of all rows of a prompt; see policies/statistics.py for what they are.
+
+    lse_BHGQ: attention's own, where its kernel returned it under the same logits. noise_BHTG: exp(noise).
+    """
+    from .columns import column_statistics, row_normalisers
+
+    shape: dict[str, Any] = {
+        "scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding, "past": keys.past,
+    }  # fmt: skip
+    inputs = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BQ
+    found = {}
+    if plain := tuple(name for name in names if name in SUMMED):
+        lse = row_normalisers(*inputs, **shape) if lse_BHGQ is None else lse_BHGQ
+        counted = attended(keys, rows_BQ, geometry) if "count" in plain else None
+        found = column_statistics(*inputs, lse, plain, keys_BHQ=counted, **shape)
+    if "gumbel" in names:
+        shape |= {"noise_BHTG": None if noise_BHTG is None else noise_BHTG.log(), "tau": tau}
+        lse = row_normalisers(*inputs, **shape)
+        found["gumbel"] = column_statistics(*inputs, lse, ("sum",), **shape)["sum"]
+    return found
+
+
+def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
+    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
+    lse_BHGW: their log-sum-exp, where attention gave it: few rows make few programs, slow over many keys."""
+    from .columns import column_statistics, row_normalisers
+
+    shape: dict[str, Any] = {"scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding}
+    inputs = q_BHGWD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BW
+    lse = row_normalisers(*inputs, by_position=True, **shape) if lse_BHGW is None else lse_BHGW
+    return column_statistics(*inputs, lse, ("sum",), by_position=True, **shape)["sum"] / q_BHGWD.shape[2]
+
+
+def attended(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
+    """How many keys each row of a prompt attends to, [B,H,Q]."""
+    B, H, _ = keys.positions_BHT.shape
+    own = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
+    past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
+    held = (past >= 0).sum(-1, keepdim=True)
+    if geometry.sliding is None:
+        return own[:, None] + held
+    # of what came before, those that the row's window still reaches
+    oldest = (rows_BQ - geometry.sliding + 1).clamp(min=0)[:, None].expand(B, H, -1).contiguous()
+    return own.clamp(max=geometry.sliding)[:, None] + (past.shape[-1] - torch.searchsorted(past, oldest))
+
+
+# ---- a decode step ----
+
+
+def rule(policy: Policy, slots: SlotLayer, wanted: bool, evicting: bool) -> Rule:
+    """What a step over `slots` adds up, and whether the kernel can choose the victim itself."""
+    from .decode import Rule
+
+    score = policy.score
+    if score is None or not (wanted or evicting):
+        return Rule(evicts=False)
+    names = (*policy.statistics, *(("tail",) if score.tail else ())) if wanted else ()
+    plain = type(policy.scope) is Scope and policy.selection is None and "protect" not in slots.state
+    decayed = score.statistics if score.decay != 1.0 else ()
+    value = score.stored if evicting and plain else None
+    return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
+
+
+def step(
+    q_BHGD: Tensor,
+    k_BH1D: Tensor,
+    v_BH1D: Tensor,
+    slots: SlotLayer,
+    newest_B: Tensor,
+    geometry: Geometry,
+    chosen: Rule,
+    tau: float | Tensor,
+) -> Tensor:
+    """Output [B,H,G,D] of one token per row, which goes into the free slot of each head; statistics, positions and, where the
+    rule chooses a victim, the next free slot are brought up to date in place."""
+    assert slots.keys is not None and slots.values is not None and slots.free_BH is not None
+    limits, extents = slots.limits if chosen.evicts else None, slots.extents
+    run = compiled_step if torch.compiler.is_compiling() else plain_step
+    return run(
+        q_BHGD,
+        k_BH1D[:, :, 0],
+        v_BH1D[:, :, 0],
+        slots.keys,
+        slots.values,
+        slots.positions,
+        slots.free_BH,
+        newest_B,
+        list(slots.state.values()),
+        ",".join(slots.state),
+        ",".join(chosen.statistics),
+        ",".join(chosen.decayed),
+        chosen.decay,
+        chosen.value or "",
+        geometry.scale,
+        geometry.sliding,
+        geometry.slopes_HG,
+        None if extents is None else extents.begin_N,
+        None if extents is None else extents.capacity_N,
+        slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None,
+        limits.first.flatten() if limits is not None and limits.any_first else None,
+        limits.newest.flatten() if limits is not None and limits.any_newest else None,
+        tau if isinstance(tau, Tensor) else None,
+        1.0 if isinstance(tau, Tensor) else tau,
+    )
+
+
+def plain_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    slot: Tensor,
+    newest: Tensor,
+    state: list[Tensor],
+    names: str,
+    statistics: str,
+    decayed: str,
+    decay: float,
+    value: str,
+    scale: float,
+    sliding: int | None,
+    slopes: Tensor | None,
+    begin: Tensor | None,
+    capacity: Tensor | None,
+    keep: Tensor | None,
+    first: Tensor | None,
+    recent: Tensor | None,
+    tau: Tensor | None,
+    constant_tau: float,
+) -> Tensor:
+    """`decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
+    from .decode import Rule, step
+
+    split = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
+    known, added, damped = split
+    chosen = Rule(added, decay, damped, value or None, evicts=bool(value))
+    return step(
+        q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
+        sliding=sliding, slopes_HG=slopes, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
+        tau=constant_tau if tau is None else tau,
+    )  # fmt: skip
+
+
+# torch.compile does not look into it
+compiled_step = torch.library.custom_op(
+    "kvpatch::decode_step", plain_step, mutates_args=("keys", "values", "positions", "slot", "state")
+)
+compiled_step.register_fake(lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format))

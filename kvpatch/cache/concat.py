@@ -1,0 +1,211 @@
+"""Caches of several texts made one: what a loop needs that reads new prompts while other rows are being continued.
+
+The rows of such a cache stand at different places of their texts. What a text's length decides is per row here as it is in a
+padded batch (positions, budgets, protected sizes) and so is what its number of decode steps decides; what is moved is what
+each head holds, into buffers of the sizes that the end of a prompt would have given it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backends.head_offsets import Extents, wasteful
+from ..policies.context import Limits
+from .compatibility import check
+from .layer import SLACK, SlotLayer, slack
+
+if TYPE_CHECKING:
+    from .cache import EvictingCache
+
+
+def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
+    """See EvictingCache.concatenate."""
+    check(caches)
+    with ExitStack() as stack:
+        for cache in caches:
+            stack.enter_context(_emptied(cache) if consume else cache.reading("concatenate()"))
+        return _joined(caches, consume)
+
+
+@contextmanager
+def _emptied(cache: EvictingCache) -> Iterator[None]:
+    """Around what takes the layers of `cache` away one by one. An error before the first has gone leaves the cache usable."""
+    cache.claim("concatenate(consume=True)")
+    try:
+        yield
+    except BaseException:
+        if all(layer.keys is not None for layer in cache.layers):
+            cache.release()
+        raise
+    cache.reset()
+
+
+def _joined(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
+    first, seen = caches[0], [cache.seen_B for cache in caches if cache.seen_B is not None]
+    new = _blank(first)
+    new.joined = True
+    new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
+    new.turns = max(cache.turns for cache in caches)
+    new.turn_from_B = [start for cache in caches for start in cache.turn_from_B]
+    new.shared = _shared(caches)
+    _set_steps(new, caches)
+    columns, limits = int(new.seen_B.max()), _Limits()
+    for index, layer in enumerate(new.layers):
+        _join_layer(layer, [cache.layers[index] for cache in caches], limits)
+        layer.seen = columns
+        if consume:
+            for cache in caches:
+                cache.layers[index].reset()
+    new.deck_due = True
+    return new
+
+
+def _blank(cache: EvictingCache) -> EvictingCache:
+    """An empty cache made as this one was."""
+    new = copy.copy(cache)
+    new.layers = [copy.copy(layer) for layer in cache.layers]
+    new.table, new.limits_of = None, {}
+    new.reset()
+    return new
+
+
+# ---- what rows have beside their slots ----
+
+
+def _set_steps(new: EvictingCache, caches: Sequence[EvictingCache]) -> None:
+    """Decode steps of each row since its prompt, where a score's temperature asks."""
+    assert new.seen_B is not None
+    score, steps = new.policy.score, []
+    for cache in caches:
+        assert cache.seen_B is not None
+        lag_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if cache.lag_B is None else cache.lag_B.cpu()
+        steps.append(cache.steps - lag_B)
+    steps_B = torch.cat(steps)
+    new.steps = int(steps_B.max())
+    if score is not None and score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.steps).any()):
+        new.lag_B = (new.steps - steps_B).to(new.seen_B.device)
+
+
+def _shared(caches: Sequence[EvictingCache]) -> Tensor | None:
+    """The sums that layers share, by position, as wide as the longest text's."""
+    sums = [cache.shared for cache in caches if cache.shared is not None]
+    if not sums:
+        return None
+    width = max(one.shape[-1] for one in sums)
+    return torch.cat([F.pad(one, (0, width - one.shape[-1])) for one in sums])
+
+
+class _Limits:
+    """Joined protected sizes: layers that shared theirs go on sharing them."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], Limits] = {}
+
+    def of(self, parts: list[Limits]) -> Limits:
+        key = tuple(map(id, parts))
+        if key not in self.known:
+            self.known[key] = Limits.cat(parts)
+        return self.known[key]
+
+
+# ---- one layer ----
+
+
+def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None:
+    first = parts[0]
+    new.dtype, new.device, new.is_initialized = first.dtype, first.device, True
+    new.evicting, new.sliding, new.geometry = first.evicting, first.sliding, first.geometry
+    new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
+    if first.limits is not None:
+        new.limits = limits.of([part.limits for part in parts if part.limits is not None])
+    if all(part.keep_BH1 is not None for part in parts):
+        new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
+    if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
+        new.mass_BH = torch.cat([_mass(part) for part in parts])
+    counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
+    _lay_out(new, parts, counts)
+    _fill(new, parts)
+    _open(new, counts)
+
+
+def _mass(layer: SlotLayer) -> Tensor:
+    if layer.mass_BH is not None:
+        return layer.mass_BH
+    return torch.ones(layer.positions.shape[:2], device=layer.positions.device)
+
+
+def _needs(layer: SlotLayer, counts: list[int]) -> tuple[list[int], int]:
+    """Slots that each head needs, and what it holds while decoding above what it holds now (the most of all heads)."""
+    if not layer.evicting:
+        return counts, 0
+    assert layer.keep_BH1 is not None
+    keeps = layer.keep_BH1.flatten().tolist()
+    return [keep + 1 for keep in keeps], max(keep - count for keep, count in zip(keeps, counts, strict=True))
+
+
+def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
+    """Empty buffers for heads that hold `counts` tokens: ragged where dense ones would waste too much."""
+    like, (needs, new.filling) = parts[0], _needs(new, counts)
+    H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
+    assert like.keys is not None and like.values is not None
+    if wasteful(needs):
+        new.slack = 0 if new.evicting else slack(max(counts))
+        capacities = [need + new.slack for need in needs]
+        new.extents = Extents(capacities, needs if new.evicting else counts, like.positions.device)
+        C, rows = new.extents.width, [new.extents.rows]
+    else:
+        held = max(counts)
+        C = max(needs) if new.evicting else held + held // SLACK + slack(held)
+        rows = [B, H, C]
+    new.keys, new.values = (t.new_zeros(*rows, t.shape[-1]) for t in (like.keys, like.values))
+    new.positions = like.positions.new_full((B, H, C), -1)
+    for part in parts:
+        for name, t in part.state.items():
+            if name not in new.state:
+                new.state[name] = t.new_zeros(B, H, C, *t.shape[3:])
+
+
+def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
+    """Move what each head holds to the front of its stretch, in text order."""
+    assert new.keys is not None and new.values is not None
+    heads, C = 0, new.positions.shape[2]
+    for part in parts:
+        assert part.keys is not None and part.values is not None
+        positions = part.positions[:, :, : part.used].flatten(0, 1)
+        count = (positions >= 0).sum(-1)
+        index = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).argsort(-1)
+        head, column = (torch.arange(index.shape[1], device=index.device) < count[:, None]).nonzero(as_tuple=True)
+        taken = index[head, column]
+        for mine, theirs in ((new.keys, part.keys), (new.values, part.values)):
+            rows = theirs.reshape(-1, theirs.shape[-1])[_begin(part)[head] + taken]
+            mine.view(-1, mine.shape[-1])[_begin(new)[heads + head] + column] = rows.detach()
+        new.positions.view(-1, C)[heads + head, column] = positions[head, taken]
+        for name, tensor in part.state.items():
+            new.state[name].flatten(0, 1)[heads + head, column] = tensor.flatten(0, 1)[head, taken]
+        heads += len(positions)
+
+
+def _begin(layer: SlotLayer) -> Tensor:
+    """The row of keys and values, flattened, at which each head's slots begin [B*H]."""
+    if layer.extents is not None:
+        return layer.extents.begin_N
+    assert layer.keys is not None
+    return torch.arange(layer.positions.shape[:2].numel(), device=layer.positions.device) * layer.keys.shape[2]
+
+
+def _open(new: SlotLayer, counts: list[int]) -> None:
+    """Where the next token goes."""
+    C, held = new.positions.shape[2], max(counts)
+    if new.evicting or new.extents is not None:
+        new.used, new.free_BH = C, torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
+        new.holes = new.extents is not None or min(counts) + 1 < C
+    else:
+        new.used, new.holes = held, min(counts) < held
+    new.contiguous, new.floor = False, new.used

@@ -1,0 +1,54 @@
+"""What decode steps overwrote, so that they can be rolled back exactly: assisted decoding takes back what it drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layer import SlotLayer
+
+JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
+
+
+@dataclass
+class Undo:
+    """What one decode step overwrote."""
+
+    used: int
+    filling: int
+    grown: int
+    free_BH: Tensor | None
+    slot: tuple[Tensor, Tensor] | None
+    positions: Tensor
+    state: dict[str, Tensor]
+    shared: Tensor | None
+
+
+def record(layer: SlotLayer, shared: Tensor | None) -> Undo:
+    """What the coming step of `layer` will overwrite."""
+    slot = None
+    if layer.free_BH is not None:
+        at = layer.free_rows()
+        slot = (layer.keys.flatten(0, -2)[at], layer.values.flatten(0, -2)[at])  # type: ignore[union-attr]
+    state = {name: tensor.clone() for name, tensor in layer.state.items()}
+    shared = None if shared is None else shared.clone()
+    positions = layer.positions.clone()
+    return Undo(layer.used, layer.filling, layer.grown, layer.free_BH, slot, positions, state, shared)
+
+
+def restore(layer: SlotLayer, undo: Undo) -> Tensor | None:
+    """Put `layer` back to where it stood, and return the shared score that stood then."""
+    C = undo.positions.shape[-1]
+    layer.filling, layer.grown, layer.free_BH = undo.filling, undo.grown, undo.free_BH
+    layer.used = undo.used if layer.extents is None else layer.used
+    layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions, -1
+    for name, tensor in undo.state.items():
+        layer.state[name][:, :, :C] = tensor
+    if undo.slot is not None and undo.free_BH is not None:
+        at = layer.free_rows()
+        for buffer, old in zip((layer.keys, layer.values), undo.slot, strict=True):
+            buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
+    return undo.shared

@@ -1,0 +1,187 @@
+"""`kvpatch compare`: what each policy and budget changes on the user's own text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from .. import __version__, plotting
+from ..errors import KVPatchError, suggest
+from ..evaluation.divergence import Comparison, Result, Row
+from ..policies import Policy, get_policy
+from ..policies.budgets import check_k
+from . import compare_view as view
+from .compare_view import CHANCE
+from .loading import encode, parse_k
+
+LEAST = 8
+"""Tokens of the shortest prompt that is taken: fewer leave nothing to choose from."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure: policies and budgets by what was typed for them; how; what is good enough; where results go."""
+
+    policies: dict[str, Policy]
+    ks: dict[str, int | float | str]
+    new: int
+    schedule: str | None
+    seed: int
+    tolerance: float
+    agreement: float
+    out: Path
+    lines: Path | None
+
+
+def run(asked: Asked, model: Any, tokenizer: Any, prompt: str, own: str | None, name: str) -> None:
+    """Measure and show; `name` is the model's. Raises KVPatchError as `text_ids`, and where a file cannot be written."""
+    ids_1N, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
+    for note in notes:
+        print(note, file=sys.stderr)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=len(asked.policies) * len(asked.ks))
+
+        def on_row(row: Row) -> None:
+            progress.update(task, advance=1, description=f"{row.policy} k={row.k}")
+
+        result = Comparison(model, ids_1N, n, asked.schedule, asked.seed).run(asked.policies, asked.ks, on_row)
+    fed = f"{result.fed:,} tokens of {'its own greedy text' if own is None else 'the continuation'}"
+    title = f"{name}: a prompt of {n:,} tokens, then {fed}, fed one by one"
+    # wrapped by a narrow terminal rather than cut
+    console = Console(highlight=False, markup=False, width=max(Console().width, 120))
+    console.print(f"{title}.\n", soft_wrap=True)
+    view.show(console, result, asked.tolerance, asked.agreement)
+    if asked.lines is not None:
+        _write(asked.lines, json_lines(result, asked, model, name, "greedy" if own is None else "file"))
+    path = asked.out / "compare.png"
+    plotting.save(view.picture(result, asked.tolerance, title), path)
+    console.print(f"\nKL against the budget: {path}", soft_wrap=True)
+
+
+def json_lines(result: Result, asked: Asked, model: Any, name: str, continuation: str) -> str:
+    """A JSON object per row, each with all that is needed to tell where it comes from."""
+    where = {
+        "model": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "prompt_tokens": result.n,
+        "fed_tokens": result.fed,
+        "continuation": continuation,
+        "schedule": asked.schedule,
+        "seed": asked.seed,
+        "full_nbytes": result.nbytes,
+        "full_seconds": result.seconds,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvpatch": __version__},
+    }
+    lines = []
+    for row in result.rows:
+        figures = {} if row.figures is None else asdict(row.figures)
+        said = {"policy": row.policy, "k": row.k, "chance": row.policy == CHANCE, "error": row.error or None}
+        options = asked.policies[row.policy].options() | {"protect": None}
+        lines.append(json.dumps({**said, **figures, "options": options, **where}))
+    return "\n".join(lines) + "\n"
+
+
+def prepare(out: Path, lines: Path | None) -> None:
+    """Make the folder for the picture. Raises KVPatchError for places that cannot be, before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
+    if lines is not None:
+        _write(lines, "", "a")  # what an earlier run wrote stays until there are new figures
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise KVPatchError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+# ---- what is asked for ----
+
+
+def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
+    """The policies of a comma-separated list by name, and CHANCE; each with those `options` that it has.
+
+    new: tokens that generate() would be asked for; a policy whose temperature rises over them gets to know.
+
+    Raises:
+        KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.
+    """
+    asked = {name.strip(): get_policy(name.strip()) for name in names.split(",") if name.strip()}
+    if not asked:
+        raise KVPatchError("--policies names none: give some of `kvpatch policies`, such as h2o,roco.")
+    known = dict.fromkeys(name for policy in asked.values() for name in policy.options())
+    for name in options:
+        if name not in known:
+            raise KVPatchError(
+                f"--option {name}: none of {', '.join(asked)} has it.{suggest(name, known)} They have: {', '.join(known)}."
+            )
+    chosen = {}
+    for name, policy in ({CHANCE: get_policy(CHANCE)} | asked).items():
+        given = {"generation_length": new} | options
+        chosen[name] = policy.with_options(**{key: given[key] for key in policy.options() if key in given})
+    return chosen
+
+
+def budgets(text: str) -> dict[str, int | float | str]:
+    """Budgets of a comma-separated list, by the text of each. Raises KVPatchError for one that is none."""
+    parsed = {part.strip(): parse_k(part.strip()) for part in text.split(",") if part.strip()}
+    if not parsed:
+        raise KVPatchError("-k names no budget: give some, such as 0.5,0.2.")
+    for k in parsed.values():
+        check_k(k)
+    return parsed
+
+
+def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int) -> tuple[Tensor, int, list[str]]:
+    """Token ids [1,n+m] of the prompt and of what is fed after it, n, and sentences about what was left out.
+
+    own: the text to feed, at most `new` tokens of it; None: the unpatched model's own greedy continuation.
+
+    Raises:
+        KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
+    """
+    fed = None if own is None else tokenizer(own, add_special_tokens=False, return_tensors="pt").input_ids.long()
+    if fed is not None and (not fed.numel() or int(fed.max()) >= model.get_input_embeddings().num_embeddings):
+        raise KVPatchError("--continuation-file: the tokenizer makes no tokens of it that this model knows.")
+    notes = []
+    if fed is not None and fed.shape[1] > new:
+        notes.append(f"The continuation has {fed.shape[1]:,} tokens: the first {new:,} are fed (--max-new-tokens).")
+    ids, note = encode(model, tokenizer, prompt, new if fed is None else min(new, fed.shape[1]))
+    if (n := ids.shape[1]) < LEAST:
+        raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
+    fed = _continue(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
+    return torch.cat([ids, fed], 1), n, [note] * bool(note) + notes
+
+
+def _continue(model: Any, ids_1N: Tensor, new: int) -> Tensor:
+    """The model's own greedy text, [1,m], without the token that ends it."""
+    end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    ends = end if isinstance(end, list) else [end]
+    out_1N = model.generate(
+        ids_1N,
+        attention_mask=torch.ones_like(ids_1N),
+        max_new_tokens=new,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0 if padding is None else padding,
+    )
+    fed = out_1N[:, ids_1N.shape[1] :]
+    if int(fed[0, -1]) in ends:  # what would come after the end of a text says nothing about it
+        fed = fed[:, :-1]
+    if not fed.numel():
+        raise KVPatchError("The model ends its text right after this prompt: give one to feed with --continuation-file.")
+    return fed

@@ -1,0 +1,138 @@
+"""`kvpatch demo`: several policies on prompts that need their cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from .. import plotting
+from ..errors import KVPatchError
+from ..evaluation.teacher_forcing import Fed, feed
+from ..patching import patched
+from ..report import Report
+from . import demo_view as view
+from .demo_view import Outcome
+from .loading import MODELS, load_model, load_tokenizer
+from .needles import Text, source_file, task_needles, text_needles
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "window": {},
+    "streaming_llm": {},
+    "h2o": {},
+    "roco": {},
+    "keyformer": {},
+    "snapkv": {"window": 8},  # its 32 would fill the whole budget of a prompt as short as these
+    "tova": {},
+    "critical_adakv": {"window": 8},  # its heads hold different numbers of tokens
+}
+KS = (0.5, 0.2)
+
+_CLOSING = (
+    "What this shows: these models have about a million parameters or less and read some two hundred tokens, so the "
+    "table tells exactly which tokens a policy drops and what that breaks; it does not rank policies for large models, "
+    "and at this size Python's own time, not attention, decides tokens/s."
+)
+_CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own data before you choose a policy."
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One model with the text it is tried on."""
+
+    model: Any
+    text: Text
+
+
+def run(out: Path, model: str | None = None) -> None:
+    """All of it: table, strips, picture. Raises KVPatchError where a model is missing or `out` cannot be written."""
+    console = Console(highlight=False)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
+    stages = _shipped(console) if model is None else _own(model, console)
+    outcomes, reports = [], {}
+    with Progress(console=console, transient=True) as progress:
+        todo = [("full", 1.0), *((policy, k) for k in KS for policy in POLICIES)]
+        task = progress.add_task("reading", total=len(todo))
+        for policy, k in todo:
+            progress.update(task, description=f"{policy} k={k}")
+            outcomes.append(_try(policy, k, stages))
+            if policy != "full":
+                reports[policy, k] = _after_prompt(policy, k, stages["needles"])
+            progress.advance(task)
+    text, picture = stages["needles"].text, out / "kept.png"
+    view.show(console, outcomes, reports, text)
+    plotting.save(view.picture(outcomes, reports, text), picture)
+    console.print(f"\nLayer by layer, for k={' and '.join(map(str, KS))}: {picture}\n", soft_wrap=True)
+    console.print(_CLOSING if model is None else _CLOSING_OWN)
+
+
+def _own(model: str, console: Console) -> dict[str, Stage]:
+    own, tokenizer = load_model(model), load_tokenizer(model)
+    stages = {
+        "needles": Stage(own, text_needles(own, tokenizer, rows=8)),
+        "source": Stage(own, source_file(own, tokenizer, rows=2)),
+    }
+    console.print(f"{model}: {'; '.join(stage.text.what for stage in stages.values())}.")
+    return stages
+
+
+def _shipped(console: Console) -> dict[str, Stage]:
+    if not (MODELS / "llama-0").is_dir():
+        raise KVPatchError(
+            f"The demo's models are not in {MODELS}: clone the repository and install it with `pip install -e .`, or "
+            "give a model of your own with --model."
+        )
+    lookup = load_model(str(MODELS / "llama-0"), "float32")
+    stages = {
+        "needles": Stage(lookup, task_needles(rows=24)),
+        "later": Stage(lookup, task_needles(rows=24, in_prompt=False)),
+    }
+    console.print(f"needles: {stages['needles'].text.what}, by tools/models/llama-0")
+    if not (MODELS / "llama-python").is_dir():
+        console.print("source:  tools/models/llama-python is not there, so perplexity and speed are left out")
+        return stages
+    name = str(MODELS / "llama-python")
+    python, tokenizer = load_model(name, "float32"), load_tokenizer(name)
+    stages["source"] = Stage(python, source_file(python, tokenizer))
+    console.print(f"source:  {stages['source'].text.what}, by tools/models/llama-python, which has not seen it")
+    return stages
+
+
+def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
+    fed = {name: _feed(stage, policy, k) for name, stage in stages.items()}
+    right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.answer}
+    outcome = Outcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
+    if "source" not in stages:
+        return outcome
+    text, source = stages["source"].text, fed["source"]
+    logits_BSV, next_BS = source.logits_BSV[:, :-1], text.ids_BN[:, text.n :]
+    loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), next_BS.flatten())
+    nbytes = source.nbytes
+    return replace(outcome, nbytes=nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1), seconds=source.seconds)
+
+
+def _feed(stage: Stage, policy: str, k: float) -> Fed:
+    """The unpatched model for "full": what a user has today."""
+    text = stage.text
+    if policy == "full":
+        feed(stage.model, text.ids_BN[:, : text.n + 2], text.n, None)  # what is slow once should not count
+        return feed(stage.model, text.ids_BN, text.n, text.mask_BN)
+    with patched(stage.model, policy, k, **POLICIES[policy]):
+        return feed(stage.model, text.ids_BN, text.n, text.mask_BN)
+
+
+def _after_prompt(policy: str, k: float, stage: Stage) -> Report:
+    """What is left of the first prompt when its first answer token is about to be fed."""
+    text = stage.text
+    ids_1N = text.ids_BN[:1, : text.n]
+    if text.mask_BN is not None:
+        ids_1N = ids_1N[:, text.mask_BN[0, : text.n].bool()]
+    with patched(stage.model, policy, k, **POLICIES[policy]):
+        return Report.of(feed(stage.model, ids_1N, ids_1N.shape[1]).cache)

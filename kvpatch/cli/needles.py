@@ -1,0 +1,132 @@
+"""Prompts for the demo: needles in a long context, and a source file of the Python library."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from ..plotting import Marks
+from .loading import REPOSITORY, positions_of
+
+SOURCE = "calendar.py"
+"""A file of the library that tools/training/text.py holds out: llama-python has never seen it."""
+
+_OFFICES = ("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Riga", "Accra", "Delhi")
+_FILLER = (
+    "The weather stayed mild for most of the week.",
+    "Several people walked along the river before lunch.",
+    "A new bakery opened on the corner of the square.",
+    "The train was late again, but nobody seemed to mind.",
+    "Children played in the park until it got dark.",
+    "The library will close early on the last day of the month.",
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows of tokens: the first `n` columns are the prompt, the rest is known and fed one by one.
+
+    answer: which of the fed tokens, [start, stop), must be right for the row to be right; None where nothing is asked.
+    marks: what to point at in row 0, in its own positions.
+    """
+
+    what: str
+    ids_BN: Tensor
+    n: int
+    mask_BN: Tensor | None = None
+    answer: tuple[int, int] | None = None
+    marks: Marks = field(default_factory=Marks)
+
+    def right(self, logits_BSV: Tensor) -> Tensor:
+        """Which rows greedy decoding would answer right, bool [B], from the logits of the true tokens fed."""
+        assert self.answer is not None
+        start, stop = self.answer
+        return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BN[:, self.n + start : self.n + stop]).all(-1)
+
+
+def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
+    """The needle task of tools/training/tasks.py: records of a key and three values among filler; the question is a key."""
+    tasks = _tasks()
+    batch = tasks.needle(random.Random(seed), rows, needles=4, questions=1, in_prompt=in_prompt)
+    n, row = batch.prompt_length, batch.tokens_BT[0].tolist()
+    question = len(row) - 5
+    found = [(i, i + 4) for i in range(question) if row[i] in tasks.KEYS]
+    asked = [span for span in found if row[span[0]] == row[question + 1]]
+    marks = Marks([span for span in found if span not in asked], asked, [(question, question + 2)])
+    answer = question + 2 - n, question + 5 - n
+    return Text(f"{rows} prompts of {n} tokens with 4 needles", batch.tokens_BT, n, answer=answer, marks=marks)
+
+
+def _tasks() -> Any:
+    """tools/training/tasks.py, which lies beside the package in the repository and not in it."""
+    name, path = "kvpatch_demo_tasks", REPOSITORY / "tools" / "training" / "tasks.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise KVPatchError(f"{path} is missing: clone the repository, or give a model of your own with --model.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text_needles(model: Any, tokenizer: Any, rows: int, seed: int = 7) -> Text:
+    """The same in words, for any model: the code of four offices among filler; the prompt asks for one of them.
+
+    Raises:
+        KVPatchError: the tokenizer has no common length for the answers, or the model too few positions.
+    """
+    rng = random.Random(seed)
+    made = [_office_prompt(rng, tokenizer) for _ in range(2 * rows)]
+    length = Counter(len(answer) for _, answer, _ in made).most_common(1)[0][0]
+    made = [row for row in made if len(row[1]) == length][:rows]
+    width = max(len(prompt) for prompt, _, _ in made)
+    limit = positions_of(model)
+    if not length or (limit is not None and width + length > limit):
+        raise KVPatchError(f"The demo's prompts have up to {width + length} tokens; this model has {limit} positions.")
+    ids, mask = torch.zeros(len(made), width + length, dtype=torch.long), torch.zeros(len(made), width + length)
+    for i, (prompt, answer, _) in enumerate(made):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt + answer)
+        mask[i, width - len(prompt) :] = 1
+    what = f"{len(made)} prompts of up to {width} tokens with 4 needles"
+    return Text(what, ids.to(model.device), width, mask.long().to(model.device), (0, length), made[0][2])
+
+
+def _office_prompt(rng: random.Random, tokenizer: Any) -> tuple[list[int], list[int], Marks]:
+    codes = {office: rng.randint(10000, 99999) for office in rng.sample(_OFFICES, 4)}
+    asked = rng.choice(list(codes))
+    lines: list[str] = [*codes, *(rng.choice(_FILLER) for _ in range(20))]
+    rng.shuffle(lines)
+    ids: list[int] = list(tokenizer("").input_ids)  # what the tokenizer puts in front of every text
+    needles: list[tuple[int, int]] = []
+    wanted: list[tuple[int, int]] = []
+    for line in lines:
+        sentence = f"The code of the {line} office is {codes[line]}." if line in codes else line
+        added = tokenizer(f"{sentence} ", add_special_tokens=False).input_ids
+        if line in codes:
+            (wanted if line == asked else needles).append((len(ids), len(ids) + len(added)))
+        ids += added
+    question = f"\nQuestion: What is the code of the {asked} office?\nAnswer: The code of the {asked} office is"
+    asking = tokenizer(question, add_special_tokens=False).input_ids
+    answer = tokenizer(f" {codes[asked]}", add_special_tokens=False).input_ids
+    return ids + asking, answer, Marks(needles, wanted, [(len(ids), len(ids) + len(asking))])
+
+
+def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> Text:
+    """Stretches of a source file of this Python's library, spread evenly over it, each behind <bos> if there is one."""
+    text = (Path(sysconfig.get_paths()["stdlib"]) / SOURCE).read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    length = prompt + fed - len(first)
+    starts = [i * (len(ids) - length) // max(rows - 1, 1) for i in range(rows)]
+    rows_BN = torch.tensor([first + ids[start : start + length] for start in starts], device=model.device)
+    what = f"{rows} stretches of {SOURCE}, {prompt} tokens of prompt and {fed} more"
+    return Text(what, rows_BN, prompt)

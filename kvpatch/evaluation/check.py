@@ -1,0 +1,176 @@
+"""`kvpatch check`: does the patch do on this very model what it promises? On random ids, in seconds.
+
+Nothing here asks the library what it kept. Eviction is compared with the unpatched model's own attention under a 4-D
+mask that is written by hand, for a policy whose kept set can be told without looking: the first and the newest tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cli.loading import positions_of
+from ..hooks.target import Target
+from ..patching import patched
+from ..policies import Policy, get_policy
+from .teacher_forcing import feed, wide
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference of two logits that passes, as a share of the largest logit (1 at least).
+
+float64 gets no less, for the code of some models takes softmax in float32 whatever their dtype.
+"""
+
+Outcome = str | tuple[Tensor, Tensor] | None
+"""What is wrong in words, what was got and what was expected, or nothing that could be compared."""
+
+_PROMPT, _NEW, _SINKS, _BUDGET = 40, 8, 4, 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check: did it pass, and what was measured or went wrong."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class Checks:
+    """The checks of one model under one policy and budget."""
+
+    def __init__(self, model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, seed: int = 0) -> None:
+        self.model, self.seed = model, seed
+        self.policy, self.k = get_policy(policy) if isinstance(policy, str) else policy, k
+        with patched(model, self.policy, k, seed=seed):
+            pass  # a wrong option ends here, before anything is measured
+        target = Target.find(model)
+        self.mask_has_positions = bool(target.attentions[0][1].aside(target.decoder))
+        limit = positions_of(model) or _PROMPT + _NEW
+        self.n = min(_PROMPT, limit - _NEW)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
+        self.ids_BN = ids.to(model.device)
+        self.tolerance = TOLERANCE.get(model.dtype, 1e-1)
+
+    def run(self) -> list[Result]:
+        """All checks, in order; an error inside one is its result."""
+        checks: list[tuple[str, Callable[[], Outcome]]] = [
+            ("k=1.0 gives the unpatched model's logits", self.full),
+            ("eviction is the same as masking", self.masking),
+            ("a row of a padded batch is as it is alone", self.padding),
+            ("the same seed gives the same logits", self.seeded),
+            ("the model is as it was after the block", self.restored),
+        ]
+        return [self._judged(name, check) for name, check in checks]
+
+    def _judged(self, name: str, check: Callable[[], Outcome]) -> Result:
+        try:
+            with torch.no_grad():
+                outcome = check()
+        except Exception as error:  # whatever goes wrong on a model we do not know belongs into the table
+            return Result(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+        if outcome is None:
+            return Result(name, True, "not compared: this model reads ALiBi from its padding mask, so it takes no other")
+        if isinstance(outcome, str):
+            return Result(name, not outcome, outcome or "bit for bit")
+        got, expected = outcome
+        largest = max(1.0, float(expected.abs().max()))
+        difference = float((got - expected).abs().max()) / largest
+        return Result(name, difference <= self.tolerance, f"off by {difference:.1e}, allowed {self.tolerance:.0e}")
+
+    def full(self) -> tuple[Tensor, Tensor]:
+        expected = self._feed(self.ids_BN)
+        with patched(self.model, self.policy, 1.0, seed=self.seed):
+            return self._feed(self.ids_BN), expected
+
+    def masking(self) -> tuple[Tensor, Tensor] | None:
+        """The first _SINKS and the newest tokens, against one unpatched forward whose mask hides all others."""
+        if self.mask_has_positions:
+            return None
+        budget = min(_BUDGET, self.n - 1)
+        sinks = min(_SINKS, budget - 1)
+        with patched(self.model, "window", budget, sinks=sinks):
+            got = self._feed(self.ids_BN)
+        total = self.ids_BN.shape[1]
+        query, key = torch.arange(total)[:, None], torch.arange(total)[None]
+        seen = key <= query
+        # a generated token meets what was kept before it came, and itself
+        kept = seen & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
+        text = self.model.config.get_text_config()
+        types, window = set(getattr(text, "layer_types", None) or ()), getattr(text, "sliding_window", None)
+        masks: Any = self._mask(kept)
+        if window is not None and len(types) > 1:  # layers that slide hold their window, whatever the policy
+            masks = {"full_attention": masks, "sliding_attention": self._mask(seen & (key > query - window))}
+        elif window is not None and types != {"full_attention"}:
+            masks = self._mask(kept & (key > query - window))
+        places = {}
+        if "position_ids" in inspect.signature(type(self.model).forward).parameters:
+            places["position_ids"] = torch.arange(total, device=self.model.device)[None].expand(len(self.ids_BN), -1)
+        expected = self.model(self.ids_BN, attention_mask=masks, use_cache=False, **places).logits[:, self.n - 1 :]
+        return got, wide(expected)
+
+    def _mask(self, seen_QK: Tensor) -> Tensor:
+        """[B,1,Q,K], to be added to logits."""
+        smallest = torch.finfo(self.model.dtype).min
+        mask = torch.zeros(seen_QK.shape, dtype=self.model.dtype).masked_fill(~seen_QK, smallest)
+        return mask[None, None].expand(len(self.ids_BN), 1, -1, -1).to(self.model.device)
+
+    def padding(self) -> tuple[Tensor, Tensor]:
+        """Row 1 without its first third, padded on the left beside row 0, and alone."""
+        pads = self.n // 3
+        mask = torch.ones_like(self.ids_BN)
+        mask[1, :pads] = 0
+        with patched(self.model, self.policy, self.k, seed=self.seed):
+            return self._feed(self.ids_BN, mask)[1:], self._feed(self.ids_BN[1:, pads:], skipped=pads)
+
+    def seeded(self) -> str:
+        first, second = (self._patched_logits() for _ in range(2))
+        return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
+
+    def restored(self) -> str:
+        """Attributes and hooks by identity, logits bit for bit; after a block that ended and after one that raised."""
+        before, logits = _snapshot(self.model), self._feed(self.ids_BN)
+        self._patched_logits()
+        try:
+            with patched(self.model, self.policy, self.k):
+                raise InterruptedError
+        except InterruptedError:
+            pass
+        after = _snapshot(self.model)
+        changed = [where for where in before.keys() | after.keys() if before.get(where) != after.get(where)]
+        if changed:
+            return f"changed: {', '.join('.'.join(where).lstrip('.') for where in sorted(changed)[:3])}"
+        return "" if torch.equal(self._feed(self.ids_BN), logits) else "attributes are as before, but the logits differ"
+
+    def _patched_logits(self) -> Tensor:
+        with patched(self.model, self.policy, self.k, seed=self.seed):
+            return self._feed(self.ids_BN)
+
+    def _feed(self, ids_BN: Tensor, mask_BN: Tensor | None = None, skipped: int = 0) -> Tensor:
+        """Logits [B,1+_NEW,V] of the prompt's last token and of each further one, fed one by one."""
+        return feed(self.model, ids_BN, self.n - skipped, mask_BN).logits_BSV
+
+
+def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:
+    """Every attribute and hook of every module, by identity."""
+    return {
+        (name, key): _Same([*value.keys(), *value.values()] if isinstance(value, dict) else [value])
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+
+
+class _Same:
+    """Equal to another when both hold the very same objects; holding them, so that no address is used again."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and [*map(id, self.objects)] == [*map(id, other.objects)]

@@ -1,0 +1,145 @@
+"""lm-evaluation-harness under a budget: its model "kvpatch" is its "hf" with policy=, k= and block= among the model_args.
+
+    python -m kvpatch.harness run --model kvpatch --model_args pretrained=gpt2,policy=h2o,k=0.5,block=16 --tasks piqa
+
+takes every option of `lm_eval`. generate_until tasks feel the budget as generate() does. Log-likelihood tasks are one forward
+pass per request, which feels it only with `block=`, fewer tokens than a request has; a share `k` then counts the request's
+context and continuation. Responses kept with --use_cache are found again by the request alone, not by the model: give each
+policy and budget a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from ..patching import Patch, patch
+from ..policies import Policy, get_policy
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM, eval_logger
+except ImportError as error:
+    raise KVPatchError(
+        f'kvpatch.harness needs lm-evaluation-harness ({error}): pip install "kvpatch[lm-eval]".'
+    ) from error
+
+
+@register_model("kvpatch")
+class KVPatchLM(HFLM):  # type: ignore[misc]
+    """The harness' HFLM, patched until `lm.patch.remove()`.
+
+    Where the harness scores a batch it pads on the right and gives no mask, so that a share `k` would count a row's padding
+    and the figures would depend on the batch size: this model gives the mask.
+
+    Args:
+        pretrained: as HFLM's: a name, a folder, or a model.
+        policy, k, block, schedule, positions, seed: as `kvpatch.patched` takes them.
+        kv_backend: its `backend`, for HFLM has one of its own.
+        **kwargs: the policy's own options, such as window=; all else is HFLM's.
+
+    Raises:
+        KVPatchError: as `kvpatch.patched`.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        policy: str | Policy = "keyformer",
+        k: Any = 0.5,
+        block: int | None = None,
+        schedule: str | None = None,
+        positions: str = "original",
+        kv_backend: str = "auto",
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        chosen = policy if isinstance(policy, Policy) else get_policy(policy)
+        options = {name: kwargs.pop(name) for name in chosen.options() if name in kwargs}
+        super().__init__(pretrained, **kwargs)
+        self._lengths: dict[tuple[int, ...], int] = {}
+        self.patch: Patch = patch(
+            self.model,
+            chosen,
+            k,
+            block=block,
+            schedule=schedule,
+            positions=positions,
+            backend=kv_backend,
+            seed=seed,
+            **options,
+        )
+
+    @property
+    def _evicts(self) -> bool:
+        budget = self.patch.budget
+        return self.patch.policy.score is not None and any(map(budget.evicts, range(len(budget.per_layer))))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As HFLM's; logs once that nothing will feel the budget where no block is set."""
+        self._warn_unfelt(len(requests))
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """As `loglikelihood`."""
+        self._warn_unfelt(len(requests))
+        return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    def _warn_unfelt(self, count: int) -> None:
+        if self._evicts and self.patch.block is None:
+            eval_logger.warning(
+                f"{count} log-likelihoods will not feel policy {self.patch.policy.name!r}: a forward pass computes all of its "
+                "tokens before it evicts. Give block=, fewer tokens than a request has."
+            )
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """As HFLM's, with a padding mask. Two requests that padding makes equal do not share a call."""
+        if not self._evicts or self.patch.block is None:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
+        lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for text in dict.fromkeys(texts):
+            lengths[_stripped(text)].append(len(text))
+        calls: dict[int, list[int]] = defaultdict(list)
+        for index, text in enumerate(texts):
+            calls[lengths[_stripped(text)].index(len(text))].append(index)
+        answers: dict[int, tuple[float, bool]] = {}
+        for call, indices in sorted(calls.items()):
+            some = [requests[index] for index in indices]
+            self._lengths = {key: some_lengths[call] for key, some_lengths in lengths.items() if call < len(some_lengths)}
+            try:
+                answers.update(zip(indices, super()._loglikelihood_tokens(some, disable_tqdm, override_bs), strict=True))
+            finally:
+                self._lengths = {}
+        return [answers[index] for index in range(len(requests))]
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits; rows that are being scored get the mask of their padding."""
+        found = [self._lengths.get(_stripped(row)) for row in inps.tolist()] if self._lengths else [None]
+        if attn_mask is not None or None in found:  # a batch that only measures how much memory there is
+            return super()._model_call(inps, attn_mask, labels)
+        mask_BT = torch.arange(inps.shape[1])[None] < torch.tensor(found)[:, None]
+        dtype = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return self.model(inps, attention_mask=mask_BT.long().to(inps.device)).logits
+
+
+def _stripped(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Without zeros at the end, with which the harness pads."""
+    end = len(tokens)
+    while end and tokens[end - 1] == 0:
+        end -= 1
+    return tuple(tokens[:end])
+
+
+if __name__ == "__main__":
+    cli_evaluate()

@@ -1,0 +1,1 @@
+"""The parts of a model that a patch finds, checks and replaces."""

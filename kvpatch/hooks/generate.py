@@ -1,0 +1,252 @@
+"""What generate() meets on a patched model: a cache of ours, whoever calls it and however, and words for what would go past it.
+
+There are two doors. `wrap_generate` hands the cache over as any caller could, as `past_key_values`. A generate() that was
+called on the class, or that takes no such argument, makes its cache by itself: `wrap_prepare_cache` puts ours there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
+
+from ..cache import checks
+from ..cache.cache import EvictingCache
+from ..errors import KVPatchError
+from .decoder import Settings, own_cache
+
+BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+PREPARE = "_prepare_cache_for_generation"
+
+
+def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Callable[..., Any]:
+    """generate() that brings its own EvictingCache, told the prompt's length and the number of new tokens."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(type(self).generate, self) if previous is None else previous
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        config = config if isinstance(config, GenerationConfig) else None
+        configs = (config, getattr(self, "generation_config", None))
+        if settings.transparent and _asks_for_others(kwargs, *configs, self.config):
+            return run(*args, **kwargs)
+        _refuse_cache_implementation(kwargs, *configs)
+        if _no_cache_wanted(kwargs, config) or not _takes_cache(run, kwargs):
+            return run(*args, **kwargs)
+        _refuse_checkpointing(self)
+        cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
+        columns = _prompt_columns(args, kwargs)
+        cache.check_whole()
+        drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
+        if columns is not None and not drafts:
+            checks.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
+        try:
+            if drafts:
+                _draft(cache, columns)
+            elif columns is not None:
+                # ids that only continue a cache do not count what it has seen
+                seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
+                cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+                cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
+                if compiles:
+                    cache.room = cache.new_tokens
+            kwargs["past_key_values"] = cache
+            return run(*args, **kwargs)
+        except BaseException:
+            if compiles and cache.changes > changes:  # how far a compiled step came cannot be seen
+                cache.marks.setdefault("change", ["generate() under torch.compile"])
+            raise
+        finally:
+            _finish(cache, settings)
+
+    return functools.wraps(GenerationMixin.generate)(generate)
+
+
+def wrap_prepare_cache(previous: Callable[..., Any] | None, settings: Settings) -> Callable[..., Any]:
+    """The place where generate() makes a cache: ours, where none was handed over. What it is given is generate()'s own copy
+    of the configuration, so that it may be changed."""
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        run = functools.partial(getattr(type(self), PREPARE), self) if previous is None else previous
+        past = model_kwargs.get("past_key_values")
+        ours = isinstance(past, EvictingCache)
+        foreign = settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
+        if not foreign and (ours or generation_config.use_cache is not False):
+            _refuse_cache_implementation({}, generation_config)
+            generation_config.cache_implementation = None
+            generation_config.use_cache = True
+            if not ours:
+                past = _cache_for(self, settings, past, model_kwargs.get("attention_mask"))
+                _begin_uncalled(past, generation_config, model_kwargs, settings)
+            model_kwargs["past_key_values"] = past
+        return run(generation_config, model_kwargs, *args, **kwargs)
+
+    return _prepare_cache_for_generation
+
+
+def _begin_uncalled(
+    cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], settings: Settings
+) -> None:
+    """What `wrap_generate` tells a cache, where generate() has not passed through it; over when its configuration is."""
+    mask = model_kwargs.get("attention_mask")
+    columns = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    if getattr(config, "is_assistant", False):
+        _draft(cache, columns)
+    elif columns is not None:
+        cache.prompt_len = columns
+        cache.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
+    weakref.finalize(config, _finish, cache, settings).atexit = False
+
+
+def _finish(cache: EvictingCache, settings: Settings) -> None:
+    cache.prompt_len = cache.new_tokens = None
+    for layer in cache.layers if settings.transparent else ():
+        layer.trim()
+    settings.note(cache, finished=True)
+
+
+def _cache_for(model: Any, settings: Settings, past: object, mask: Tensor | None) -> EvictingCache:
+    """An EvictingCache to go on with from `past`: None, one of ours, or what an unpatched run has filled."""
+    if past is None:
+        text_config = model.config.get_text_config()
+        return settings.new_cache(getattr(text_config, "num_hidden_layers", None))
+    if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
+        cache = settings.new_cache()
+        cache.absorb(past, mask)
+        return cache
+    return own_cache(past)
+
+
+def _draft(cache: EvictingCache, columns: int | None) -> None:
+    """An assistant's cache: whatever it drafts may be taken back, and the last token of the prompt with it."""
+    cache.activate_past_recording()
+    cache.drafts = True
+    if columns is not None and cache.get_seq_length() >= columns:
+        cache.reset()  # transformers 5.15 takes back less than was refused: what is left is no beginning of the text
+    seen = cache.get_seq_length()
+    cache.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
+
+
+def _takes_cache(run: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether generate() takes a cache as an argument; code of the user's own may not, and then makes one inside."""
+    if isinstance(kwargs.get("custom_generate"), str):
+        return False
+    taken = inspect.signature(run).parameters.values()
+    return any(one.name == "past_key_values" or one.kind is one.VAR_KEYWORD for one in taken)
+
+
+# ---- what a caller asks for ----
+
+
+def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
+    """Whether generate() is to use a cache, or return attention, of the model's own."""
+    past = kwargs.get("past_key_values")
+    if past is not None and not isinstance(past, EvictingCache):
+        return True
+    asked = [kwargs.get("output_attentions"), *(getattr(c, "output_attentions", None) for c in configs)]
+    return any(asked) or _other_implementation(kwargs, *configs) is not None
+
+
+def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
+    """A cache_implementation that is another than the default; "hybrid" was one's name for it."""
+    asked = [kwargs.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
+    return next((one for one in asked if one not in (None, "dynamic", "hybrid")), None)
+
+
+def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
+    implementation = _other_implementation(kwargs, *configs)
+    if implementation is not None:
+        compiled_instead = " To compile the decode step give a compile_config." if implementation == "static" else ""
+        raise KVPatchError(
+            f"cache_implementation={implementation!r} asks for another cache; inside the block kvpatch brings its own. "
+            f"Leave it out (also in generation_config).{compiled_instead}"
+        )
+
+
+def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
+    """generate() was asked to compile the decode step."""
+    if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
+        return False
+    asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
+    return any(one is not None for one in asked)
+
+
+def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
+    asked = kwargs.get("use_cache")
+    return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
+
+
+def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    for tokens in (
+        kwargs.get("inputs_embeds"),
+        args[0] if args else None,
+        kwargs.get("inputs"),
+        kwargs.get("input_ids"),
+    ):
+        if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
+            return tokens.shape[1]
+    return None
+
+
+def _refuse_checkpointing(model: Any) -> None:
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise KVPatchError(
+            "generate() of a model in training mode with gradient checkpointing, which takes caches away from its layers: call "
+            "model.eval() before, and model.train() afterwards."
+        )
+
+
+def _virtual_tokens(model: Any) -> int:
+    """Tokens that PEFT's prompt tuning will put before the prompt: while it generates, it prepares the model's inputs."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
+
+
+def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
+    """generate()'s own number of new tokens, as it will resolve it."""
+    sources = [kwargs, vars(config) if config is not None else {}, vars(getattr(model, "generation_config", object()))]
+    for source in sources:
+        if source.get("max_new_tokens") is not None:
+            return int(source["max_new_tokens"])
+        if source.get("max_length") is not None:
+            return max(int(source["max_length"]) - prompt, 1)
+    return None
+
+
+# ---- masks, and continuous batching ----
+
+
+def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The masks that generate() makes before a step that may be compiled: the padding mask itself, for our caches. Of a decode
+    step only the newest column, so that its shape stays."""
+
+    def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
+        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if not isinstance(past, EvictingCache):
+            return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
+        Q = kwargs["inputs_embeds"].shape[1]
+        if mask is None or Q > 1 or past.seen_B is None:
+            return mask
+        return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides too must stay
+
+    return create_masks_for_generate
+
+
+def refuse_batched(name: str) -> Callable[..., Any]:
+    """transformers' continuous batching keeps keys and values in pages of its own, past every budget."""
+
+    def batched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise KVPatchError(
+            f"{name}() is transformers' continuous batching, whose paged cache cannot be put on a budget: nothing would be "
+            "evicted. Use generate() with a padded batch, or a loop of your own over patch.new_cache()."
+        )
+
+    return functools.wraps(getattr(GenerationMixin, name))(batched)

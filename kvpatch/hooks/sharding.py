@@ -1,0 +1,141 @@
+"""Tensor parallel by transformers' own tp_plan: which KV heads of every layer this process has, and how heads that look at
+each other do so across processes.
+
+Policies are per head, so most of them never notice: keys, scores and the kept set of a head live where the head lives. What
+is left is here: random numbers belong to a head's number in the whole model (`first`), and what heads of a layer decide
+together (`heads`, `own`) is computed by every process from the same gathered numbers, so that all come to the same end.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import KVPatchError
+
+if TYPE_CHECKING:
+    from ..arch.adapter import Adapter
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This process among `size` that share every layer's heads evenly, in order; `group` is theirs (torch.distributed)."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        return self  # a copied cache lives in the same process
+
+    def first(self, H: int) -> int:
+        """The number, in the whole model, of the first of this process' H heads."""
+        return self.rank * H
+
+    def heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
+        """[B,H,...] of each process -> [B,size*H,...], all heads in order.
+
+        empty: what fills up the last axis where processes hold different numbers of tokens; None where they cannot.
+        """
+        if self.size == 1:
+            return own_BH
+        if empty is not None:
+            width = torch.tensor(own_BH.shape[-1], device=own_BH.device)
+            torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX, self.group)
+            own_BH = F.pad(own_BH, (0, int(width) - own_BH.shape[-1]), value=empty)
+        parts = [torch.empty_like(own_BH, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, own_BH.contiguous(), self.group)
+        return torch.cat(parts, 1)
+
+    def own(self, all_BH: Tensor) -> Tensor:
+        """This process' part of what stands for all heads."""
+        return all_BH if self.size == 1 else all_BH.chunk(self.size, 1)[self.rank]
+
+    def __str__(self) -> str:
+        return "all heads" if self.size == 1 else f"the heads of process {self.rank} of {self.size}"
+
+
+WHOLE = Parallel()
+
+
+def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> Parallel:
+    """How `model` is sharded; WHOLE where every process computes all heads.
+
+    Raises:
+        KVPatchError: heads that cannot be shared evenly, or another kind of sharding.
+    """
+    holder = next((m for m in model.modules() if (getattr(m, "tp_size", None) or 1) > 1), None)
+    if holder is None:
+        _refuse_unknown(model, attentions)
+        return WHOLE
+    names = {id(module): re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in holder.named_modules()}
+    plan: dict[str, str] = holder.tp_plan or {}  # type: ignore[assignment]
+    if "sequence_parallel" in plan.values():
+        raise KVPatchError(
+            "The tp_plan shards the sequence ('sequence_parallel'), but a cache needs whole prompts: leave those rules out of "
+            "the plan."
+        )
+    # where the output projection takes a part of the heads as it comes, each process computes its own part
+    styles = {plan.get(f"{names[id(module)]}.{adapter.projection}") for module, adapter in attentions}
+    if "rowwise" not in styles:
+        return WHOLE
+    mesh = _mesh(holder, attentions)
+    size = mesh.size()
+    for module, adapter in attentions:
+        heads, _ = adapter.kv_shape(module)
+        if heads % size:
+            raise KVPatchError(
+                f"{size} processes cannot share the {heads} KV heads of a layer evenly: start a number of processes that "
+                f"divides {heads} (torchrun --nproc-per-node)."
+            )
+        if adapter.slopes(module) is not None:
+            raise KVPatchError(
+                f"{adapter.name} has an ALiBi slope for each head, which kvpatch does not share out over processes: load the "
+                "model without a tp_plan."
+            )
+    return Parallel(size, mesh.get_local_rank(), mesh.get_group())
+
+
+def _mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
+    """The one-dimensional device mesh of tensor parallel."""
+    module, adapter = attentions[0]
+    weight = getattr(getattr(module, str(adapter.projection)), "weight", None)
+    mesh = getattr(weight, "device_mesh", None) or holder._device_mesh  # versions before DTensor weights
+    return mesh if mesh.ndim == 1 else mesh["tp"]
+
+
+def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> None:
+    """Weights that were sharded by hand: nothing says which heads are where."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Shard
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return  # weights are whole whenever they are used
+    for parameter in (parameter for module, _ in attentions for parameter in module.parameters()):
+        if isinstance(parameter, DTensor) and any(isinstance(place, Shard) for place in parameter.placements):
+            raise KVPatchError(
+                "Attention weights are sharded by something other than transformers, so that nothing says which heads are on "
+                "this process: load the model with from_pretrained(..., tp_plan='auto')."
+            )
+
+
+def check_layers(layers: list[int]) -> None:
+    """Raise KVPatchError where only some of the decoder's layers are here. layers: their numbers, ascending."""
+    if layers != list(range(len(layers))):
+        raise KVPatchError(
+            f"Of this model's layers only {layers} are on this process (pipeline parallel), but a budget counts all of them: "
+            "load it with tp_plan='auto' (tensor parallel) or with a device_map."
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process' part of a sharded parameter; any other as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

@@ -1,0 +1,178 @@
+"""The parts of a model that a patch touches: found, and checked before any of them is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from ..arch import Adapter, adapter_of, architectures, routes_through_interface
+from ..arch.adapter import dtype_bytes, dtype_of
+from ..backends.protocol import Case
+from ..errors import KVPatchError
+from ..policies import Policy
+from ..storage.schema import Shapes
+from .accelerate import device_of, weights
+from .sharding import Parallel, check_layers, parallel_of
+
+
+def already_patched(module: nn.Module) -> KVPatchError:
+    """The words for a model of which `module` is patched."""
+    policy = str(vars(module).get("_kvpatch"))
+    return KVPatchError(
+        f"This model is already patched with policy {policy!r}: leave that block or call its Patch.remove() first."
+    )
+
+
+class Target:
+    """The parts of a model that are touched, found and checked."""
+
+    def __init__(
+        self,
+        attentions: list[tuple[nn.Module, Adapter]],
+        decoder: nn.Module,
+        generators: list[nn.Module],
+        parallel: Parallel,
+    ):
+        self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
+
+    @classmethod
+    def find(cls, model: nn.Module) -> Target:
+        if not isinstance(model, nn.Module):
+            raise KVPatchError(f"patched() takes a model (torch.nn.Module), not {type(model).__name__}.")
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
+        found = [(module, adapter) for module in model.modules() if (adapter := adapter_of(module)) is not None]
+        if not found:
+            raise KVPatchError(_unknown(model))
+        for module in model.modules():
+            if "_kvpatch" in vars(module):
+                raise already_patched(module)
+        _refuse_prefix_tuning(model)
+        inside = {id(module) for module, _ in found}
+        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains(m, inside)]
+        decoder = holders[-1] if holders else model
+        if next(decoder.parameters(), None) is None:
+            raise KVPatchError(
+                f"{type(decoder).__name__} has no parameters of its own: FullyShardedDataParallel keeps them in one flat "
+                "tensor. Patch the model before it is wrapped, wrap it with use_orig_params=True, or use fully_shard()."
+            )
+        for adapter in {id(adapter): adapter for _, adapter in found}.values():
+            adapter.check(decoder)
+        _check_decoder(decoder)
+        generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+        found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
+        check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
+        return cls(found, decoder, generators, parallel_of(model, found))
+
+    def bounds(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
+        windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
+        return windows if None in windows else (None,) * len(windows)
+
+    def check_projection(self) -> None:
+        for _, adapter in self.attentions:
+            if adapter.projection is None and type(adapter).output is Adapter.output:
+                raise KVPatchError(
+                    f"Two-stage selection weighs values by the output projection, but in {adapter.name} more than that stands "
+                    "between attention and its output: use the policy without critical."
+                )
+
+    def check_renumbering(self) -> None:
+        for _, adapter in self.attentions:
+            if not adapter.renumbers:
+                raise KVPatchError(
+                    f"positions='renumbered' does not work for {adapter.name}: {adapter.why_not}. Use positions='original'."
+                )
+
+    def identity(self) -> dict[str, Any]:
+        """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
+        digest = hashlib.sha256()
+        for name, weight in weights(self.decoder):
+            few = weight.flatten()[:16]
+            digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
+        module, adapter = self.attentions[0]
+        heads, head_dim = adapter.kv_shape(module)
+        kind = type(self.decoder).__name__
+        shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
+        numbers = {"dtype": str(dtype_of(self.decoder)), "weights": digest.hexdigest()[:16]}
+        part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
+        return {"class": kind, **part, **shape, **numbers}
+
+    def shapes(self) -> Shapes:
+        """What the cache of each layer must agree with; heads are this process' own."""
+        sizes = [adapter.kv_shape(module) for module, adapter in self.attentions]
+        heads = [(H // self.parallel.size, D) for H, D in sizes]
+        queries = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None)
+        group = queries // sizes[0][0] if isinstance(queries, int) else None
+        return Shapes(heads, group, [adapter.sliding(module) for module, adapter in self.attentions])
+
+    def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
+        """What every layer will ask of a backend."""
+        fresh = policy.score is not None and policy.score.fresh
+        dtype = dtype_of(self.decoder)
+        for module, adapter in self.attentions:
+            heads, head_dim = adapter.kv_shape(module)
+            alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
+            special = any(own(module) is not None for own in (adapter.softcap, adapter.sinks, adapter.coarse))
+            device = device_of(module).type
+            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
+
+    def devices(self) -> list[torch.device]:
+        """Where each layer's cache lies."""
+        return [device_of(module) for module, _ in self.attentions]
+
+    def bytes_per_token(self) -> int:
+        module, adapter = self.attentions[0]
+        heads, head_dim = adapter.kv_shape(module)
+        return 2 * heads * head_dim * dtype_bytes(self.decoder)
+
+
+def _unknown(model: nn.Module) -> str:
+    """No adapter serves `model`: what to type instead."""
+    known = f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}. To add one, "
+    for module in model.modules():
+        if routes_through_interface(module):
+            cls = type(module)
+            name = cls.__module__.split(".")[-2]
+            return known + (
+                "register a row, for its attention goes through transformers' attention interface: "
+                f"kvpatch.register_arch(kvpatch.InterfaceAdapter({name!r}, '{cls.__module__}.{cls.__qualname__}')); then let "
+                "kvpatch.check.Checks(model).run() compare it with the unpatched model."
+            )
+    return known + (
+        "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
+        "kvpatch.register_arch(MyAdapter())."
+    )
+
+
+def _check_decoder(decoder: nn.Module) -> None:
+    """A decoder that transformers does not know must be able to take what it will be given."""
+    takes = inspect.signature(type(decoder).forward).parameters
+    missing = [name for name in ("past_key_values", "attention_mask", "use_cache") if name not in takes]
+    if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        raise KVPatchError(
+            f"The forward of {type(decoder).__name__} takes no {', '.join(missing)}: kvpatch hands the decoder its cache as "
+            "past_key_values, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
+            "attention modules."
+        )
+
+
+def _contains(module: nn.Module, wanted: set[int]) -> bool:
+    return wanted <= {id(child) for child in module.modules()}
+
+
+def _refuse_prefix_tuning(model: nn.Module) -> None:
+    for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
+        kind = str(getattr(config, "peft_type", ""))
+        if "PREFIX" in kind or "CARTRIDGE" in kind:
+            name = "cartridges" if "CARTRIDGE" in kind else "prefix tuning"
+            raise KVPatchError(
+                f"PEFT's {name} brings a KV cache of its own, which cannot be put on a budget; LoRA and other adapters that "
+                "change weights work, and so does prompt tuning."
+            )

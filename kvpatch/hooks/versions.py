@@ -1,0 +1,39 @@
+"""Which versions of transformers and torch kvpatch knows; said before a model is touched, never at import."""
+
+from __future__ import annotations
+
+import functools
+
+from packaging.version import InvalidVersion, Version  # transformers brings it
+
+from ..errors import KVPatchError
+
+TRANSFORMERS = "5.15", "6"  # from, to below; setup.cfg says the same
+TORCH = "2.10"
+
+
+@functools.lru_cache
+def check_versions(transformers: str, torch: str) -> None:
+    """Refuse versions that are too old, and a major version of transformers that nobody has tried.
+
+    Raises:
+        KVPatchError: with the command that installs what is known.
+    """
+    oldest, newest = TRANSFORMERS
+    if not int(newest) > _release(transformers)[0] or _release(transformers) < _release(oldest):
+        raise KVPatchError(
+            f"kvpatch knows transformers {oldest} to {int(newest) - 1}.x; this is {transformers}: "
+            f"pip install 'transformers>={oldest},<{newest}'"
+        )
+    if _release(torch) < _release(TORCH):
+        raise KVPatchError(f"kvpatch knows torch {TORCH} and newer; this is {torch}: pip install 'torch>={TORCH}'")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(5, 23, 0) of "5.23.0.dev0" or "5.23.0+cpu": a development version has what its release will have."""
+    try:
+        return Version(version).release
+    except InvalidVersion as error:
+        raise KVPatchError(
+            f"{version!r} is no version number: install a release of transformers and torch, pip install 'transformers<6'"
+        ) from error

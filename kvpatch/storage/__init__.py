@@ -1,0 +1,1 @@
+"""A compressed cache in a file."""

@@ -1,0 +1,244 @@
+"""A compressed cache in a file: safetensors with its description as JSON, and nothing that could run code.
+
+The file says which model, policy and budget it belongs to and carries a checksum; whatever does not match is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import uuid
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..backends.head_offsets import Extents
+from ..cache import invariants
+from ..cache.cache import EvictingCache, writable
+from ..cache.layer import SlotLayer
+from ..errors import KVPatchError
+from ..policies import Policy
+from ..policies.context import SIZES, Limits
+from . import schema
+from .header import InvalidError, entries, parse, read
+
+if TYPE_CHECKING:
+    from ..hooks.target import Target
+    from ..patching import Patch
+
+FORMAT = "kvpatch cache 1"
+_CACHE, _ROWS, _LAYER, _TENSORS = schema.CACHE, schema.ROWS, schema.LAYER, schema.TENSORS
+
+
+def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
+    """Write `cache` to `path`. model: what identifies the model.
+
+    Raises:
+        KVPatchError: the cache is empty, or in the middle of a prompt or of a pass.
+    """
+    cache.check_whole()
+    if not cache.get_seq_length():
+        raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
+    if cache.turn_open:
+        raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
+    with cache.reading("save_cache()"):
+        tensors, about = _described(cache, model)
+    text = json.dumps(about)
+    _write(path, tensors, {"kvpatch": text, "checksum": _checksum(text, tensors)})
+
+
+def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of a cache, on the CPU, and the rest of it as plain values."""
+    tensors = {name: getattr(cache, name) for name in _ROWS if getattr(cache, name) is not None}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
+        own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        extents = None if layer.extents is None else [layer.extents.capacities, layer.extents.filled]
+        layers.append(
+            {name: getattr(layer, name) for name in _LAYER} | {"extents": extents, "limits": _rows(layer.limits)}
+        )
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    about = {
+        "format": FORMAT,
+        "model": model,
+        "settings": settings_of(cache),
+        "cache": {name: getattr(cache, name) for name in _CACHE},
+        "layers": layers,
+    }
+    return tensors, about
+
+
+def _write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """The file appears under its name when it is whole and on the disk: until then an earlier one of that name stays."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    goal = Path(path)
+    part = goal.with_name(f".{goal.name}.{uuid.uuid4().hex}.part")
+    try:
+        if goal.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try:
+            save_file(tensors, part, metadata=metadata)
+            _to_disk(part)
+            os.replace(part, goal)
+        finally:
+            part.unlink(missing_ok=True)
+        _to_disk(goal.parent)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise KVPatchError(
+            f"The cache was not saved to {path}: {reason}. Give the name of a file in a folder that exists, where you may "
+            "write and there is room."
+        ) from error
+
+
+def _to_disk(path: Path) -> None:
+    """What was written there survives a power failure."""
+    if os.name == "nt" and path.is_dir():
+        return  # folders cannot be opened
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@writable
+def load(patch: Patch, path: str | PathLike[str], target: Target) -> EvictingCache:
+    """The cache saved at `path`, under `patch`, each layer on its own device.
+
+    The file is taken for a stranger's. Its header is read first, and memory is taken for tensors only when all that is said
+    there fits the model and the patch; then the numbers are looked at. The checksum finds accidents: whoever alters a file on
+    purpose can write it anew, for it is no signature.
+
+    Raises:
+        KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
+    """
+    cache = patch.new_cache()
+    try:
+        about, tensors = _read(Path(path), cache, target)
+    except InvalidError as error:
+        raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
+    devices = target.devices()
+    for name, value in about["cache"].items():
+        setattr(cache, name, value)
+    for name in _ROWS:
+        setattr(cache, name, tensors[name].to(devices[0]) if name in tensors else None)
+    for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
+        own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
+        _fill(cache, layer, own, described)
+    try:
+        invariants.check(cache)
+    except InvalidError as error:
+        raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
+    cache.deck_due = True
+    return cache
+
+
+def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
+    extents, limits = described.pop("extents"), described.pop("limits")
+    for name, value in described.items():
+        setattr(layer, name, value)
+    for name, tensor in tensors.items():
+        if name.startswith("state."):
+            layer.state[name.removeprefix("state.")] = tensor
+        else:
+            setattr(layer, name, tensor)
+    layer.is_initialized, layer.dtype, layer.device = True, tensors["keys"].dtype, tensors["keys"].device
+    if extents is not None:
+        layer.extents = Extents(extents[0], extents[1], layer.device, exactly=True)
+    if limits is not None:
+        rows = tuple(map(tuple, limits))
+        if (rows, layer.device) not in cache.limits_of:  # layers that are alike share them
+            cache.limits_of[rows, layer.device] = Limits.of(rows, layer.device)
+        layer.limits = cache.limits_of[rows, layer.device]
+
+
+def _rows(limits: Limits | None) -> list[list[int]] | None:
+    if limits is None:
+        return None
+    columns = [getattr(limits, name).flatten().tolist() for name in SIZES]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def settings_of(cache: EvictingCache) -> dict[str, Any]:
+    """What a cache was made with, as plain values."""
+    return {
+        "policy": described(cache.policy),
+        "k": list(cache.budget.per_layer),
+        "seed": cache.seed,
+        "block": cache.block,
+        "positions": "renumbered" if cache.renumbered else "original",
+    }
+
+
+def described(policy: Policy) -> dict[str, Any]:
+    """A policy's name, schedule, parts and options as plain values."""
+    parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
+    options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
+    return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
+
+
+def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the file says of itself and its tensors, which fit `cache`, an empty one of the patch."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            texts = file.metadata() or {}
+            about = _about(texts.get("kvpatch", ""), path)
+            _compare("model", about["model"], target.identity(), path)
+            _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
+            found = entries(file)
+            schema.check(about, found, cache, target.shapes())
+            tensors = {name: read(file, name) for name in found}
+    except FileNotFoundError as error:
+        raise KVPatchError(f"There is no file {path}: give the path that save_cache() wrote to.") from error
+    except OSError as error:
+        raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that save_cache() wrote.") from error
+    except SafetensorError as error:
+        words = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
+        raise KVPatchError(f"{words} Save it anew with patch.save_cache().") from error
+    if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):
+        raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match. Save it anew.")
+    return about, tensors
+
+
+def _about(text: str, path: Path) -> dict[str, Any]:
+    """The description, a table of tables."""
+    about = parse(text) if text else {}
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise KVPatchError(f"{path} is no cache saved by this version of kvpatch ({FORMAT!r}): read its text again.")
+    schema.table("its description", about, ("format", "model", "settings", "cache", "layers"))
+    for name in ("model", "settings"):
+        if not isinstance(about[name], dict):
+            raise InvalidError(f"its {name} is no table")
+    return about
+
+
+def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:
+    for name in [*saved, *(name for name in mine if name not in saved)]:
+        old, new = saved.get(name), mine.get(name)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                _compare(f"{what}'s {name}", old, new, path)
+            raise KVPatchError(
+                f"{path} was saved under another {what}: {name} is {old!r} there and {new!r} here. A cache only continues "
+                "under what it was made with: load it under that, or read the text again."
+            )

@@ -1,0 +1,156 @@
+"""What a saved cache may say of itself, checked against the patch that loads it before any tensor is read.
+
+Names, types and ranges of its description, and names, shapes and dtypes of its tensors, which follow from the policy, the
+model and the description. contents.py looks at the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.cache import EvictingCache
+from ..policies.context import SIZES, accumulator
+from .header import Entry, InvalidError, are_counts, is_count
+
+CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
+ROWS = ("seen_B", "shared", "lag_B")
+LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
+TENSORS = ("keys", "values", "positions", "free_BH", "keep_BH1", "mass_BH")
+_COUNTS = ("used", "seen", "filling", "floor", "slack", "grown")
+_FLAGS = ("holes", "evicting", "contiguous")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the model says: KV heads and head size of each layer, query heads per KV head (None where it does not say), and the
+    sliding window of each layer."""
+
+    heads: list[tuple[int, int]]
+    group: int | None
+    sliding: list[int | None]
+
+
+def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != set(names):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
+    return value
+
+
+def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: Shapes) -> None:
+    """Raise InvalidError unless this describes a state of `cache`, an empty one of the patch."""
+    left = dict(entries)
+    B = _take(left, "seen_B", (torch.int64,), (None,)).shape[0]
+    of_cache, layers = table("its cache", about["cache"], CACHE), about["layers"]
+    for name in ("steps", "turns"):
+        _must(is_count(of_cache[name]), f"{name} is {of_cache[name]!r:.40}")
+    for name in ("joined", "padded", "by_columns"):
+        _must(isinstance(of_cache[name], bool), f"{name} is {of_cache[name]!r:.40}")
+    starts = of_cache["turn_from_B"]
+    _must(are_counts(starts), f"turn_from_B is {starts!r:.60}")  # the next prompt sets it anew
+    _must(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
+    for index, described in enumerate(layers):
+        _Layer(cache, index, B, of_cache["turns"] > 0, shapes).check(described, left)
+    if of_cache["joined"] and "lag_B" in left:
+        _take(left, "lag_B", (torch.float64,), (B,))
+    score = cache.policy.score
+    if score is not None and score.across_layers and of_cache["turns"] and cache.chooses:
+        _take(left, "shared", FLOATS[:2], (B, shapes.heads[0][0], None))
+    _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
+
+
+class _Layer:
+    """ended: whether a prompt has ended in this cache."""
+
+    def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shapes: Shapes) -> None:
+        self.cache, self.index, self.B, self.ended = cache, index, B, ended
+        (self.H, self.D), self.group, self.sliding = shapes.heads[index], shapes.group, shapes.sliding[index]
+        self.policy, self.where = cache.policies[index], f"layer {index}"
+        self.cuts = cache.acting[index] and ended
+
+    def check(self, described: object, left: dict[str, Entry]) -> None:
+        own = table(self.where, described, (*LAYER, "extents", "limits"))
+        for name in _COUNTS:
+            _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
+        for name in _FLAGS:
+            _must(isinstance(own[name], bool), f"{self.where}: {name} is {own[name]!r:.40}")
+        _must(own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}")
+        evicts = self.cuts and self.policy.schedule != "prompt"
+        _must(own["evicting"] == evicts, f"{self.where}: evicting is {own['evicting']}, which the policy is not")
+        C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
+        _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
+        free = f"{self.index}.free_BH" in left
+        keys = self._keys(own["extents"], C, left, free and own["holes"])
+        if free:
+            self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
+        if self.cuts:
+            self._tensor(left, "keep_BH1", (torch.int64,), (self.B, self.H, 1))
+        if f"{self.index}.mass_BH" in left:
+            self._tensor(left, "mass_BH", FLOATS, (self.B, self.H))
+        self._limits(own["limits"])
+        self._state(left, keys.dtype, C, own["evicting"])
+
+    def _tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
+        return _take(left, f"{self.index}.{name}", dtypes, shape)
+
+    def _keys(self, extents: object, C: int, left: dict[str, Entry], open_to_ragged: bool) -> Entry:
+        shape: tuple[int, ...] = (self.B, self.H, C, self.D)
+        if extents is not None:
+            pair = isinstance(extents, list) and len(extents) == 2 and all(are_counts(part) for part in extents)
+            _must(pair and open_to_ragged, f"{self.where}: extents are {extents!r:.60}")
+            assert isinstance(extents, list)
+            capacities, filled = extents
+            fits = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
+            fits = fits and all(some <= all_ for some, all_ in zip(filled, capacities, strict=True))
+            _must(fits, f"{self.where}: extents {extents!r:.60} are not those of {self.B * self.H} heads of up to {C} slots")
+            shape = (sum(capacities), self.D)
+        keys = self._tensor(left, "keys", FLOATS, shape)
+        self._tensor(left, "values", (keys.dtype,), shape)
+        return keys
+
+    def _limits(self, limits: object) -> None:
+        if not self.cuts:
+            _must(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
+            return
+        rows = isinstance(limits, list) and len(limits) == self.B
+        rows = rows and all(are_counts(row) and len(row) == len(SIZES) for row in limits)  # type: ignore[attr-defined]
+        _must(rows, f"{self.where}: limits are {limits!r:.60}")
+
+    def _state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
+        """The tensors beside the keys that the policy's parts would have made."""
+        score, shape, wide = self.policy.score, (self.B, self.H, C), (accumulator(dtype),)
+        if score is None or not self.cache.acting[self.index]:
+            return
+        for name in self.policy.statistics:
+            self._tensor(left, f"state.{name}", wide, shape)
+        like = torch.zeros(1, self.H, 1, self.D, dtype=dtype)
+        entry = score.entry(like, torch.zeros(1, 1, dtype=torch.long), self.group or 1, self.index, self.cache.seed)
+        for name, tensor in entry.items():
+            rest = (self.group,) if tensor.ndim == 4 else ()
+            self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
+        if self.policy.selection is not None and self.policy.schedule != "prompt":
+            self._tensor(left, "state.norm", wide, shape)
+        if score.tail and (evicting or f"{self.index}.state.tail" in left):
+            self._tensor(left, "state.tail", wide, shape)
+        if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
+            self._tensor(left, "state.protect", (torch.bool,), shape)
+
+
+def _take(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
+    """The entry `name`, no longer left; None in `shape` is any size."""
+    entry = left.pop(name, None)
+    _must(entry is not None, f"it holds no {name}")
+    assert entry is not None
+    fits = len(entry.shape) == len(shape) and all(own in (None, size) for own, size in zip(shape, entry.shape, strict=True))
+    words = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
+    _must(fits and entry.dtype in dtypes, words.replace("None", "n"))
+    return entry
+
+
+def _must(condition: object, words: str) -> None:
+    if not condition:
+        raise InvalidError(words)
