@@ -1,9 +1,13 @@
-"""The one error type of the library, and the helper that words "did you mean"."""
+"""The error types of the library, and the helper that words "did you mean"."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+
+class InvalidError(Exception):
+    """A state that no cache can be in, or a part of a file that describes one, in words; whoever reads the file names it."""
 
 
 class KVPatchError(ValueError):

@@ -21,13 +21,17 @@ from transformers import Cache
 
 from .arch.bound import Site
 from .backends.dispatch import check, check_name
+from .cache import from_dynamic
 from .cache.cache import EvictingCache
-from .cache.checks import file_path, no_argument
+from .cache.settings import CacheSettings
 from .errors import KVPatchError
 from .hooks import ownership
 from .hooks.accelerate import put_hook, replace_forward
-from .hooks.decoder import MISSING, Mark, Settings, attention_forward, before_decoder, parameters
+from .hooks.attention import attention_forward, parameters
+from .hooks.decoder import before_decoder
 from .hooks.generate import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
+from .hooks.inputs import file_path, no_argument
+from .hooks.state import MISSING, Mark, PatchState
 from .hooks.target import Target, already_patched
 from .hooks.versions import check_versions
 from .policies import Policy, get_policy
@@ -138,7 +142,10 @@ def patch(
     _check_shared(chosen, budget, target.bounds())
     for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
         check(backend, case)
-    return Patch(target, chosen, budget, seed, block, positions == "renumbered", backend, strict)
+    renumbered, names = positions == "renumbered", target.names() if strict else ()
+    return Patch(
+        target, CacheSettings(chosen, budget, seed, block, renumbered, backend, target.bounds(), target.parallel, names)
+    )
 
 
 def _check_block(block: object, policy: Policy) -> None:
@@ -178,20 +185,8 @@ def _check_options(positions: object, seed: object) -> None:
 class Patch:
     """A patch in force. Made by `patched` and `patch`."""
 
-    def __init__(
-        self,
-        target: Target,
-        policy: Policy,
-        budget: Budget,
-        seed: int,
-        block: int | None,
-        renumbered: bool,
-        backend: str,
-        strict: bool = False,
-    ) -> None:
-        self.policy, self.budget, self.seed = policy, budget, seed
-        self.block, self.renumbered, self.backend, self.strict = block, renumbered, backend, strict
-        self.parallel, self._target = target.parallel, target
+    def __init__(self, target: Target, settings: CacheSettings) -> None:
+        self.settings, self._target = settings, target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
         self._undo: list[Callable[[], None]] = []  # each is there before what it undoes, and may run twice
@@ -202,36 +197,43 @@ class Patch:
             raise
 
     def _install(self, target: Target) -> None:
-        mark = Mark(self.policy.name)
+        mark = Mark(self.settings.policy.name)
         for module, adapter in target.attentions:
             self._claim(module, mark)
             for name, value in adapter.attributes(module).items():
                 self._set(module, name, value)
             replace_forward(module, functools.partial(attention_forward, type(module), adapter), self._undo.append)
-        adapter = target.attentions[0][1]
-        limit = adapter.max_positions(getattr(target.decoder, "config", None))
-        settings = Settings(self, adapter, limit, target)
-        if self.strict:
-            names = {module: name for name, module in target.decoder.named_modules()}
-            settings.strict = tuple(names[module] for module, _ in target.attentions)
-        settings.decoder_parameters = parameters(type(target.decoder))  # type: ignore[arg-type]
-        for name, ours in adapter.aside(target.decoder).items():
-            settings.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
-            self._set(target.decoder, name, settings.aside[name][0])
-        self._settings = settings
-        hook = functools.partial(before_decoder, settings=settings)
+        state = self._state = self._hook_state(target)
+        for name, ours in state.adapter.aside(target.decoder).items():
+            state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
+            self._set(target.decoder, name, state.aside[name][0])
+        hook = functools.partial(before_decoder, state=state)
         put_hook(target.decoder, hook, self._undo.append)
         for generator in target.generators:
-            generate = wrap_generate(vars(generator).get("generate"), settings)
+            generate = wrap_generate(vars(generator).get("generate"), state)
             self._set(generator, "generate", MethodType(generate, generator))
             masks = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
             self._set(generator, "create_masks_for_generate", masks)
-            prepare = wrap_prepare_cache(vars(generator).get(PREPARE), settings)
+            prepare = wrap_prepare_cache(vars(generator).get(PREPARE), state)
             self._set(generator, PREPARE, MethodType(prepare, generator))
-            for name in BATCHED if not settings.transparent else ():
+            for name in BATCHED if not self.settings.transparent else ():
                 self._set(generator, name, MethodType(refuse_batched(name), generator))
             for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
                 self._set(generator, name, MISSING)
+
+    def _hook_state(self, target: Target) -> PatchState:
+        module, adapter = target.attentions[0]
+        limit = adapter.max_positions(getattr(target.decoder, "config", None))
+        names = parameters(type(target.decoder))  # type: ignore[arg-type]
+        mine = weakref.ref(self)  # the model must not keep the Patch alive
+
+        def note(cache: EvictingCache, finished: bool) -> None:
+            patch = mine()
+            if patch is not None:
+                patch._cache = weakref.ref(cache)
+                patch._report = Report.of(cache) if finished else patch._report
+
+        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names, note)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         own = vars(module)
@@ -269,12 +271,12 @@ class Patch:
         """
         if room is not None:
             whole("room", room, "tokens")
-        cache = self._settings.new_cache()
-        cache.room = room
+        cache = self._state.new_cache()
+        cache.request.room = room
         if past is not None and isinstance(past, Cache):
-            ownership.check_layers(past, self._settings)
+            ownership.check_layers(past, self._state)
         if past is not None:
-            cache.absorb(past)
+            from_dynamic.absorb(cache, past)
         return cache
 
     def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
@@ -283,7 +285,7 @@ class Patch:
         Raises:
             KVPatchError: the cache is empty or in the middle of a prompt.
         """
-        ownership.check_own(cache, self._settings)
+        ownership.check_own(cache, self._state)
         save(cache, file_path(path), self._target.identity())
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
@@ -292,9 +294,10 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        cache = load(self, file_path(path), self._target)
+        target = self._target
+        cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
         with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
-            for layer, (module, adapter) in zip(cache.layers, self._target.attentions, strict=True):
+            for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
                 layer.geometry = Site(adapter, module, layer.positions.shape[1]).geometry(layer.device)
         return cache
 
@@ -308,7 +311,7 @@ class Patch:
         if cache is not None and cache.get_seq_length():
             return Report.of(cache)
         if self._report is None:
-            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._settings.ran else ""
+            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._state.ran else ""
             raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
         return self._report
 
@@ -318,7 +321,7 @@ class Patch:
         cache = self._cache() if self._cache is not None else None
         if cache is not None and not cache.unfinished and cache.get_seq_length():
             self._report, self._cache = Report.of(cache), None
-        self._settings.warn_if_unfelt()
+        self._state.warn_if_unfelt()
 
     def restore(self) -> None:
         """Put the model back, newest change first. An interrupt comes out when all is back; what it stopped is done again."""

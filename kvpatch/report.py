@@ -51,17 +51,18 @@ class Report:
     def of(cls, cache: EvictingCache) -> Report:
         """The state of `cache` now; what happens to the cache later does not change it."""
         every: list[Any] = cache.layers
+        settings = cache.settings
         filled = [index for index, layer in enumerate(every) if layer.is_initialized]
         layers = [every[index] for index in filled]
         full = sum(
             layer.positions.shape[:2].numel() * tensor.shape[-1] * tensor.element_size() * min(layer.seen, bound or layer.seen)
-            for layer, bound in zip(layers, (cache.bounds[index] for index in filled), strict=True)
+            for layer, bound in zip(layers, (settings.bounds[index] for index in filled), strict=True)
             for tensor in (layer.keys, layer.values)
         )
         return cls(
-            policy=cache.policy.name,
-            schedule=cache.policy.schedule,
-            budget=cache.budget.per_layer,
+            policy=settings.policy.name,
+            schedule=settings.policy.schedule,
+            budget=settings.budget.per_layer,
             backend=", ".join(dict.fromkeys(name for name, _ in cache.choice.ran.values())) or "torch",
             backends=dict(cache.choice.ran),
             seen=cache.get_seq_length(),
@@ -69,10 +70,10 @@ class Report:
             full_nbytes=full,
             positions=[cache.positions(index) for index in filled],
             lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
-            part="" if cache.parallel.size == 1 else str(cache.parallel),
+            part="" if settings.parallel.size == 1 else str(settings.parallel),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
-            bounds=tuple(cache.bounds[index] for index in filled),
-            felt=cache.turns > 1 or cache.steps > 0 or 0 < (cache.block or 0) < cache.get_seq_length(),
+            bounds=tuple(settings.bounds[index] for index in filled),
+            felt=cache.turns.count > 1 or cache.counters.steps > 0 or 0 < (settings.block or 0) < cache.get_seq_length(),
         )
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..backends.protocol import Geometry
-from ..hooks.sharding import WHOLE, Parallel, local
+from ..policies.parallel import WHOLE, Parallel
 from .adapter import Adapter
 
 
@@ -26,6 +26,12 @@ def _evaluating(attn: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process' part of a sharded parameter; any other as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def _shown(module: Any, inputs: int) -> Tensor | None:

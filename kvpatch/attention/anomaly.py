@@ -43,7 +43,7 @@ def _check(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) 
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     heads = ", ".join(map(str, sorted(set(bad_BHT.nonzero()[:, 1].tolist()))))
     raise KVPatchError(
-        f"strict=True: the {hop} of layer {call.layer} ({call.cache.strict[call.layer] or 'the model itself'}) are NaN or "
+        f"strict=True: the {hop} of layer {call.layer} ({call.settings.strict[call.layer] or 'the model itself'}) are NaN or "
         f"infinite at {few}{more}, head {heads}. {then}{' ' if then else ''}"
         "Look at this layer's weights and at the layers before it; a float16 model that overflows may run in bfloat16 "
         "(model.to(torch.bfloat16)). Leave strict out to go on: a NaN then counts as the lowest score."

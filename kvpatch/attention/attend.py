@@ -10,13 +10,14 @@ from einops import rearrange
 from torch import Tensor
 
 from ..arch.bound import Site
-from ..cache.cache import EvictingCache
+from ..cache import passes
+from ..cache.state import TextState
 from . import anomaly, blockwise, decode, prefill
 from .layer_call import Call
 from .stacked import Deck
 
 
-def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
+def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
     """Attention of new tokens through the cache; evicts what the policy says.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
@@ -29,14 +30,14 @@ def attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, si
     return _attend(cache, layer, q, k, v, site)
 
 
-def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
-    assert cache.now is not None, "EvictingCache.begin() runs in the decoder's pre-hook"
+def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
+    assert cache.now is not None, "passes.begin() runs in the decoder's pre-hook"
     call = Call(cache, cache.now, layer, site, group=q.shape[1] // k.shape[1], device=q.device)
     slots = call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if cache.strict:
+    if cache.settings.strict:
         anomaly.check_inputs(call, q, k, v)
     q_BHGQD, P, Q = q.unflatten(1, (-1, call.group)), call.now.prompt, q.shape[2]
     read = blockwise.attend if call.now.blocks else prefill.attend
@@ -52,23 +53,23 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
             at = slice(t, t + 1)
             outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
         out = torch.cat(outs, 3)
-    if cache.strict:
+    if cache.settings.strict:
         anomaly.check_outcome(call, out)
     if P and call.now.ends_prompt:
         decode.foresee(call, q_BHGQD[:, :, :, 0])
     slots.graph = None
-    cache.end(layer)
+    passes.end(cache, layer)
     return rearrange(out, "b h g q d -> b q (h g d)")
 
 
 def _deck(call: Call, q_BHGD: Tensor) -> Deck | None:
     """The cache's Deck for this pass: made when every slot is in use, given up when rows are moved or steps recorded."""
     cache = call.cache
-    if call.now.recording or cache.strict:
-        cache.deck = None
+    if call.now.recording or cache.settings.strict:
+        cache.stack = None
         return None
     # only between passes: within one, the layers before this one have evicted already
-    if cache.deck_due and call.layer == 0 and call.slots.free_BH is not None:
-        cache.deck_due = False
-        cache.deck = Deck.of(cache, call.group) if decode.backend_of(call, q_BHGD) == "torch" else None
-    return cache.deck
+    if cache.stack_due and call.layer == 0 and call.slots.free_BH is not None:
+        cache.stack_due = False
+        cache.stack = Deck.of(cache, call.group) if decode.backend_of(call, q_BHGD) == "torch" else None
+    return cache.stack

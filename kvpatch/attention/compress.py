@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..backends.head_offsets import wasteful
 from ..cache.layer import SLACK, slack
-from ..hooks.sharding import WHOLE
-from ..policies.context import Limits
+from ..policies.parallel import WHOLE
 from ..policies.selection import top
 from .layer_call import Call
 
@@ -19,7 +18,7 @@ def end_prompt(call: Call, past: int) -> None:
     if call.score is None:
         if now.final:
             slots.settle(None, None, slots.used + (_room(call) or slots.used // 16 + 16))
-            if cache.room is not None:
+            if cache.request.room is not None:
                 slots.open()
         return
     B, H, _ = slots.positions.shape
@@ -31,7 +30,7 @@ def end_prompt(call: Call, past: int) -> None:
     fixed_BH = _fixed(call, held_BH)
     everyone = WHOLE
     if call.policy.over_heads is not None:  # the heads of a layer share its budget, also those on other processes
-        everyone = cache.parallel
+        everyone = cache.settings.parallel
         held_BH, fixed_BH = everyone.heads(held_BH), everyone.heads(fixed_BH)
         H = held_BH.shape[1]
     keep_BH = fixed_BH + torch.tensor(budget_B, device=held_BH.device)[:, None]
@@ -91,7 +90,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
         return
     slots.keep_BH1 = keep_BH[..., None]
     slots.filling = max(*room, 0) if slots.evicting else 0
-    slots.holes |= call.cache.room is not None and slots.filling > 0
+    slots.holes |= call.cache.request.room is not None and slots.filling > 0
     slots.slack = slots.grown = 0
     needs = [k + 1 for k in keeps] if slots.evicting else counts
     if not slots.evicting:
@@ -103,7 +102,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
         slots.settle_ragged(index, kept, [need + slots.slack for need in needs], filled)
     elif not slots.evicting:
         slots.settle(index, kept, held + (_room(call) or held // SLACK + slack(held)))
-        if call.cache.room is not None:
+        if call.cache.request.room is not None:
             slots.open()
     elif slots.holes or not slots.filling:
         slots.settle(index, kept, max(keeps) + 1)
@@ -115,7 +114,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
 
 def _room(call: Call) -> int | None:
     """Tokens that will be decoded, where that is known."""
-    return call.cache.room or call.cache.new_tokens
+    return call.cache.request.room or call.cache.request.new_tokens
 
 
 def _fixed(call: Call, held_BH: Tensor) -> Tensor:
@@ -158,14 +157,12 @@ def limit(call: Call) -> None:
         call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
         for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
     )
-    if (sizes, device) not in cache.limits_of:  # layers of one budget and device share them
-        cache.limits_of[sizes, device] = Limits.of(sizes, device)
-    slots.limits = cache.limits_of[sizes, device]
+    slots.limits = cache.limits(sizes, device)
 
 
 def _budgets(call: Call) -> list[int]:
     """Tokens that each row may hold beside what is kept outside the budget."""
-    return [call.cache.tokens(call.layer, n) for n in call.now.budget_n_B]
+    return [call.settings.tokens(call.layer, n) for n in call.now.budget_n_B]
 
 
 def newest(call: Call) -> Tensor:

@@ -55,7 +55,7 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
     if call.slots.free_BH is None or (call.score is not None and call.score.across_layers):
         call.cache.choice.note(task, "torch", "tokens are appended, or layers share a score")
         return "torch"
-    if call.cache.lag_B is not None and call.observes:
+    if call.cache.counters.lag_B is not None and call.observes:
         call.cache.choice.note(task, "torch", "rows have temperatures of their own")
         return "torch"
     return call.cache.choice.of(task, case)

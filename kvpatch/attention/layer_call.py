@@ -11,9 +11,9 @@ from ..arch.bound import Site
 from ..backends.protocol import Case, Geometry, Keys, Task
 from ..backends.torch_backend import Rows
 from ..backends.value_norms import projected_norms
-from ..cache.cache import EvictingCache
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
+from ..cache.state import TextState
 from ..policies.context import Block, Moment
 from ..policies.statistics import STATISTICS
 
@@ -24,16 +24,18 @@ class Call:
     """A forward pass (`now`) reaching one layer of a cache. score is None where the layer never evicts."""
 
     def __init__(
-        self, cache: EvictingCache, now: Forward, layer: int, site: Site, group: int, device: torch.device
+        self, cache: TextState, now: Forward, layer: int, site: Site, group: int, device: torch.device
     ) -> None:
         self.cache, self.now, self.layer, self.site, self.group = cache, now, layer, site, group
+        self.settings = cache.settings
         self.slots: SlotLayer = cache.layers[layer]
         if self.slots.geometry is None:
             self.slots.geometry = site.geometry(device)
         self.geometry: Geometry = self.slots.geometry
-        self.policy = cache.policies[layer]
-        self.score = self.policy.score if cache.acting[layer] else None
-        if cache.bounds[layer] is not None and (now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None):
+        self.policy = self.settings.policies[layer]
+        self.score = self.policy.score if self.settings.evicts[layer] else None
+        asked = now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None
+        if self.settings.bounds[layer] is not None and asked:
             # what the user asks of the policy does not concern a layer that bounds itself
             self.now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.positions_BQ = self.now.on(device)
@@ -51,8 +53,8 @@ class Call:
         """What the score, the selection and `protect=` note about tokens when they enter."""
         if self.score is None:
             return {}
-        first = self.cache.parallel.first(k_BHQD.shape[1])
-        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.cache.seed, first)
+        first = self.settings.parallel.first(k_BHQD.shape[1])
+        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.settings.seed, first)
         entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
@@ -70,7 +72,7 @@ class Call:
         assert self.policy.selection is not None
         rows = self.slots.output_rows
         if rows is None:
-            rows, worked_out = self.site.output_rows(v_BHQD, self.group, self.cache.parallel)
+            rows, worked_out = self.site.output_rows(v_BHQD, self.group, self.settings.parallel)
             self.slots.output_rows = rows if worked_out else None
         return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
 
@@ -82,8 +84,8 @@ class Call:
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
             like = k_BH1D.expand(-1, -1, AHEAD, -1)
-            first = self.cache.parallel.first(like.shape[1])
-            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.cache.seed, first))
+            first = self.settings.parallel.first(like.shape[1])
+            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.settings.seed, first))
         at = slots.seen - slots.ahead[0]
         entry = {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
         return {**entry, **self.selection_entry(v_BH1D)}
@@ -117,14 +119,14 @@ class Call:
             gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
             scores=scores,
             fresh=self.score is not None and self.score.fresh,
-            renumbered=self.cache.renumbered,
+            renumbered=self.settings.renumbered,
             special=self.geometry.special,
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
         """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
         that its head holds: keys are cached without positions and get them here, as do the queries."""
-        if not self.cache.renumbered:
+        if not self.settings.renumbered:
             return q_BHGQD, keys
         positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
         ranks = _ranks(positions) if keys.holes or not keys.ordered else positions
@@ -161,7 +163,7 @@ class Call:
                 shared[id(slots.limits), t] = recent_B11
         return Moment(
             layer=self.layer,
-            seed=self.cache.seed,
+            seed=self.settings.seed,
             positions_BHS=positions,
             newest_B11=newest_B11,
             recent_B11=recent_B11,
@@ -171,7 +173,7 @@ class Call:
             sliding=self.geometry.sliding,
             empty=slots.holes,
             aligned=self.policy.aligned,
-            parallel=self.cache.parallel,
+            parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
         )
@@ -194,7 +196,7 @@ class Call:
         def place() -> tuple[Tensor, Tensor, Tensor]:
             H = slots.positions.shape[1]
             n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
-            head_N = self.cache.parallel.first(H) + n % H
+            head_N = self.settings.parallel.first(H) + n % H
             head_NG = head_N[:, None] * self.group + torch.arange(self.group, device=rows_BQ.device)
             row_NR = rows_BQ[:, None, rows.start : rows.stop].expand(-1, H, -1).flatten(0, 1)[heads]
             return head_NG, row_NR, slots.positions.flatten(0, 1)[heads, columns]
@@ -206,7 +208,7 @@ class Call:
             place=place,
             tau=tau,
             layer=self.layer,
-            seed=self.cache.seed,
+            seed=self.settings.seed,
         )
         return {name: STATISTICS[name](block, self.score) for name in self.policy.statistics}
 

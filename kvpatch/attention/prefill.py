@@ -77,7 +77,7 @@ def _observed_prompt(
     assert call.score is not None
     B, H, G, _, _ = q_BHGQD.shape
     T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
-    tau = call.score.temperature(0, call.cache.new_tokens)
+    tau = call.score.temperature(0, call.cache.request.new_tokens)
     name = call.backend("statistics", q_BHGQD, keys)
     if name != "torch":
         out, lse = _attend(call, q_BHGQD, keys, rows_BQ)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backends import torch_backend
-from ..cache.cache import EvictingCache
+from ..cache.state import TextState
 from ..policies.context import Block, Limits, Moment
 from ..policies.selection import victim
 from ..policies.statistics import STATISTICS
@@ -25,12 +25,12 @@ BUFFER = 1 << 24  # probabilities of all layers: 64 MiB; above it a step is long
 class Deck:
     """Stacked state of a cache whose layers are alike. `of` says whether there can be one."""
 
-    def __init__(self, cache: EvictingCache) -> None:
-        layers, self.policy = cache.layers, cache.policy
+    def __init__(self, cache: TextState) -> None:
+        layers, self.policy = cache.layers, cache.settings.policy
         first = layers[0]
         self.L, (self.B, self.H, self.C) = len(layers), first.positions.shape
         self.device, self.sliding = first.positions.device, first.sliding
-        self.seed, self.score, self.parallel = cache.seed, cache.policy.score, cache.parallel
+        self.seed, self.score, self.parallel = cache.settings.seed, cache.settings.policy.score, cache.settings.parallel
         self.positions = torch.cat([layer.positions for layer in layers])
         self.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
         assert first.limits is not None
@@ -47,10 +47,11 @@ class Deck:
         self._free(cache, torch.cat([layer.free_BH for layer in layers if layer.free_BH is not None]))
 
     @classmethod
-    def of(cls, cache: EvictingCache, group: int) -> Deck | None:
+    def of(cls, cache: TextState, group: int) -> Deck | None:
         """A Deck for `cache`, or None where its layers differ or do not evict one token per step."""
-        first, score = cache.layers[0], cache.policy.score
-        if score is None or not all(cache.acting) or score.across_layers or len(cache.free) < len(cache.layers):
+        first, settings = cache.layers[0], cache.settings
+        score = settings.policy.score
+        if score is None or not all(settings.evicts) or score.across_layers or any(settings.bounds):
             return None
         if len(cache.layers) * first.positions.numel() * group > BUFFER:
             return None
@@ -66,7 +67,7 @@ class Deck:
         )
         return cls(cache) if alike else None
 
-    def _free(self, cache: EvictingCache, slot: Tensor) -> None:
+    def _free(self, cache: TextState, slot: Tensor) -> None:
         """Name the slots [L*B,H] that the next token goes to."""
         self.at = slot.reshape(-1) + self.begins
         local = self.at.view(self.L, -1) - torch.arange(self.L, device=self.device)[:, None] * (self.B * self.H * self.C)

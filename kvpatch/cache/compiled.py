@@ -1,9 +1,9 @@
 """A decode step under torch.compile: the code of every other step, with whatever changes from step to step in tensors.
 
 A Python number that a traced step read would be compiled in, and the next step would compile again. So a traced step moves
-the tensors of the cache's Clock instead of the counters, names free slots in place, and asks no tensor for its value. The
-counters are brought up to date when untraced code next uses the cache. Only a step of one token over slots can be traced:
-prompts, roll-back and a score that layers share run as ever, outside the graph. What a pass is, the decoder's pre-hook
+the tensors of the cache's DeviceCounters instead of the counters, names free slots in place, and asks no tensor for its
+value. The counters are brought up to date when untraced code next uses the cache. Only a step of one token over slots can be
+traced: prompts, roll-back and a score that layers share run as ever, outside the graph. What a pass is, the decoder's pre-hook
 decides (`Forward.traced`): torch.compile may give up on any function and run it as it stands, in the middle of a pass.
 
 An interrupt inside a graph cannot be seen by the next pass: a graph runs no code of ours, and it writes its tensors in an order
@@ -13,15 +13,13 @@ whoever compiles the model's forward alone and interrupts a step goes on with a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .forward_context import Forward
-
-if TYPE_CHECKING:
-    from .cache import EvictingCache
+from .state import TextState
 
 NO_ROOM = (
     "A compiled decode step found no free slot: give the cache room for as many tokens as you generate, "
@@ -34,69 +32,53 @@ ONE_GRAPH = (
 NO_POSITIONS = "The text needs more positions than this model has; evicting tokens does not give new ones: generate fewer."
 
 
-class Clock:
-    """0-d tensors that every pass moves: `columns` seen and their `limit`, up to which there is room (int64), decode `steps`
-    since the prompt (float32), and `span`, the number of steps over which a score's temperature moves (float32)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
-        self.steps, self.span = torch.zeros((), device=device), torch.zeros((), device=device)
-
-    def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """After a pass; restart: it ended a prompt."""
-        self.columns.add_(columns)
-        if restart:
-            self.steps.zero_()
-        self.steps.add_(steps)
-
-
-def can_trace(cache: EvictingCache, B: int, Q: int) -> bool:
+def can_trace(cache: TextState, B: int, Q: int) -> bool:
     """Whether a pass of Q columns is a step whose shapes and places are all settled."""
-    if cache.parallel.size > 1 or cache.strict:
+    if cache.settings.parallel.size > 1 or cache.settings.strict:
         return False  # heads on other processes may have a say; or numbers are read back
-    if Q != 1 or cache.turn_open or cache.unfinished or cache.clock is None or cache.seen_B is None:
+    if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
-    score = cache.policy.score
+    score = cache.settings.policy.score
     if score is not None and score.across_layers:
         return False
-    if cache.renumbered:
-        if cache.table is None:
+    if cache.settings.renumbered:
+        if cache.rotary is None:
             return False
-        if cache.table[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
+        if cache.rotary[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
             return False  # the rotary table is that of the ranks there are now
     return all(layer.free_BH is not None and (layer.evicting or layer.slack > 0) for layer in cache.layers)
 
 
-def begin(cache: EvictingCache, max_positions: int | None, real_BT: Tensor | None) -> None:
+def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
     """What EvictingCache.begin does, of a step that can be traced."""
-    assert cache.seen_B is not None and cache.clock is not None
+    assert cache.seen_B is not None and cache.counters.device is not None
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
     if not all(layer.evicting for layer in cache.layers):
-        torch._assert_async(cache.clock.columns < cache.clock.limit, NO_ROOM)
+        torch._assert_async(cache.counters.device.columns < cache.counters.device.limit, NO_ROOM)
     cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
     for layer in cache.layers:
         layer.traced = True
-    cache.now.table = None if cache.table is None else cache.table[1]
+    cache.now.table = None if cache.rotary is None else cache.rotary[1]
 
 
-def end(cache: EvictingCache) -> None:
+def end(cache: TextState) -> None:
     """After the last layer."""
-    assert cache.seen_B is not None and cache.clock is not None
+    assert cache.seen_B is not None and cache.counters.device is not None
     cache.seen_B.add_(1)
-    cache.clock.advance(1, 1, False)
+    cache.counters.device.advance(1, 1, False)
     cache.now = None  # or its tensors would be outputs of the graph
-    cache.behind = True
+    cache.counters.behind = True
 
 
-def mark(cache: EvictingCache) -> None:
+def mark(cache: TextState) -> None:
     """Tell torch.compile that the cache's tensors stay where they are, so that CUDA graphs need no copies of them."""
-    assert cache.seen_B is not None and cache.clock is not None
-    holders: list[Any] = [vars(cache.clock), {"seen_B": cache.seen_B}]
+    assert cache.seen_B is not None and cache.counters.device is not None
+    holders: list[Any] = [vars(cache.counters.device), {"seen_B": cache.seen_B}]
     for layer in cache.layers:
         holders += [vars(part) for part in (layer, layer.limits, layer.extents, layer.geometry) if part is not None]
         holders.append(layer.state)
@@ -104,21 +86,3 @@ def mark(cache: EvictingCache) -> None:
         for value in holder.values():
             if isinstance(value, Tensor):
                 torch._dynamo.mark_static_address(value)
-
-
-def catch_up(cache: EvictingCache) -> None:
-    """Move the counters by the steps that were taken under torch.compile."""
-    assert cache.clock is not None
-    cache.marks["behind"] = ["step under torch.compile"]
-    count = int(cache.clock.columns) - cache.layers[0].seen
-    cache.steps += count
-    cache.choice.ran |= cache.choice.coming
-    cache.deck, cache.deck_due = None, cache.deck_due or cache.deck is not None
-    for layer in cache.layers:
-        layer.seen += count
-        layer.filling = max(layer.filling - count, 0)
-        layer.grown += 0 if layer.evicting else count
-        layer.free_at = layer.ahead = None
-        layer.traced = False
-    cache.behind = False
-    cache.marks.pop("behind")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,13 @@ from ..backends.head_offsets import Extents, wasteful
 from ..policies.context import Limits
 from .compatibility import check
 from .layer import SLACK, SlotLayer, slack
+from .state import TextState
 
-if TYPE_CHECKING:
-    from .cache import EvictingCache
+Text = TypeVar("Text", bound=TextState)
 
 
-def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
-    """See EvictingCache.concatenate."""
+def concatenate(caches: Sequence[Text], consume: bool) -> Text:
+    """Make one cache of several: see EvictingCache.concatenate."""
     check(caches)
     with ExitStack() as stack:
         for cache in caches:
@@ -35,7 +35,7 @@ def join(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
 
 
 @contextmanager
-def _emptied(cache: EvictingCache) -> Iterator[None]:
+def _emptied(cache: TextState) -> Iterator[None]:
     """Around what takes the layers of `cache` away one by one. An error before the first has gone leaves the cache usable."""
     cache.claim("concatenate(consume=True)")
     try:
@@ -47,13 +47,13 @@ def _emptied(cache: EvictingCache) -> Iterator[None]:
     cache.reset()
 
 
-def _joined(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
+def _joined(caches: Sequence[Text], consume: bool) -> Text:
     first, seen = caches[0], [cache.seen_B for cache in caches if cache.seen_B is not None]
     new = _blank(first)
-    new.joined = True
+    new.rows.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
-    new.turns = max(cache.turns for cache in caches)
-    new.turn_from_B = [start for cache in caches for start in cache.turn_from_B]
+    new.turns.count = max(cache.turns.count for cache in caches)
+    new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
     new.shared = _shared(caches)
     _set_steps(new, caches)
     columns, limits = int(new.seen_B.max()), _Limits()
@@ -63,15 +63,14 @@ def _joined(caches: Sequence[EvictingCache], consume: bool) -> EvictingCache:
         if consume:
             for cache in caches:
                 cache.layers[index].reset()
-    new.deck_due = True
+    new.drop_stack(due=True)
     return new
 
 
-def _blank(cache: EvictingCache) -> EvictingCache:
+def _blank(cache: Text) -> Text:
     """An empty cache made as this one was."""
     new = copy.copy(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
-    new.table, new.limits_of = None, {}
     new.reset()
     return new
 
@@ -79,21 +78,22 @@ def _blank(cache: EvictingCache) -> EvictingCache:
 # ---- what rows have beside their slots ----
 
 
-def _set_steps(new: EvictingCache, caches: Sequence[EvictingCache]) -> None:
+def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     """Decode steps of each row since its prompt, where a score's temperature asks."""
     assert new.seen_B is not None
-    score, steps = new.policy.score, []
+    score, steps = new.settings.policy.score, []
     for cache in caches:
         assert cache.seen_B is not None
-        lag_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if cache.lag_B is None else cache.lag_B.cpu()
-        steps.append(cache.steps - lag_B)
+        lag_B = cache.counters.lag_B
+        lag_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if lag_B is None else lag_B.cpu()
+        steps.append(cache.counters.steps - lag_B)
     steps_B = torch.cat(steps)
-    new.steps = int(steps_B.max())
-    if score is not None and score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.steps).any()):
-        new.lag_B = (new.steps - steps_B).to(new.seen_B.device)
+    new.counters.steps = int(steps_B.max())
+    if score is not None and score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.counters.steps).any()):
+        new.counters.lag_B = (new.counters.steps - steps_B).to(new.seen_B.device)
 
 
-def _shared(caches: Sequence[EvictingCache]) -> Tensor | None:
+def _shared(caches: Sequence[TextState]) -> Tensor | None:
     """The sums that layers share, by position, as wide as the longest text's."""
     sums = [cache.shared for cache in caches if cache.shared is not None]
     if not sums:

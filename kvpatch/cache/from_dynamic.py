@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from ..errors import KVPatchError
-
-if TYPE_CHECKING:
-    from .cache import EvictingCache
+from .state import TextState, writable
 
 
-def take_over(cache: EvictingCache, past: Cache, mask_BT: Tensor | None) -> None:
-    """Fill an empty `cache` with what `past` holds. mask_BT: of padding.
+@writable
+def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None) -> None:
+    """Fill an empty `cache` with what `past` holds; the next prompt end evicts. mask_BT: of padding.
 
     Raises:
         KVPatchError: the policy asks for more than keys and values, or `past` has dropped tokens.
     """
+    cache.check_whole()
     _check(cache, past)
     seen, taken = past.get_seq_length(), []
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys, values = getattr(other, "keys", None), getattr(other, "values", None)
-        bound = cache.bounds[index]
+        bound = cache.settings.bounds[index]
         if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen.")
         taken.append((keys, values))
@@ -32,39 +30,41 @@ def take_over(cache: EvictingCache, past: Cache, mask_BT: Tensor | None) -> None
         _fill(cache, taken, seen, mask_BT)
 
 
-def _fill(cache: EvictingCache, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
+def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
     for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:
             real = mask_BT[:, :seen].to(keys.device).bool()
         positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)[:, -T:]
-        entry, score = {}, cache.policies[index].score
-        if cache.acting[index] and score is not None:
-            entry = score.entry(keys, positions, 1, index, cache.seed, cache.parallel.first(H))
+        entry, settings = {}, cache.settings
+        score = settings.policies[index].score
+        if settings.evicts[index] and score is not None:
+            entry = score.entry(keys, positions, 1, index, settings.seed, settings.parallel.first(H))
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:
             cache.seen_B = positions.amax(-1) + 1
 
 
-def _check(cache: EvictingCache, past: Cache) -> None:
-    kind, policy = type(past).__name__, cache.policy
+def _check(cache: TextState, past: Cache) -> None:
+    kind, settings = type(past).__name__, cache.settings
+    policy = settings.policy
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
-    if hasattr(past, "budget"):
+    if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    if cache.chooses and policy.rows != "none":
+    if settings.acts and policy.rows != "none":
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention of the prompt's "
             "rows, which that cache does not hold. Run the prompt inside the block."
         )
-    if cache.chooses and policy.selection is not None:
+    if settings.acts and policy.selection is not None:
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: its selection weighs values as they are read. Run "
             "the prompt inside the block."
         )
-    if cache.renumbered:
+    if settings.renumbered:
         raise KVPatchError(
             f"A {kind} holds keys at their original positions; with positions='renumbered' run the prompt inside the block."
         )

@@ -1,4 +1,4 @@
-"""A change of a cache is whole, or is seen not to be: what was interrupted is refused, and of two threads one."""
+"""Detects interrupted or concurrent mutation; the next use raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNFINISHED = (
 )
 
 
-class Whole:
+class MutationGuard:
     """marks: what was begun and has not ended. changes: how often something was begun."""
 
     marks: dict[str, list[str]]

@@ -5,24 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..storage.header import InvalidError
-from .cache import EvictingCache
+from ..errors import InvalidError
 from .layer import SlotLayer
+from .state import TextState
 
 
-def check(cache: EvictingCache) -> None:
+def check(cache: TextState) -> None:
     """Raise InvalidError where the cache contradicts itself, its policy or its budget."""
     seen_B, seen = cache.seen_B, cache.layers[0].seen
     assert seen_B is not None
     _must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
     most, least = int(seen_B.max()), int(seen_B.min())
-    whole = cache.padded or (most == seen and (cache.joined or least == seen))
+    whole = cache.rows.padded or (most == seen and (cache.rows.joined or least == seen))
     _must(0 < least and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
-    _must(cache.steps <= seen, f"{cache.steps} steps of {seen} tokens")
-    if cache.lag_B is not None:
-        _must(bool(((cache.lag_B >= 0) & (cache.lag_B <= cache.steps)).all()), "lag_B is no number of steps")
+    _must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
+    lag_B = cache.counters.lag_B
+    if lag_B is not None:
+        _must(bool(((lag_B >= 0) & (lag_B <= cache.counters.steps)).all()), "lag_B is no number of steps")
     if cache.shared is not None:
-        grows = cache.policy.schedule != "prompt"  # it does when it is added to, which decode steps then do not
+        grows = cache.settings.policy.schedule != "prompt"  # it does when it is added to, which decode steps then do not
         _must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
         _weights("shared", cache.shared)
     for index, layer in enumerate(cache.layers):
@@ -32,7 +33,7 @@ def check(cache: EvictingCache) -> None:
 class _Slots:
     """One layer's slots. limit: those of each head [B,H] that may be in use."""
 
-    def __init__(self, cache: EvictingCache, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
+    def __init__(self, cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
         self.cache, self.index, self.layer, self.where = cache, index, layer, f"layer {index}"
         self.seen_B11 = seen_B[:, None, None]
         self.real = layer.positions >= 0
@@ -52,7 +53,7 @@ class _Slots:
         ordered = p.sort(-1).values
         self.must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
         self.must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
-        shares = cache.policies[self.index].over_heads is not None
+        shares = cache.settings.policies[self.index].over_heads is not None
         self.must(self.held_BH >= (0 if shares else 1), "a head holds nothing")  # of one budget a head may get none
         if layer.contiguous:
             rank = self.real.long().cumsum(-1) + p.masked_fill(~self.real, torch.iinfo(p.dtype).max).amin(-1, keepdim=True) - 1
@@ -77,18 +78,19 @@ class _Slots:
         """The budget of each head is one that the policy can have given."""
         cache, layer = self.cache, self.layer
         assert layer.keep_BH1 is not None and layer.limits is not None
-        keep_BH, policy = layer.keep_BH1[..., 0], cache.policies[self.index]
-        heads, bound = keep_BH.shape[1], cache.bounds[self.index]
-        budgets = [bound or cache.budget.tokens(self.index, n) for n in self.seen_B11.flatten().tolist()]
+        keep_BH, policy = layer.keep_BH1[..., 0], cache.settings.policies[self.index]
+        heads, bound = keep_BH.shape[1], cache.settings.bounds[self.index]
+        budgets = [bound or cache.settings.budget.tokens(self.index, n) for n in self.seen_B11.flatten().tolist()]
         most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
         most_B = most_B + layer.limits.prompt.flatten()
         self.must(layer.limits.prompt <= self.seen_B11, "limits are of a longer text")
         shared = policy.over_heads is not None
         given_BH = keep_BH.sum(-1, keepdim=True) if shared else keep_BH
         least = 0 if shared else 1
-        within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.parallel.size)
+        within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.settings.parallel.size)
         self.must(within, "keep_BH1 is over the budget")
-        self.must(given_BH <= most_B[:, None] * (heads * cache.parallel.size if shared else 1), "keep_BH1 is over the budget")
+        everyone = heads * cache.settings.parallel.size if shared else 1
+        self.must(given_BH <= most_B[:, None] * everyone, "keep_BH1 is over the budget")
         self.must(self.held_BH <= keep_BH, "a head holds more than its budget")
 
     def _appended(self) -> None:
@@ -143,7 +145,7 @@ class _Slots:
             real = real.flatten(0, 1)[head, column]
         for name in ("keys", "values"):
             self.must(getattr(layer, name).isfinite().all(-1) | ~real, f"{name} are not finite")
-        policy = self.cache.policies[self.index]
+        policy = self.cache.settings.policies[self.index]
         known = () if policy.score is None else (*policy.statistics, "tail", "norm", "noise")
         for name, tensor in layer.state.items():
             own = tensor[self.real]

@@ -105,7 +105,7 @@ class Comparison:
         own_S1 = self.ids_1N[0, self.n + 1 :, None].cpu()  # the last fed token's successor is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)
         return Figures(
-            budget=min(patch.budget.tokens(0, self.n), self.n),
+            budget=min(patch.settings.budget.tokens(0, self.n), self.n),
             kl=float(kl_S.mean()),
             worst=float(kl_S.max()),
             agreement=float(same_S.double().mean()),
@@ -134,11 +134,11 @@ def _log_probabilities(fed: Fed) -> Tensor:
 
 def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
     """Protected sizes that the budget had no room for: option -> (asked for, left), of the layer that has least room."""
-    scope, score = cache.policy.scope, cache.policy.score
+    scope, score = cache.settings.policy.scope, cache.settings.policy.score
     cut: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
-        budget = cache.tokens(index, n)
-        if score is None or layer.limits is None or budget >= n or not cache.budget.evicts(index):
+        budget = cache.settings.tokens(index, n)
+        if score is None or layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
         tail, recent = score.tail if score.protects_tail else 0, share(scope.recent, budget)
         newest, limits = "window" if tail > recent else "recent", layer.limits

@@ -79,8 +79,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     @property
     def _evicts(self) -> bool:
-        budget = self.patch.budget
-        return self.patch.policy.score is not None and any(map(budget.evicts, range(len(budget.per_layer))))
+        return self.patch.settings.acts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As HFLM's; logs once that nothing will feel the budget where no block is set."""
@@ -93,17 +92,17 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def _warn_unfelt(self, count: int) -> None:
-        if self._evicts and self.patch.block is None:
+        if self._evicts and self.patch.settings.block is None:
             eval_logger.warning(
-                f"{count} log-likelihoods will not feel policy {self.patch.policy.name!r}: a forward pass computes all of its "
-                "tokens before it evicts. Give block=, fewer tokens than a request has."
+                f"{count} log-likelihoods will not feel policy {self.patch.settings.policy.name!r}: a forward pass computes all of "
+                "its tokens before it evicts. Give block=, fewer tokens than a request has."
             )
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """As HFLM's, with a padding mask. Two requests that padding makes equal do not share a call."""
-        if not self._evicts or self.patch.block is None:
+        if not self._evicts or self.patch.settings.block is None:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
         lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)

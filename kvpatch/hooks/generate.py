@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 
-from ..cache import checks
+from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
-from .decoder import Settings, own_cache
+from . import inputs
+from .decoder import own_cache
+from .state import PatchState
 
 BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 PREPARE = "_prepare_cache_for_generation"
 
 
-def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Callable[..., Any]:
+def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
     """generate() that brings its own EvictingCache, told the prompt's length and the number of new tokens."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,28 +35,28 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
         config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
         config = config if isinstance(config, GenerationConfig) else None
         configs = (config, getattr(self, "generation_config", None))
-        if settings.transparent and _asks_for_others(kwargs, *configs, self.config):
+        if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
             return run(*args, **kwargs)
         _refuse_cache_implementation(kwargs, *configs)
         if _no_cache_wanted(kwargs, config) or not _takes_cache(run, kwargs):
             return run(*args, **kwargs)
         _refuse_checkpointing(self)
-        cache = _cache_for(self, settings, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
+        cache = _cache_for(self, state, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         cache.check_whole()
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
         if columns is not None and not drafts:
-            checks.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
+            inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
         try:
             if drafts:
                 _draft(cache, columns)
             elif columns is not None:
                 # ids that only continue a cache do not count what it has seen
                 seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
-                cache.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
-                cache.new_tokens = _new_tokens(self, kwargs, config, cache.prompt_len - virtual)
+                cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+                cache.request.new_tokens = _new_tokens(self, kwargs, config, cache.request.prompt_len - virtual)
                 if compiles:
-                    cache.room = cache.new_tokens
+                    cache.request.room = cache.request.new_tokens
             kwargs["past_key_values"] = cache
             return run(*args, **kwargs)
         except BaseException:
@@ -62,12 +64,12 @@ def wrap_generate(previous: Callable[..., Any] | None, settings: Settings) -> Ca
                 cache.marks.setdefault("change", ["generate() under torch.compile"])
             raise
         finally:
-            _finish(cache, settings)
+            _finish(cache, state)
 
     return functools.wraps(GenerationMixin.generate)(generate)
 
 
-def wrap_prepare_cache(previous: Callable[..., Any] | None, settings: Settings) -> Callable[..., Any]:
+def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
     """The place where generate() makes a cache: ours, where none was handed over. What it is given is generate()'s own copy
     of the configuration, so that it may be changed."""
 
@@ -77,14 +79,14 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, settings: Settings) 
         run = functools.partial(getattr(type(self), PREPARE), self) if previous is None else previous
         past = model_kwargs.get("past_key_values")
         ours = isinstance(past, EvictingCache)
-        foreign = settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
+        foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
         if not foreign and (ours or generation_config.use_cache is not False):
             _refuse_cache_implementation({}, generation_config)
             generation_config.cache_implementation = None
             generation_config.use_cache = True
             if not ours:
-                past = _cache_for(self, settings, past, model_kwargs.get("attention_mask"))
-                _begin_uncalled(past, generation_config, model_kwargs, settings)
+                past = _cache_for(self, state, past, model_kwargs.get("attention_mask"))
+                _begin_uncalled(past, generation_config, model_kwargs, state)
             model_kwargs["past_key_values"] = past
         return run(generation_config, model_kwargs, *args, **kwargs)
 
@@ -92,7 +94,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, settings: Settings) 
 
 
 def _begin_uncalled(
-    cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], settings: Settings
+    cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState
 ) -> None:
     """What `wrap_generate` tells a cache, where generate() has not passed through it; over when its configuration is."""
     mask = model_kwargs.get("attention_mask")
@@ -100,26 +102,26 @@ def _begin_uncalled(
     if getattr(config, "is_assistant", False):
         _draft(cache, columns)
     elif columns is not None:
-        cache.prompt_len = columns
-        cache.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
-    weakref.finalize(config, _finish, cache, settings).atexit = False
+        cache.request.prompt_len = columns
+        cache.request.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
+    weakref.finalize(config, _finish, cache, state).atexit = False
 
 
-def _finish(cache: EvictingCache, settings: Settings) -> None:
-    cache.prompt_len = cache.new_tokens = None
-    for layer in cache.layers if settings.transparent else ():
+def _finish(cache: EvictingCache, state: PatchState) -> None:
+    cache.request.prompt_len = cache.request.new_tokens = None
+    for layer in cache.layers if state.settings.transparent else ():
         layer.trim()
-    settings.note(cache, finished=True)
+    state.note(cache, True)
 
 
-def _cache_for(model: Any, settings: Settings, past: object, mask: Tensor | None) -> EvictingCache:
+def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """An EvictingCache to go on with from `past`: None, one of ours, or what an unpatched run has filled."""
     if past is None:
         text_config = model.config.get_text_config()
-        return settings.new_cache(getattr(text_config, "num_hidden_layers", None))
+        return state.new_cache(getattr(text_config, "num_hidden_layers", None))
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
-        cache = settings.new_cache()
-        cache.absorb(past, mask)
+        cache = state.new_cache()
+        from_dynamic.absorb(cache, past, mask)
         return cache
     return own_cache(past)
 
@@ -127,11 +129,11 @@ def _cache_for(model: Any, settings: Settings, past: object, mask: Tensor | None
 def _draft(cache: EvictingCache, columns: int | None) -> None:
     """An assistant's cache: whatever it drafts may be taken back, and the last token of the prompt with it."""
     cache.activate_past_recording()
-    cache.drafts = True
+    cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
         cache.reset()  # transformers 5.15 takes back less than was refused: what is left is no beginning of the text
     seen = cache.get_seq_length()
-    cache.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
+    cache.request.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 
 
 def _takes_cache(run: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -1,66 +1,16 @@
-"""Tensor parallel by transformers' own tp_plan: which KV heads of every layer this process has, and how heads that look at
-each other do so across processes.
-
-Policies are per head, so most of them never notice: keys, scores and the kept set of a head live where the head lives. What
-is left is here: random numbers belong to a head's number in the whole model (`first`), and what heads of a layer decide
-together (`heads`, `own`) is computed by every process from the same gathered numbers, so that all come to the same end.
-"""
+"""Tensor parallel by transformers' own tp_plan: the KV heads of every layer that this process has, found on the model."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from ..arch.adapter import Adapter
 from ..errors import KVPatchError
-
-if TYPE_CHECKING:
-    from ..arch.adapter import Adapter
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """This process among `size` that share every layer's heads evenly, in order; `group` is theirs (torch.distributed)."""
-
-    size: int = 1
-    rank: int = 0
-    group: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
-        return self  # a copied cache lives in the same process
-
-    def first(self, H: int) -> int:
-        """The number, in the whole model, of the first of this process' H heads."""
-        return self.rank * H
-
-    def heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
-        """[B,H,...] of each process -> [B,size*H,...], all heads in order.
-
-        empty: what fills up the last axis where processes hold different numbers of tokens; None where they cannot.
-        """
-        if self.size == 1:
-            return own_BH
-        if empty is not None:
-            width = torch.tensor(own_BH.shape[-1], device=own_BH.device)
-            torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX, self.group)
-            own_BH = F.pad(own_BH, (0, int(width) - own_BH.shape[-1]), value=empty)
-        parts = [torch.empty_like(own_BH, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, own_BH.contiguous(), self.group)
-        return torch.cat(parts, 1)
-
-    def own(self, all_BH: Tensor) -> Tensor:
-        """This process' part of what stands for all heads."""
-        return all_BH if self.size == 1 else all_BH.chunk(self.size, 1)[self.rank]
-
-    def __str__(self) -> str:
-        return "all heads" if self.size == 1 else f"the heads of process {self.rank} of {self.size}"
-
-
-WHOLE = Parallel()
+from ..policies.parallel import WHOLE, Parallel
 
 
 def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> Parallel:
@@ -133,9 +83,3 @@ def check_layers(layers: list[int]) -> None:
             f"Of this model's layers only {layers} are on this process (pipeline parallel), but a budget counts all of them: "
             "load it with tp_plan='auto' (tensor parallel) or with a device_map."
         )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process' part of a sharded parameter; any other as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()

@@ -123,6 +123,11 @@ class Target:
             device = device_of(module).type
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 
+    def names(self) -> tuple[str, ...]:
+        """Names of the attention modules, in the order of their layers."""
+        names = {module: name for name, module in self.decoder.named_modules()}
+        return tuple(names[module] for module, _ in self.attentions)
+
     def devices(self) -> list[torch.device]:
         """Where each layer's cache lies."""
         return [device_of(module) for module, _ in self.attentions]

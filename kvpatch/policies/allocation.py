@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from ..hooks.sharding import WHOLE, Parallel
 from .budgets import share
+from .parallel import WHOLE, Parallel
 from .selection import FIRST, LAST, in_top
 
 

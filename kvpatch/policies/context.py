@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hooks.sharding import WHOLE, Parallel
+from .parallel import WHOLE, Parallel
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

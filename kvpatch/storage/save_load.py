@@ -12,27 +12,23 @@ import os
 import uuid
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends.head_offsets import Extents
 from ..cache import invariants
-from ..cache.cache import EvictingCache, writable
+from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
+from ..cache.state import Rows, Turns, writable
 from ..errors import KVPatchError
-from ..policies import Policy
 from ..policies.context import SIZES, Limits
 from . import schema
 from .header import InvalidError, entries, parse, read
 
-if TYPE_CHECKING:
-    from ..hooks.target import Target
-    from ..patching import Patch
-
 FORMAT = "kvpatch cache 1"
-_CACHE, _ROWS, _LAYER, _TENSORS = schema.CACHE, schema.ROWS, schema.LAYER, schema.TENSORS
+_ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
 
 
 def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
@@ -44,7 +40,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     cache.check_whole()
     if not cache.get_seq_length():
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
-    if cache.turn_open:
+    if cache.turns.open:
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
     with cache.reading("save_cache()"):
         tensors, about = _described(cache, model)
@@ -54,7 +50,8 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
 
 def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a cache, on the CPU, and the rest of it as plain values."""
-    tensors = {name: getattr(cache, name) for name in _ROWS if getattr(cache, name) is not None}
+    rows = {"seen_B": cache.seen_B, "shared": cache.shared, "lag_B": cache.counters.lag_B}
+    tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
@@ -68,8 +65,8 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     about = {
         "format": FORMAT,
         "model": model,
-        "settings": settings_of(cache),
-        "cache": {name: getattr(cache, name) for name in _CACHE},
+        "settings": cache.settings.described(),
+        "cache": _history(cache),
         "layers": layers,
     }
     return tensors, about
@@ -112,8 +109,11 @@ def _to_disk(path: Path) -> None:
 
 
 @writable
-def load(patch: Patch, path: str | PathLike[str], target: Target) -> EvictingCache:
-    """The cache saved at `path`, under `patch`, each layer on its own device.
+def load(
+    cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any], shapes: schema.Shapes, devices: list[torch.device]
+) -> EvictingCache:
+    """Read the cache saved at `path` into `cache`, an empty one of the patch, each layer on its own of `devices`. model: what
+    identifies the model; shapes: what it says of its layers.
 
     The file is taken for a stranger's. Its header is read first, and memory is taken for tensors only when all that is said
     there fits the model and the patch; then the numbers are looked at. The checksum finds accidents: whoever alters a file on
@@ -122,16 +122,14 @@ def load(patch: Patch, path: str | PathLike[str], target: Target) -> EvictingCac
     Raises:
         KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
     """
-    cache = patch.new_cache()
     try:
-        about, tensors = _read(Path(path), cache, target)
+        about, tensors = _read(Path(path), cache, model, shapes)
     except InvalidError as error:
         raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
-    devices = target.devices()
-    for name, value in about["cache"].items():
-        setattr(cache, name, value)
+    _set_history(cache, about["cache"])
     for name in _ROWS:
-        setattr(cache, name, tensors[name].to(devices[0]) if name in tensors else None)
+        holder = cache.counters if name == "lag_B" else cache
+        setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described)
@@ -139,7 +137,7 @@ def load(patch: Patch, path: str | PathLike[str], target: Target) -> EvictingCac
         invariants.check(cache)
     except InvalidError as error:
         raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
-    cache.deck_due = True
+    cache.drop_stack(due=True)
     return cache
 
 
@@ -156,10 +154,7 @@ def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], de
     if extents is not None:
         layer.extents = Extents(extents[0], extents[1], layer.device, exactly=True)
     if limits is not None:
-        rows = tuple(map(tuple, limits))
-        if (rows, layer.device) not in cache.limits_of:  # layers that are alike share them
-            cache.limits_of[rows, layer.device] = Limits.of(rows, layer.device)
-        layer.limits = cache.limits_of[rows, layer.device]
+        layer.limits = cache.limits(limits, layer.device)
 
 
 def _rows(limits: Limits | None) -> list[list[int]] | None:
@@ -169,25 +164,21 @@ def _rows(limits: Limits | None) -> list[list[int]] | None:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def settings_of(cache: EvictingCache) -> dict[str, Any]:
-    """What a cache was made with, as plain values."""
-    return {
-        "policy": described(cache.policy),
-        "k": list(cache.budget.per_layer),
-        "seed": cache.seed,
-        "block": cache.block,
-        "positions": "renumbered" if cache.renumbered else "original",
-    }
+def _history(cache: EvictingCache) -> dict[str, Any]:
+    """How the rows came to stand where they are, as plain values (schema.CACHE)."""
+    turns, rows = cache.turns, cache.rows
+    return {"steps": cache.counters.steps, "turns": turns.count, "turn_from_B": turns.begin_B, **vars(rows)}
 
 
-def described(policy: Policy) -> dict[str, Any]:
-    """A policy's name, schedule, parts and options as plain values."""
-    parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
-    options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
-    return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
+def _set_history(cache: EvictingCache, about: dict[str, Any]) -> None:
+    cache.counters.steps = about.pop("steps")
+    cache.turns = Turns(about.pop("turns"), about.pop("turn_from_B"))
+    cache.rows = Rows(**about)
 
 
-def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(
+    path: Path, cache: EvictingCache, model: dict[str, Any], shapes: schema.Shapes
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What the file says of itself and its tensors, which fit `cache`, an empty one of the patch."""
     from safetensors import SafetensorError, safe_open
 
@@ -195,10 +186,10 @@ def _read(path: Path, cache: EvictingCache, target: Target) -> tuple[dict[str, A
         with safe_open(path, "pt") as file:
             texts = file.metadata() or {}
             about = _about(texts.get("kvpatch", ""), path)
-            _compare("model", about["model"], target.identity(), path)
-            _compare("settings", about["settings"], json.loads(json.dumps(settings_of(cache))), path)
+            _compare("model", about["model"], model, path)
+            _compare("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
             found = entries(file)
-            schema.check(about, found, cache, target.shapes())
+            schema.check(about, found, cache, shapes)
             tensors = {name: read(file, name) for name in found}
     except FileNotFoundError as error:
         raise KVPatchError(f"There is no file {path}: give the path that save_cache() wrote to.") from error

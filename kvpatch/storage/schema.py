@@ -57,8 +57,8 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
         _Layer(cache, index, B, of_cache["turns"] > 0, shapes).check(described, left)
     if of_cache["joined"] and "lag_B" in left:
         _take(left, "lag_B", (torch.float64,), (B,))
-    score = cache.policy.score
-    if score is not None and score.across_layers and of_cache["turns"] and cache.chooses:
+    score = cache.settings.policy.score
+    if score is not None and score.across_layers and of_cache["turns"] and cache.settings.acts:
         _take(left, "shared", FLOATS[:2], (B, shapes.heads[0][0], None))
     _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
 
@@ -69,8 +69,8 @@ class _Layer:
     def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shapes: Shapes) -> None:
         self.cache, self.index, self.B, self.ended = cache, index, B, ended
         (self.H, self.D), self.group, self.sliding = shapes.heads[index], shapes.group, shapes.sliding[index]
-        self.policy, self.where = cache.policies[index], f"layer {index}"
-        self.cuts = cache.acting[index] and ended
+        self.policy, self.where = cache.settings.policies[index], f"layer {index}"
+        self.cuts = cache.settings.evicts[index] and ended
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
         own = table(self.where, described, (*LAYER, "extents", "limits"))
@@ -123,12 +123,12 @@ class _Layer:
     def _state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """The tensors beside the keys that the policy's parts would have made."""
         score, shape, wide = self.policy.score, (self.B, self.H, C), (accumulator(dtype),)
-        if score is None or not self.cache.acting[self.index]:
+        if score is None or not self.cache.settings.evicts[self.index]:
             return
         for name in self.policy.statistics:
             self._tensor(left, f"state.{name}", wide, shape)
         like = torch.zeros(1, self.H, 1, self.D, dtype=dtype)
-        entry = score.entry(like, torch.zeros(1, 1, dtype=torch.long), self.group or 1, self.index, self.cache.seed)
+        entry = score.entry(like, torch.zeros(1, 1, dtype=torch.long), self.group or 1, self.index, self.cache.settings.seed)
         for name, tensor in entry.items():
             rest = (self.group,) if tensor.ndim == 4 else ()
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))

@@ -1,0 +1,245 @@
+"""One forward pass over a cache: read what it brings, begin it, end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from ..policies.scopes import protect_tensor
+from . import compiled
+from .forward_context import Forward, cut
+from .state import DeviceCounters, TextState
+
+
+def begin(
+    cache: TextState,
+    B: int,
+    Q: int,
+    mask_BT: Tensor | None,
+    input_ids: Tensor | None,
+    device: torch.device,
+    table: Callable[[int], Any] | None = None,
+    repeatable: bool = False,
+) -> None:
+    """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and which of them are prompt.
+
+    table: makes the rotary table for so many positions, where keys are cached without them. repeatable: see Forward.
+
+    Raises:
+        KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
+            earlier pass that did not finish, another batch size.
+    """
+    cache.claim("forward pass")
+    cache.catch_up()
+    try:
+        now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable)
+    except BaseException:
+        cache.release()
+        raise
+    # all is well: from here on the cache changes, until _finish()
+    seen, prompt, ends = cache.get_seq_length(), now.prompt, now.ends_prompt
+    turns, counters = cache.turns, cache.counters
+    cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padded
+    if prompt:
+        cache.stack = None
+        if not turns.open:
+            turns.begin_B, turns.open = before.tolist(), True
+    if ends:
+        counters.steps, counters.lag_B, cache.stack_due = 0, None, cache.request.room is None
+        cache.limits_of.clear()
+    if prompt or not any(layer.record_past for layer in cache.layers):
+        for layer in cache.layers:  # what was recorded before a prompt does not lead back over it
+            layer.journal.clear()
+    if now.n_B:
+        _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
+    if table is not None:
+        cache.make_table = table
+        now.table = _rotary_table(cache, Q, prompt > 0)
+    if prompt and cache.settings.block is not None:
+        now.blocks = cut(now, cache.settings.block, before.tolist(), now.n_B, final=ends)
+    if ends:
+        turns.count, turns.open = turns.count + 1, False
+    counters.steps += Q - prompt
+
+
+def end(cache: TextState, layer: int) -> None:
+    """Note that a layer has run; after the last one the pass is over."""
+    if cache.scratch:
+        cache.layers[layer].reset()
+    if layer == len(cache.layers) - 1:
+        _finish(cache)
+
+
+def _finish(cache: TextState) -> None:
+    now, counters = cache.now, cache.counters
+    assert now is not None and cache.seen_B is not None
+    if now.traced:
+        compiled.end(cache)
+        return
+    Q = now.positions_BQ.shape[1]
+    begun = counters.device is None or now.ends_prompt
+    if counters.device is None:
+        counters.device = DeviceCounters(cache.seen_B.device)
+        counters.device.advance(cache.seen, counters.steps, False)
+    else:
+        counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
+    if begun or cache.request.room is not None:
+        growing = (layer.seen + layer.slack - layer.grown for layer in cache.layers if not layer.evicting)
+        counters.device.limit.fill_(min(growing, default=0))
+    if begun:
+        counters.device.span.fill_(cache.span())
+        if cache.make_table is not None:
+            _rotary_table(cache, 1, prompt=False)  # for a step that is compiled
+        if cache.request.room is not None:
+            compiled.mark(cache)
+    cache.release()
+
+
+# ---- reading a pass ----
+
+
+def _read(
+    cache: TextState,
+    B: int,
+    Q: int,
+    mask_BT: Tensor | None,
+    input_ids: Tensor | None,
+    device: torch.device,
+    repeatable: bool,
+) -> tuple[Forward, Tensor, Tensor]:
+    """The pass, and the tokens of each row before and after it, [B]. Nothing is changed yet."""
+    check_batch(cache, B, Q, mask_BT)
+    settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
+    before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
+    prompt = _prompt_columns(cache, seen, Q)
+    if Q - prompt > 1 and settings.acts and settings.policy.score is not None and settings.policy.score.across_layers:
+        raise KVPatchError(
+            f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
+            "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
+        )
+    real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
+    # reading the mask waits for the device: only while there is a prompt
+    padded = real is not None and prompt > 0 and not bool(real[:, :prompt].all())
+    if real is not None and prompt < Q:
+        _refuse_padding(real[:, prompt:])
+    if real is not None and padded:
+        count = real.long().cumsum(-1)
+        positions = (before[:, None] + count - 1).masked_fill(~real, -1)
+        after, whole = before + count[:, -1], before + count[:, prompt - 1]
+    else:
+        positions = before[:, None] + torch.arange(Q, device=device)
+        after, whole = before + Q, before + prompt
+    ends = prompt > 0 and seen + prompt >= (cache.request.prompt_len or 0)
+    n_B = whole.tolist() if ends or (prompt and settings.block) else []
+    if ends and padded and real is not None:
+        _check_rows(cache, n_B, real[:, prompt - 1])
+    protect = _protect(cache, positions, input_ids, seen) if prompt else None
+    first = 0 if ends else cache.counters.steps
+    recording = Q - prompt > 1 or recorded
+    now = Forward(positions, prompt, ends, n_B, padded, protect, recording, first, repeatable=repeatable)
+    return now, before, after
+
+
+def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> None:
+    """Raise KVPatchError for another batch size than the cache's, or a mask of the wrong length."""
+    if cache.seen_B is not None and len(cache.seen_B) != B:
+        raise KVPatchError(
+            f"The cache holds {len(cache.seen_B)} rows, but the input has {B}: give as many, or make them so with "
+            "batch_select_indices() or batch_repeat_interleave()."
+        )
+    if mask_BT is not None and mask_BT.shape[-1] not in (cache.get_seq_length() + Q, Q):
+        raise KVPatchError(
+            f"attention_mask has {mask_BT.shape[-1]} columns, but {cache.get_seq_length()} tokens were seen and {Q} "
+            f"are new: it needs {cache.get_seq_length() + Q}."
+        )
+
+
+def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
+    """Columns of this pass that belong to a prompt (policies.md, Budgets: prompts fed in pieces)."""
+    if cache.request.prompt_len is not None:
+        return min(max(cache.request.prompt_len - seen, 0), Q)
+    # what was taken over from an unpatched prompt ends with the first tokens that follow, be it one
+    return Q if seen == 0 or Q > 1 or not cache.turns.count else 0
+
+
+def _refuse_padding(real_BQ: Tensor) -> None:
+    message = "attention_mask marks a generated token as padding; pad prompts on the left, before their first token."
+    if real_BQ.device.type == "cpu":
+        if not bool(real_BQ.all()):
+            raise KVPatchError(message)
+    else:  # asserted on the device, without waiting for it
+        torch._assert_async(real_BQ.all(), message)
+
+
+def _check_rows(cache: TextState, n_B: list[int], last_B: Tensor) -> None:
+    if min(n_B) == 0:
+        raise KVPatchError(
+            f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch."
+        )
+    if cache.request.prompt_len is not None and not bool(last_B.all()):
+        raise KVPatchError(
+            f"Row {int((~last_B).nonzero()[0])} is padded on the right: generate() continues behind the last column, "
+            "so pad on the left (tokenizer.padding_side = 'left')."
+        )
+
+
+def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
+    """bool [B,Q]: columns that the user's `protect=` marks."""
+    protect = cache.settings.policy.scope.protect
+    if protect is None or not cache.settings.acts:
+        return None
+    wanted = protect_tensor(protect).to(positions_BQ.device)
+    B, Q = positions_BQ.shape
+    if wanted.dtype != torch.bool:
+        if input_ids is None:
+            raise KVPatchError("protect= by token ids needs input_ids; with inputs_embeds give a boolean mask.")
+        return torch.isin(input_ids.to(wanted.device), wanted) & (positions_BQ >= 0)
+    wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
+    total = cache.request.prompt_len or Q
+    if seen == 0 and wanted.shape != (B, total):
+        raise KVPatchError(
+            f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
+            "or token ids."
+        )
+    chunk = wanted[:, seen : seen + Q]
+    pad = chunk.new_zeros(B, Q - chunk.shape[1])
+    return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
+
+
+def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
+    """Set what the end of a prompt counts; n_B: tokens of each row when its prompt is whole."""
+    later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
+    now.keeps_all = later and turns == "first"
+    now.fixed_B = begin_B if later and turns == "each" else None
+    now.rows_B = [n - start for n, start in zip(n_B, begin_B, strict=True)]
+    now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
+
+
+# ---- renumbered positions ----
+
+
+def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
+    """A table for the ranks of a pass of Q columns: the same at every decode step of a full cache."""
+    assert cache.make_table is not None
+    ranks = _ranks(cache, Q, prompt)
+    if cache.rotary is None or cache.rotary[0] != ranks:
+        cache.rotary = (ranks, cache.make_table(ranks))
+    return cache.rotary[1]
+
+
+def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
+    """The most tokens that a head holds in a pass of Q columns, or somewhat more."""
+    most, now, settings = 1, cache.now, cache.settings
+    assert now is not None
+    first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones begin with what was generated meanwhile
+    for index, layer in enumerate(cache.layers):
+        replaced = layer.free_BH is not None and layer.evicting and not prompt
+        held = layer.taken if replaced else layer.taken + Q
+        if settings.block and now.budget_n_B and settings.evicts[index] and first:
+            held = min(held, max(settings.tokens(index, n) for n in now.budget_n_B) + settings.block)
+        most = max(most, held)
+    return most

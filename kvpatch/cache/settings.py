@@ -1,0 +1,127 @@
+"""The settings of a cache: made once where a model is patched, and held by whoever needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ..policies import Policy, get_policy
+from ..policies.budgets import Budget
+from ..policies.parallel import WHOLE, Parallel
+from . import checks
+
+SLIDING = get_policy("window")
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSettings:
+    """Everything that decides what a cache keeps.
+
+    policy, budget: of the layers that the policy acts on. seed: of the policy's random numbers. block: tokens of a prompt
+    that are read between two evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in
+    `patched`. bounds: per layer the sliding window (tokens) of a layer that bounds itself beside others that do not, which
+    holds that window whatever the policy; None for the other layers. parallel: the KV heads of this process, where several
+    processes share a model. strict: names of the layers, where their numbers are checked (attention/anomaly.py).
+    """
+
+    policy: Policy
+    budget: Budget
+    seed: int = 0
+    block: int | None = None
+    renumbered: bool = False
+    backend: str = "auto"
+    bounds: tuple[int | None, ...] = ()
+    parallel: Parallel = WHOLE
+    strict: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks.made_of(self.policy, self.budget)
+        object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheSettings:
+        return self
+
+    def first_layers(self, count: int | None) -> CacheSettings:
+        """The settings of a model that leaves after `count` layers; None: of all."""
+        if count is None or count >= self.n_layers:
+            return self
+        budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:count])
+        return dataclasses.replace(self, budget=budget, bounds=self.bounds[:count])
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.budget.per_layer)
+
+    @cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policy of each layer."""
+        return tuple(self.policy if bound is None else SLIDING for bound in self.bounds)
+
+    @cached_property
+    def budgeted(self) -> tuple[int, ...]:
+        """Indices of the layers that the budget counts: all that do not bound themselves."""
+        return tuple(layer for layer, bound in enumerate(self.bounds) if bound is None)
+
+    @cached_property
+    def evicts(self) -> tuple[bool, ...]:
+        """Per layer: True where it may ever evict a token, by the policy or by its own window."""
+        acts = self.policy.score is not None
+        return tuple(bound is not None or (acts and self.budget.evicts(i)) for i, bound in enumerate(self.bounds))
+
+    @cached_property
+    def acts(self) -> bool:
+        """True where the policy evicts from any layer."""
+        return any(self.evicts[layer] for layer in self.budgeted)
+
+    @cached_property
+    def transparent(self) -> bool:
+        """True where nothing is evicted and every position is the model's own: what cannot be served may run the model's
+        own code."""
+        return not self.acts and self.block is None and not self.renumbered
+
+    def tokens(self, layer: int, n: int) -> int:
+        """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
+        bound = self.bounds[layer]
+        if bound is not None:
+            return bound
+        budget, policy = self.budget.tokens(layer, n), self.policy
+        if policy.over_layers is None or policy.score is None:
+            return budget
+        least = policy.score.tail + 1 if policy.score.protects_tail else 1
+        most = None if policy.schedule == "decode" else n
+        return policy.over_layers.split(budget, len(self.budgeted), least, most)[self.budgeted.index(layer)]
+
+    def described(self) -> dict[str, Any]:
+        """Plain values of all that two caches must agree in to go on under one another's settings."""
+        return {
+            "policy": _described(self.policy),
+            "k": list(self.budget.per_layer),
+            "seed": self.seed,
+            "block": self.block,
+            "positions": "renumbered" if self.renumbered else "original",
+        }
+
+    def differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
+        """Name, value here and value there of each setting in which `other` is another; none where caches may change places."""
+        if other is self:
+            return
+        mine, theirs = (_flat(one.described()) for one in (self, other))
+        for name in dict.fromkeys((*mine, *theirs)):
+            if mine.get(name) != theirs.get(name):
+                yield name, mine.get(name), theirs.get(name)
+
+
+def _described(policy: Policy) -> dict[str, Any]:
+    """A policy's name, schedule, parts and options as plain values."""
+    parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
+    options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
+    return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
+
+
+def _flat(described: dict[str, Any]) -> dict[str, Any]:
+    return {**{f"the policy's {name}": value for name, value in described.pop("policy").items()}, **described}

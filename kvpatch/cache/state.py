@@ -1,0 +1,188 @@
+"""The state of one text (or batch of texts): the fields of an EvictingCache, and how they are emptied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..backends.dispatch import Choice
+from ..policies.context import Limits
+from .forward_context import Forward
+from .guard import MutationGuard
+from .layer import SlotLayer
+from .settings import CacheSettings
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def writable(method: _Method) -> _Method:
+    """Keep what `method` allocates writable where inference mode is off, as it is in attention.attend."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+@dataclass
+class Request:
+    """The caller's plans for the text.
+
+    prompt_len: columns of the prompt, where generate() has said so; a prompt fed in pieces then ends there. new_tokens: tokens
+    to generate, where known. room: tokens to decode in buffers that have their final size where the prompt ends. drafts: an
+    assistant's cache, whose tokens may be taken back.
+    """
+
+    prompt_len: int | None = None
+    new_tokens: int | None = None
+    room: int | None = None
+    drafts: bool = False
+
+
+@dataclass
+class Turns:
+    """Prompts read so far. begin_B: tokens of each row before the newest prompt. open: it has not ended yet."""
+
+    count: int = 0
+    begin_B: list[int] = field(default_factory=lambda: [0])
+    open: bool = False
+
+
+class DeviceCounters:
+    """0-d tensors that every pass moves, for steps under torch.compile: `columns` seen and their `limit`, up to which there
+    is room (int64), decode `steps` since the prompt (float32), and `span`, the number of steps over which a score's
+    temperature moves (float32)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
+        self.steps, self.span = torch.zeros((), device=device), torch.zeros((), device=device)
+
+    def advance(self, columns: int, steps: int, restart: bool) -> None:
+        """Count a pass; restart: it ended a prompt."""
+        self.columns.add_(columns)
+        if restart:
+            self.steps.zero_()
+        self.steps.add_(steps)
+
+
+@dataclass
+class StepCounters:
+    """Decode steps since the prompt.
+
+    steps: of the row that has taken the most. lag_B: steps of each row less than that, [B] float64, where a temperature asks.
+    device: the same in tensors, for steps under torch.compile. behind: such steps were taken that `steps` does not count yet.
+    """
+
+    steps: int = 0
+    lag_B: Tensor | None = None
+    device: DeviceCounters | None = None
+    behind: bool = False
+
+
+@dataclass
+class Rows:
+    """How the rows of the batch came to stand where they are.
+
+    joined: at different places of their texts (EvictingCache.concatenate). padded: some prompt was. by_columns: and its
+    positions counted the padding.
+    """
+
+    joined: bool = False
+    padded: bool = False
+    by_columns: bool = False
+
+
+class TextState(MutationGuard, Cache):
+    """All state of a text, so that one patched model can serve several threads and several caches.
+
+    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores. seen_B: tokens of each row
+    [B]. now: the forward pass that is under way. shared: the score that layers share [B,H,T], by position + 1. stack: layers
+    stacked for decode steps, made and read by attention/ alone; dropped when rows move. scratch: the cache serves one pass of a
+    model that keeps none, and each layer is emptied when it has run. rotary: (positions, table) for renumbered keys.
+    limits_of: protected sizes that layers of one budget share. choice: the backends in use.
+    """
+
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
+    def __init__(self, settings: CacheSettings) -> None:
+        pairs = zip(settings.policies, settings.evicts, strict=True)
+        super().__init__(layers=[SlotLayer(policy.statistics if evicts else ()) for policy, evicts in pairs])
+        self.settings = settings
+        self.scratch = False
+        self.marks, self.changes = {}, 0
+        self._empty()
+
+    def _empty(self) -> None:
+        self.request, self.turns, self.counters, self.rows = Request(), Turns(), StepCounters(), Rows()
+        self.seen_B: Tensor | None = None
+        self.now: Forward | None = None
+        self.shared: Tensor | None = None
+        self.stack: Any = None
+        self.stack_due = False
+        self.make_table: Callable[[int], Any] | None = None
+        self.rotary: tuple[int, Any] | None = None
+        self.limits_of: dict[tuple[object, ...], Limits] = {}
+        self.choice = Choice(self.settings.backend)
+
+    def reset(self) -> None:
+        """Empty the cache, whatever state it is in."""
+        self.marks = {"change": ["reset()"]}
+        self.changes += 1
+        super().reset()
+        room, drafts, make_table = self.request.room, self.request.drafts, self.make_table
+        self._empty()
+        self.request.room, self.request.drafts, self.make_table = room, drafts, make_table
+        self.release()
+
+    def catch_up(self) -> None:
+        """Move the counters by the steps that were taken under torch.compile."""
+        counters = self.counters
+        if not counters.behind or self.marks.get("behind"):
+            return
+        assert counters.device is not None
+        self.marks["behind"] = ["step under torch.compile"]
+        count = int(counters.device.columns) - self.layers[0].seen
+        counters.steps += count
+        self.choice.ran |= self.choice.coming
+        self.stack, self.stack_due = None, self.stack_due or self.stack is not None
+        for layer in self.layers:
+            layer.seen += count
+            layer.filling = max(layer.filling - count, 0)
+            layer.grown += 0 if layer.evicting else count
+            layer.free_at = layer.ahead = None
+            layer.traced = False
+        counters.behind = False
+        self.marks.pop("behind")
+
+    @property
+    def seen(self) -> int:
+        """Columns seen, padding included."""
+        return self.layers[0].seen
+
+    def span(self) -> int:
+        """Decode steps over which a score's temperature moves."""
+        return self.request.new_tokens or int(getattr(self.settings.policy.score, "generation_length", 1))
+
+    def temperature(self, ahead: int) -> float | Tensor:
+        """A score's temperature at a decode step, `ahead` of what this pass began with; [B] where rows differ."""
+        score, counters = self.settings.policy.score, self.counters
+        assert score is not None and self.now is not None
+        lag_B = counters.lag_B
+        if self.now.traced and counters.device is not None:
+            steps = counters.device.steps + ahead
+            return score.temperature(steps if lag_B is None else steps - lag_B, counters.device.span)
+        if lag_B is None:
+            return score.temperature(self.now.first_step + ahead, self.request.new_tokens)
+        return score.temperature(self.now.first_step + ahead - lag_B, lag_B.new_tensor(self.span()))
+
+    def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
+        """Protected sizes, one tuple per row; layers whose sizes are the same share one object."""
+        key = (tuple(map(tuple, sizes)), device)
+        if key not in self.limits_of:
+            self.limits_of[key] = Limits.of(key[0], device)
+        return self.limits_of[key]
+
+    def drop_stack(self, due: bool = False) -> None:
+        """Let the stacked layers go, for rows or steps have moved; due: stack anew before the next step."""
+        self.stack, self.stack_due = None, due

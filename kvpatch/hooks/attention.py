@@ -1,0 +1,92 @@
+"""The forward that a patched attention module gets."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arch.adapter import Adapter
+from ..arch.bound import Site
+from ..attention.attend import attend
+from ..cache import compiled
+from ..cache.cache import EvictingCache
+from ..errors import KVPatchError
+
+
+def attention_forward(
+    cls: type[nn.Module], adapter: Adapter, previous: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The forward of an attention module: through the cache if there is one, else what stood there before."""
+    names = parameters(cls)  # type: ignore[arg-type]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
+        cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
+        if cache is None:
+            _refuse_lost_mask(call)
+            return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+        if self.training and (rate := adapter.dropout(self)):
+            raise KVPatchError(
+                f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
+                "in the config (attention_dropout or attn_pdrop), train without block=, or call model.eval() to generate."
+            )
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            run = attend if cache.now is not None and cache.now.traced else attend_untraced
+            return run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1])).to(v.dtype)
+
+        # a bound method belongs to the model that was patched, not to a copy of it
+        bound = previous is not None and getattr(previous, "__func__", None) is not cls.forward
+        own: Callable[..., Any] = previous if bound else functools.partial(cls.forward, self)  # type: ignore[assignment]
+        return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.settings.renumbered)
+
+    return forward
+
+
+class Courier(Tensor):
+    """The mask of a pass that keeps no cache; what is made of it carries the pass's own cache on.
+
+    Gradient checkpointing takes caches away from its layers, and runs them again when no decoder is running; the mask is
+    what always reaches them.
+    """
+
+    cache: EvictingCache
+
+    @classmethod
+    def carrying(cls, cache: EvictingCache, mask: Tensor) -> Courier:
+        courier = mask.as_subclass(cls)
+        courier.cache = cache
+        return courier
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, Courier) and isinstance(args[0], Courier):
+            out.cache = args[0].cache
+        return out
+
+
+def _refuse_lost_mask(call: dict[str, Any]) -> None:
+    """The one-entry mask without its cache would let every token see all others."""
+    for value in call.values():
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1):
+            raise KVPatchError(
+                "The cache of this pass did not reach an attention layer: the model replaces its attention mask on the way. "
+                "Pass use_cache=True in eval mode, or leave block= out."
+            )
+
+
+@functools.cache
+def parameters(cls: Any) -> tuple[str, ...]:
+    """Names of forward's parameters, for arguments that are passed by place."""
+    return tuple(name for name in inspect.signature(cls.forward).parameters if name != "self")
+
+
+# what torch.compile must not look into: prompts, and whatever moves the cache's counters
+attend_untraced = torch.compiler.disable(attend, reason=compiled.ONE_GRAPH)

@@ -1,0 +1,107 @@
+"""What the hooks of one patch share: its settings, and what they note of the passes that ran."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arch.adapter import Adapter
+from ..cache.cache import EvictingCache
+from ..cache.settings import CacheSettings
+from ..errors import KVPatchError
+
+_LOG = logging.getLogger(__name__)
+MISSING = object()
+Note = Callable[[EvictingCache, bool], None]
+
+
+def _refuse_pickle(self: object, protocol: object) -> Any:
+    raise KVPatchError(
+        "A patched model cannot be pickled, nor saved whole by torch.save: leave the block or call Patch.remove() first, or "
+        "save model.state_dict(). (copy.deepcopy works: the copy evicts by the same settings.)"
+    )
+
+
+class Mark(str):
+    """The name of the policy under which a module is patched; no two are the same object."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return self
+
+    __reduce_ex__ = _refuse_pickle
+
+
+class PatchState:
+    """The settings of a patch and what its hooks need of the model; it never keeps the Patch alive.
+
+    max_positions: positions that the model has at all. kv_shape: KV heads and head size of the first layer. note(cache,
+    finished): tells the Patch which cache a pass fills; finished: generate() has ended. decoder_parameters: names of the
+    parameters of the decoder's forward. aside: attributes of the decoder: its own, and during a pass of ours.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        adapter: Adapter,
+        max_positions: int | None,
+        kv_shape: tuple[int, int],
+        decoder_parameters: tuple[str, ...],
+        note: Note,
+    ) -> None:
+        self.settings, self.adapter, self.max_positions, self.kv_shape = settings, adapter, max_positions, kv_shape
+        self.decoder_parameters, self.note = decoder_parameters, note
+        self.aside: dict[str, tuple[Any, Any]] = {}
+        self.ran = self.felt = False
+        self.unfelt = self.longest = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
+        return self  # a copied model evicts by the same settings
+
+    __reduce_ex__ = _refuse_pickle
+
+    def new_cache(self, layers: int | None = None) -> EvictingCache:
+        """An empty cache. layers: so many of the first ones, for a model that leaves early."""
+        return EvictingCache(self.settings.first_layers(layers))
+
+    def count(self, call: dict[str, Any], training: bool) -> None:
+        """Note whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the
+        longest of those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+        block = self.settings.block
+        Q, self.ran = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else 0, True
+        if call.get("past_key_values") is not None or (block is not None and Q > block):
+            self.felt = True
+        elif not call.get("use_cache") and not training:
+            self.unfelt, self.longest = self.unfelt + 1, max(self.longest, Q)
+
+    def warn_if_unfelt(self) -> None:
+        """Log that an evaluation measured the unpatched model, which nothing in its figures shows."""
+        count, self.unfelt = self.unfelt, 0
+        if not self.settings.acts or self.felt or count < 2:  # one pass alone is to look at what a policy keeps
+            return
+        budgets = ", ".join(dict.fromkeys(map(str, self.settings.budget.per_layer)))
+        _LOG.warning(
+            f"policy {self.settings.policy.name!r}, k={budgets}: none of {count} forward passes felt the budget, so their "
+            "figures are the unpatched model's: a pass computes all of its tokens before it evicts, and nothing went on from "
+            f"there. For log-likelihoods and perplexity give block=, fewer than the {self.longest} tokens of the longest pass."
+        )
+
+
+def pass_mask(device: torch.device) -> Tensor:
+    """The mask of every pass of ours: a 4-D mask is taken as it is, so that no n x n mask gets built and nothing has to
+    match the cache's length."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:
+    """Set those attributes of the decoder that an adapter replaces during a pass of ours."""
+    for name, values in aside.items():
+        value = values[ours]
+        if value is MISSING:
+            vars(decoder).pop(name, None)
+        else:
+            vars(decoder)[name] = value
