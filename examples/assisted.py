@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPT = (
     "import os\n\n\ndef names(folder):\n    found = []\n    for name in os.listdir(folder):\n"

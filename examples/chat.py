@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<bos># ' + message['role'] + '\n' + message['content'] + '<eos>' }}{% endfor %}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kvpatch
 from kvpatch import EvictingCache
-from kvpatch.loading import MODELS, load_model, load_tokenizer, parse_k
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer, parse_k
 
 LENGTHS = ((180, 12), (24, 30), (90, 8), (12, 20), (140, 25), (40, 6))  # of each prompt and of what is wanted
 
@@ -64,7 +64,7 @@ def serve(model: Any, patch: kvpatch.Patch, requests: Sequence[Request], rows: i
 
 def requests_of(tokenizer: Any, device: torch.device) -> list[Request]:
     """Pieces of this library's own code, to be written on."""
-    ids = tokenizer(Path(kvpatch.__file__).with_name("slots.py").read_text(), return_tensors="pt").input_ids.to(device)
+    ids = tokenizer((Path(kvpatch.__file__).parent / "cache/layer.py").read_text(), return_tensors="pt").input_ids.to(device)
     starts = range(0, 10_000, 300)
     return [Request(ids[:, start : start + n], wanted) for start, (n, wanted) in zip(starts, LENGTHS, strict=False)]
 

@@ -12,7 +12,7 @@ import torch
 from transformers import WatermarkingConfig, set_seed
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer, parse_k
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer, parse_k
 
 PROMPT = (
     "import json\nimport os\n\n\ndef read(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPT, MORE = "import os\nimport sys\n\n\ndef main():\n    print(", "\n\n\nif __name__ == '__main__':\n    "
 

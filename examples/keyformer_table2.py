@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.harness import KVPatchLM
-from kvpatch.loading import load_model, load_tokenizer
+from kvpatch.cli.loading import load_model, load_tokenizer
+from kvpatch.evaluation.lm_eval import KVPatchLM
 
 from .lm_eval_harness import evaluate, load
 

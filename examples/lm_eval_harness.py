@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpatch.loading import parse_k
+from kvpatch.cli.loading import parse_k
 from tools.training import tasks as shipped
 
 LOCAL = Path(__file__).parent / "lm_eval_tasks"
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
 
-    from kvpatch.harness import KVPatchLM
+    from kvpatch.evaluation.lm_eval import KVPatchLM
 
     model, tokenizer = load(args.model)
     common = {"pretrained": model, "tokenizer": tokenizer, "batch_size": args.batch_size}

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPTS = [
     "import os\nimport sys\nimport json\nimport re\n",

@@ -16,7 +16,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPT = "import os\n\n\ndef names(folder):\n    found = []\n    for name in os.listdir(folder):\n        path = "
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvpatch
-from kvpatch.check import Checks, Result
+from kvpatch.evaluation.check import Checks, Result
 
 
 class ToyConfig(PretrainedConfig):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPT = "import os\nimport json\n\n\ndef load(path):\n    with open(path) as file:\n        return "
 

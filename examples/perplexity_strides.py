@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import kvpatch
-from kvpatch.loading import parse_k
+from kvpatch.cli.loading import parse_k
 
 from .lm_eval_harness import load
 
-TEXT = Path(kvpatch.__file__).parent / "blocks.py"
+TEXT = Path(kvpatch.__file__).parent / "attention/blockwise.py"
 
 
 def windows(ids_1T: Tensor, length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import pipeline
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer, parse_k
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer, parse_k
 
 PROMPTS = [
     'import json\n\n\ndef load(path):\n    """Read a JSON file."""\n    with open(path) as file:\n        return json.',

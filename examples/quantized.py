@@ -16,7 +16,7 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPT = "import os\n\n\ndef names(folder):\n    found = []\n    for name in os.listdir(folder):\n        path = "
 

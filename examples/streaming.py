@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n    for name in argv[1:]:\n        if os.path."
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import kvpatch
-from kvpatch.loading import MODELS, load_model, load_tokenizer, parse_k
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer, parse_k
 
 PROMPT = "import os\n\n\ndef names(folder):\n    found = []\n    for name in os.listdir(folder):\n        path = "
 

@@ -9,9 +9,9 @@ import torch
 from transformers import Jais2Config, Jais2ForCausalLM
 
 import kvpatch
-from kvpatch import tables
 from kvpatch.arch.adapter import REGISTRY
-from kvpatch.check import Checks
+from kvpatch.cli import tables
+from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
 from tests.helpers import tiny
 
@@ -40,7 +40,7 @@ def names(monkeypatch, tmp_path):
 
 
 def test_tables_are_the_registries():
-    assert tables.refresh(README) == README, "run python -m kvpatch.tables"
+    assert tables.refresh(README) == README, "run python -m kvpatch.cli.tables"
 
 
 def test_a_new_policy_would_show(names):

@@ -1,6 +1,6 @@
 """lm-evaluation-harness under a budget: its model "kvpatch" is its "hf" with policy=, k= and block= among the model_args.
 
-    python -m kvpatch.harness run --model kvpatch --model_args pretrained=gpt2,policy=h2o,k=0.5,block=16 --tasks piqa
+    python -m kvpatch.evaluation.lm_eval run --model kvpatch --model_args pretrained=gpt2,policy=h2o,k=0.5,block=16 --tasks piqa
 
 takes every option of `lm_eval`. generate_until tasks feel the budget as generate() does. Log-likelihood tasks are one forward
 pass per request, which feels it only with `block=`, fewer tokens than a request has; a share `k` then counts the request's
@@ -28,7 +28,7 @@ try:
     from lm_eval.models.huggingface import HFLM, eval_logger
 except ImportError as error:
     raise KVPatchError(
-        f'kvpatch.harness needs lm-evaluation-harness ({error}): pip install "kvpatch[lm-eval]".'
+        f'kvpatch.evaluation.lm_eval needs lm-evaluation-harness ({error}): pip install "kvpatch[lm-eval]".'
     ) from error
 
 
@@ -94,8 +94,8 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _warn_unfelt(self, count: int) -> None:
         if self._evicts and self.patch.settings.block is None:
             eval_logger.warning(
-                f"{count} log-likelihoods will not feel policy {self.patch.settings.policy.name!r}: a forward pass computes all of "
-                "its tokens before it evicts. Give block=, fewer tokens than a request has."
+                f"{count} log-likelihoods will not feel policy {self.patch.settings.policy.name!r}: a forward pass computes "
+                "all of its tokens before it evicts. Give block=, fewer tokens than a request has."
             )
 
     def _loglikelihood_tokens(

@@ -148,7 +148,7 @@ def _unknown(model: nn.Module) -> str:
             return known + (
                 "register a row, for its attention goes through transformers' attention interface: "
                 f"kvpatch.register_arch(kvpatch.InterfaceAdapter({name!r}, '{cls.__module__}.{cls.__qualname__}')); then let "
-                "kvpatch.check.Checks(model).run() compare it with the unpatched model."
+                "kvpatch.evaluation.check.Checks(model).run() compare it with the unpatched model."
             )
     return known + (
         "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import kvpatch
-from kvpatch.check import Checks
+from kvpatch.evaluation.check import Checks
 from tests.helpers.comparing import EVICTING, SMALL, certain
 from tests.helpers.tiny import MORE, VOCAB, force, left_pad, make, prompt, snapshot
 from tests.invariants import test_blocks, test_full, test_sequences

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import kvpatch
 from kvpatch.arch.families import FAMILIES as ROWS
-from kvpatch.cache import EvictingCache
-from kvpatch.check import Checks
+from kvpatch.cache.cache import EvictingCache
+from kvpatch.evaluation.check import Checks
 from tests.helpers import tiny_families
 from tests.helpers.comparing import EVICTING, SMALL, agrees, draw
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
@@ -161,7 +161,7 @@ def test_layers_that_bound_themselves_hold_their_window_and_are_named(name):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BOUNDED])
 def test_all_other_layers_are_the_policys(name):
     with kvpatch.patched(make(name), "h2o", 10) as patch:
-        assert patch.new_cache().bounds == (None,) * 2
+        assert patch.new_cache().settings.bounds == (None,) * 2
     assert name not in ONE_WINDOW or make(name).config.sliding_window == 7
 
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import Case, choice, triton_backend
-from kvpatch.backends.choice import Choice, backend
+from kvpatch.backends import Case
+from kvpatch.backends import dispatch as choice
+from kvpatch.backends.dispatch import Choice, backend
 from kvpatch.backends.protocol import TASKS, Geometry, Keys
+from kvpatch.backends.triton import triton_backend
 from tests.helpers.comparing import certain, same_tokens
 from tests.helpers.tiny import force, make, prompt
 

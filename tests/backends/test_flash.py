@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import flash, flash_kernels, torch_backend
+from kvpatch.backends import torch_backend
+from kvpatch.backends.flash import flash_backend as flash
+from kvpatch.backends.flash import kernels as flash_kernels
+from kvpatch.backends.head_offsets import Extents
 from kvpatch.backends.protocol import Case, Geometry, Keys
-from kvpatch.ragged import Extents
 from tests.helpers.tiny import force, make, prompt
 
 SLOPES = torch.tensor([[0.5, 0.25], [0.125, 0.0625]])

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.backends.torch_backend import Rows
-from kvpatch.backends.triton_columns import NAMES, column_statistics, reason, row_normalisers
-from kvpatch.policies.moment import Block
+from kvpatch.backends.triton.columns import NAMES, column_statistics, reason, row_normalisers
+from kvpatch.policies.context import Block
 from kvpatch.policies.statistics import STATISTICS
 from tests.backends import triton_twins as twins
 from tests.backends.triton_twins import make, tail

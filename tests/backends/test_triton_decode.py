@@ -13,8 +13,8 @@ if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from kvpatch.backends import triton_decode as kernels  # noqa: E402
-from kvpatch.backends.triton_decode import STATISTICS, Rule  # noqa: E402
+from kvpatch.backends.triton import decode as kernels  # noqa: E402
+from kvpatch.backends.triton.decode import STATISTICS, Rule  # noqa: E402
 from kvpatch.errors import KVPatchError  # noqa: E402
 from kvpatch.policies import selection  # noqa: E402
 from tests.backends import triton_decode_twin as twin  # noqa: E402

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import kvpatch
-from kvpatch import validating
+from kvpatch.cache import checks as validating
 from tests.helpers.comparing import same_tokens
 from tests.helpers.tiny import FIVE, make, prompt
 

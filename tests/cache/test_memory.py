@@ -80,7 +80,7 @@ def test_a_patch_and_its_cache_die_at_once(ends, only_new):
         with kvpatch.patched(model, "h2o", 0.5) as handle:
             out = model(ids)
             held = out.past_key_values if ends == "with a cache held" else None
-            watches = weakref.ref(handle), weakref.ref(handle._settings), weakref.ref(out.past_key_values)
+            watches = weakref.ref(handle), weakref.ref(handle._state), weakref.ref(out.past_key_values)
             if ends == "by an error":
                 raise Watched(watches)
         return watches
@@ -91,7 +91,7 @@ def test_a_patch_and_its_cache_die_at_once(ends, only_new):
     if ends == "by remove()":
         handle = kvpatch.patch(model, "h2o", 0.5)
         out = model(ids)
-        watches = weakref.ref(handle), weakref.ref(handle._settings), weakref.ref(out.past_key_values)
+        watches = weakref.ref(handle), weakref.ref(handle._state), weakref.ref(out.past_key_values)
         handle.remove()
         del handle, out
     elif ends == "by an error":

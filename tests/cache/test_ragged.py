@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from kvpatch.ragged import Extents
+from kvpatch.backends.head_offsets import Extents
 from tests.helpers.comparing import agrees, certain, combined
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.invariants.test_eviction import _go_on, kept
@@ -144,7 +144,7 @@ def test_beams_carry_their_own_history(policy):
         for row in range(6):
             text, source = out.sequences[row : row + 1, 40:], slice(row // 3, row // 3 + 1)
             cache = patch.new_cache()
-            cache.new_tokens = 10
+            cache.request.new_tokens = 10
             logits, _ = force(model, ids[source], text[:, :-1], mask[source], cache)
             score = logits.log_softmax(-1).gather(2, text[..., None]).sum()
             torch.testing.assert_close(score, sums[row], atol=2e-4, rtol=0)

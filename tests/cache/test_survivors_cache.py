@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch import KVPatchError, compiled
-from kvpatch.deck import Deck
+from kvpatch import KVPatchError
+from kvpatch.attention.stacked import Deck
+from kvpatch.cache import compiled, from_dynamic, passes
+from kvpatch.cache.settings import CacheSettings
 from kvpatch.policies import get_policy
 from kvpatch.policies.budgets import Budget
 from tests.helpers.tiny import make, prompt
@@ -40,15 +42,15 @@ def read(model, policy, k, steps=0, record=False, room=None, **options):
 def test_a_temperature_that_is_traced_goes_by_the_clock(model):
     """What torch.compile sees of a step has no Python number in it; Python's own counters are then behind."""
     cache = read(model, "keyformer", 0.5, steps=2, tau=(1.0, 3.0), generation_length=8)
-    assert (cache.clock.steps.item(), cache.clock.span.item()) == (2, 8)
+    assert (cache.counters.device.steps.item(), cache.counters.device.span.item()) == (2, 8)
     cache.now = SimpleNamespace(traced=True, first_step=99)
     assert cache.temperature(0).item() == 1.5
     assert cache.temperature(2).item() == 2.0
-    cache.lag_B = torch.tensor([0.0, 2.0])
+    cache.counters.lag_B = torch.tensor([0.0, 2.0])
     assert cache.temperature(2).tolist() == [2.0, 1.5]
     cache.now.traced, cache.now.first_step = False, 4
     assert cache.temperature(2).tolist() == [2.5, 2.0]
-    cache.lag_B, cache.clock = None, None
+    cache.counters.lag_B, cache.counters.device = None, None
     assert cache.temperature(2) == 2.5
     cache.now.traced = True  # before there is a clock
     assert cache.temperature(2) == 2.5
@@ -60,12 +62,13 @@ def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
     marked, mark = [], compiled.mark
     monkeypatch.setattr(compiled, "mark", lambda cache: (marked.append(cache), mark(cache)))
     cache = read(model, policy, 0.5, room=room)
-    clock = cache.clock
+    clock = cache.counters.device
     assert [one.item() for one in (clock.columns, clock.limit, clock.steps, clock.span)] == [N, limit, 0, 1]
     assert len(marked) == (room is not None)
     cache = read(model, policy, 0.5, steps=3, room=room)
     assert len(marked) == 2 * (room is not None)
-    assert [one.item() for one in (cache.clock.columns, cache.clock.limit, cache.clock.steps)] == [N + 3, limit, 3]
+    device = cache.counters.device
+    assert [one.item() for one in (device.columns, device.limit, device.steps)] == [N + 3, limit, 3]
 
 
 def test_a_ragged_layer_says_how_far_it_may_grow(model):
@@ -75,23 +78,23 @@ def test_a_ragged_layer_says_how_far_it_may_grow(model):
             model(prompt(2, N), past_key_values=cache)
             slack = min(layer.slack for layer in cache.layers)
             assert slack > 0
-            assert cache.clock.limit.item() == turn * N + slack
+            assert cache.counters.device.limit.item() == turn * N + slack
 
 
 def test_layers_that_bound_themselves_always_act():
     """By their sliding window, whatever the policy of the others does."""
     for name, acting in (("h2o", [True, True]), ("full", [False, True])):
-        cache = kvpatch.EvictingCache(get_policy(name), Budget((0.5, 0.5)), bounds=(None, 4))
-        assert cache.acting == acting
-        assert [policy.name for policy in cache.policies] == [name, "window"]
+        cache = kvpatch.EvictingCache(CacheSettings(get_policy(name), Budget((0.5, 0.5)), bounds=(None, 4)))
+        assert cache.settings.evicts == acting
+        assert [policy.name for policy in cache.settings.policies] == [name, "window"]
 
 
 def test_steps_that_are_rolled_back_were_not_taken(model):
     cache = read(model, "h2o", 0.5, steps=3, record=True)
     cache.crop(-2)
-    assert (cache.steps, cache.deck, cache.deck_due) == (1, None, False)
+    assert (cache.counters.steps, cache.stack, cache.stack_due) == (1, None, False)
     cache.crop(-1)
-    assert cache.steps == 0
+    assert cache.counters.steps == 0
 
 
 def test_a_shared_score_is_rolled_back(model):
@@ -108,8 +111,8 @@ def test_layers_stand_side_by_side_in_one_deck(model, monkeypatch):
     monkeypatch.setattr(Deck, "of", lambda *given: made.append(of(*given)) or made[-1])
     cache = read(model, "h2o", 0.5, steps=4)
     assert len(made) == 1
-    assert cache.deck is made[0]
-    assert not cache.deck_due
+    assert cache.stack is made[0]
+    assert not cache.stack_due
 
 
 def test_one_token_behind_a_prompt_is_not_recorded(model):
@@ -117,7 +120,7 @@ def test_one_token_behind_a_prompt_is_not_recorded(model):
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         for extra, held in ((1, 0), (2, 2)):
             cache = handle.new_cache()
-            cache.prompt_len = N
+            cache.request.prompt_len = N
             model(prompt(2, N + extra), past_key_values=cache)
             assert [len(layer.journal) for layer in cache.layers] == [held] * len(cache.layers)
     with pytest.raises(KVPatchError, match="was not recorded"):
@@ -132,29 +135,31 @@ def test_a_copy_made_in_inference_mode_can_be_written(model):
 
 
 def test_before_anything_was_read(model):
-    cache = kvpatch.EvictingCache(get_policy("keyformer"), Budget((0.5, 0.5)))
-    assert (cache.seed, cache.steps, cache.turns, cache.get_seq_length()) == (0, 0, 0, 0)
-    assert inspect.signature(cache.begin).parameters["repeatable"].default is False
-    assert (cache.scratch, cache.deck_due) == (False, False)
-    assert (cache.block, cache.renumbered, cache.turn_open, cache.joined, cache.padded) == (None, False, False, False, False)
+    cache = kvpatch.EvictingCache(CacheSettings(get_policy("keyformer"), Budget((0.5, 0.5))))
+    assert (cache.settings.seed, cache.counters.steps, cache.turns.count, cache.get_seq_length()) == (0, 0, 0, 0)
+    assert inspect.signature(passes.begin).parameters["repeatable"].default is False
+    assert (cache.scratch, cache.stack_due) == (False, False)
+    assert (cache.settings.block, cache.settings.renumbered, cache.turns.open) == (None, False, False)
+    assert (cache.rows.joined, cache.rows.padded) == (False, False)
 
 
 def test_reset_starts_anew(model):
     cache = read(model, "h2o", 0.5, steps=2)
     cache.reset()
-    assert (cache.deck, cache.deck_due) == (None, False)
-    assert (cache.steps, cache.turns, cache.turn_open, cache.get_seq_length(), cache.seen_B) == (0, 0, False, 0, None)
+    assert (cache.stack, cache.stack_due) == (None, False)
+    assert (cache.counters.steps, cache.turns.count, cache.turns.open) == (0, 0, False)
+    assert (cache.get_seq_length(), cache.seen_B) == (0, None)
 
 
 def test_two_generated_tokens_at_once_are_refused_where_layers_share_a_score(model):
     with kvpatch.patched(model, "keyformer", 0.5, shared=True) as handle:
         for extra in (0, 1):
             cache = handle.new_cache()
-            cache.prompt_len = N
+            cache.request.prompt_len = N
             model(prompt(2, N + extra), past_key_values=cache)
         for extra in (2, 3):
             cache = handle.new_cache()
-            cache.prompt_len = N
+            cache.request.prompt_len = N
             with pytest.raises(KVPatchError, match=f"{extra} generated tokens in one pass"):
                 model(prompt(2, N + extra), past_key_values=cache)
 
@@ -191,8 +196,8 @@ def test_values_of_another_dtype_are_taken_as_the_cache_s(model):
 def test_under_torch_compile_a_length_is_a_tensor(model, monkeypatch):
     cache = read(model, "h2o", 0.5, steps=1)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert cache.get_seq_length() is cache.clock.columns
-    cache.clock = None
+    assert cache.get_seq_length() is cache.counters.device.columns
+    cache.counters.device = None
     assert cache.get_seq_length() == N + 1
 
 
@@ -210,7 +215,7 @@ def test_a_protecting_mask_is_of_the_prompt_alone(model):
     """A pass may bring its last tokens and some generated ones."""
     with kvpatch.patched(model, "window", 8, protect=torch.arange(N) == 2) as handle:
         cache = handle.new_cache()
-        cache.prompt_len = N
+        cache.request.prompt_len = N
         for piece in prompt(2, N + 4).split([17, 7], 1):
             model(piece, past_key_values=cache)
     assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {2, *range(17, 24)}
@@ -232,7 +237,7 @@ def test_protected_ids_are_kept_wherever_they_stand(model):
 def test_kernels_have_no_deck(model):
     pytest.importorskip("triton")
     cache = read(model, "h2o", 0.5, steps=2, backend="triton")
-    assert cache.deck is None
+    assert cache.stack is None
 
 
 CHANGES = {
@@ -264,7 +269,7 @@ def test_what_is_taken_over_in_inference_mode_can_be_written(model):
         past = model(prompt(2, N)).past_key_values
         with kvpatch.patched(model, "window", 0.5) as handle:
             cache = handle.new_cache()
-            cache.absorb(past)
+            from_dynamic.absorb(cache, past)
     assert not any(one.is_inference() for one in (cache.seen_B, cache.layers[0].positions))
 
 
@@ -274,12 +279,12 @@ def test_prompts_are_counted(model):
         cache = handle.new_cache()
         for t in range(12):
             model(prompt(2, N)[:, t : t + 1], past_key_values=cache)
-            assert cache.turns == 1
+            assert cache.turns.count == 1
         assert cache.held(0).unique().tolist() == [4]
         model(prompt(2, 5, seed=2), past_key_values=cache)
-        assert (cache.turns, cache.turn_open) == (2, False)
+        assert (cache.turns.count, cache.turns.open) == (2, False)
         model(prompt(2, 2, seed=2), past_key_values=cache)
-        assert cache.turns == 3
+        assert cache.turns.count == 3
         whole, pieces = handle.new_cache(), handle.new_cache()
         mask = torch.ones(2, N, dtype=torch.long)
         mask[1, :4] = 0
@@ -317,12 +322,12 @@ def test_rows_that_move_leave_columns_and_the_clock(model):
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
         model(prompt(2, N), attention_mask=mask, past_key_values=cache)
-    clock = cache.clock
+    clock = cache.counters.device
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.seen_B.tolist() == [N - 4, N - 6]
     assert cache.get_seq_length() == N
-    assert cache.clock is clock
-    assert (cache.deck, cache.deck_due) == (None, False)
+    assert cache.counters.device is clock
+    assert (cache.stack, cache.stack_due) == (None, False)
 
 
 def test_what_fails_before_anything_moved_changes_nothing(model):
@@ -351,7 +356,7 @@ def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
                 for cache in (at_once, singly):
                     model(prompt(2, N), past_key_values=cache)
                     model(prompt(2, 1, seed=4), past_key_values=cache)
-                    cache.prompt_len = 2 * N + 1
+                    cache.request.prompt_len = 2 * N + 1
             ids = prompt(2, N + 3, seed=5)
             model(ids, past_key_values=at_once)
             for piece in ids.split([N, 1, 1, 1], 1):
@@ -372,20 +377,20 @@ def test_the_end_of_a_prompt_foresees_who_takes_the_steps(model):
 
 def test_nothing_is_rolled_back(model):
     cache = read(model, "h2o", 0.5, steps=2)
-    clock, deck = cache.clock, cache.deck
+    clock, deck = cache.counters.device, cache.stack
     cache.crop(0)
-    assert cache.clock is clock
-    assert cache.deck is deck is not None
+    assert cache.counters.device is clock
+    assert cache.stack is deck is not None
 
 
 def test_counters_catch_up_with_compiled_steps(model):
     cache = read(model, "h2o", 0.5, room=4)
     compiled.begin(cache, None, None)  # and its layers run unseen
     compiled.end(cache)
-    assert cache.behind
+    assert cache.counters.behind
     assert cache.layers[0].seen == N
     assert cache.get_seq_length() == N + 1
-    assert (cache.behind, cache.steps, cache.unfinished) == (False, 1, False)
+    assert (cache.counters.behind, cache.counters.steps, cache.unfinished) == (False, 1, False)
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("prompt", N), ("both", N), ("decode", 2 * N)])
@@ -393,7 +398,7 @@ def test_a_pyramid_gives_no_layer_more_than_its_prompt(model, schedule, most):
     """Unless tokens are to come that may fill it."""
     with kvpatch.patched(model, "pyramid(h2o)", 0.9, schedule=schedule) as handle:
         cache = handle.new_cache()
-    shares = [cache.tokens(layer, N) for layer in range(2)]
+    shares = [cache.settings.tokens(layer, N) for layer in range(2)]
     assert sum(shares) == 2 * int(0.9 * N)
     assert (shares[0] > N) == (schedule == "decode")
     assert shares[0] <= most

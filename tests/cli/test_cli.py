@@ -9,14 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch import demo, demo_view
 from kvpatch.arch.llama import LlamaAdapter
-from kvpatch.check import Checks
-from kvpatch.cli import main
-from kvpatch.commands import app
-from kvpatch.feeding import feed
-from kvpatch.loading import load_tokenizer, parse_k
-from kvpatch.needles import text_needles
+from kvpatch.cli import demo, demo_view
+from kvpatch.cli.commands import app
+from kvpatch.cli.loading import load_tokenizer, parse_k
+from kvpatch.cli.main import main
+from kvpatch.cli.needles import text_needles
+from kvpatch.evaluation.check import Checks
+from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.policies.budgets import Budget
 from tests.helpers import tiny
 
@@ -208,7 +208,7 @@ def test_checks_see_what_stays_behind(monkeypatch):
 
 @pytest.mark.parametrize("name", ["typer", "rich"])
 def test_without_the_extra(name, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "kvpatch.commands")
+    monkeypatch.delitem(sys.modules, "kvpatch.cli.commands")
     monkeypatch.delattr(kvpatch, "commands")
     for module in [module for module in sys.modules if module.split(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)

@@ -9,14 +9,14 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch import compare_view as view
-from kvpatch import pictures
-from kvpatch.commands import app
-from kvpatch.compare import budgets, choose, text_ids
-from kvpatch.divergence import Comparison, Figures, Result, Row, divergence
+from kvpatch import plotting as pictures
+from kvpatch.cli import compare_view as view
+from kvpatch.cli.commands import app
+from kvpatch.cli.compare import budgets, choose, text_ids
+from kvpatch.cli.loading import MODELS, load_tokenizer
 from kvpatch.errors import KVPatchError
-from kvpatch.feeding import Fed, feed
-from kvpatch.loading import MODELS, load_tokenizer
+from kvpatch.evaluation.divergence import Comparison, Figures, Result, Row, divergence
+from kvpatch.evaluation.teacher_forcing import Fed, feed
 from tests.helpers import tiny
 
 MODEL = MODELS / "llama-python"
@@ -63,7 +63,7 @@ def test_figures_by_hand(monkeypatch):
         probabilities = (other if evicting else full)[None, : ids.shape[1] - n + 1]
         return Fed(probabilities.log(), 3.0 if evicting else 2.0, feed(model, ids, n).cache)
 
-    monkeypatch.setattr("kvpatch.divergence.feed", written)
+    monkeypatch.setattr("kvpatch.evaluation.divergence.feed", written)
     ids = torch.cat([tiny.prompt(1, 12), torch.tensor([[1, 0, 2]])], 1)
     model = tiny.make("llama")
     comparison = Comparison(model, ids, 12)
@@ -351,7 +351,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("wrong", "words"), MISTAKES)
 def test_mistakes_cost_one_line_and_no_loading(prompt, monkeypatch, wrong, words):
     if "--dtype" not in wrong:
-        monkeypatch.setattr("kvpatch.commands.load_model", None)
+        monkeypatch.setattr("kvpatch.cli.commands.load_model", None)
     result = run("compare", "--model", MODEL, "--prompt-file", prompt, *wrong)
     assert result.exit_code == 2, result.exception
     assert result.stdout == ""

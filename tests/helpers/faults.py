@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
+from kvpatch.cache import from_dynamic
 from tests.helpers.tiny import make, prompt, snapshot
 
 N = 24  # tokens of a prompt
@@ -193,7 +194,7 @@ def uses(s, cache):
         "clone": cache.clone,
         "save": lambda: s.handle.save_cache(cache, "/nowhere/at/all"),
         "concatenate": lambda: EvictingCache.concatenate([cache, s.other()]),
-        "absorb": lambda: cache.absorb(DynamicCache()),
+        "absorb": lambda: from_dynamic.absorb(cache, DynamicCache()),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 import kvpatch
 from kvpatch import patching
-from kvpatch.versions import TORCH, TRANSFORMERS, check_versions
+from kvpatch.hooks.versions import TORCH, TRANSFORMERS, check_versions
 from tests.helpers.tiny import make, prompt, snapshot
 
 REFUSED = [

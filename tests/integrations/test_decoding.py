@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpatch
-from kvpatch import generation
+from kvpatch.hooks import generate as generation
 from tests.helpers.comparing import certain
 from tests.helpers.tiny import FIVE, IDS, VOCAB, make, prompt
 
@@ -126,11 +126,11 @@ def test_an_assistant_reads_again_what_it_cannot_take_back():
     draft, ids = make("llama", layers=1), prompt(1, 20)
     with kvpatch.patched(draft, "h2o", 0.5) as patch:
         cache = patch.new_cache()
-        cache.drafts = True
+        cache.request.drafts = True
         draft(ids, past_key_values=cache)
         cache.crop(-3)
         assert cache.get_seq_length() == 0
-        cache.drafts = False
+        cache.request.drafts = False
         draft(ids, past_key_values=cache)
         with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 3 tokens"):
             cache.crop(-3)

@@ -15,8 +15,8 @@ from transformers import Trainer, TrainingArguments
 import kvpatch
 from examples import keyformer_table2, lm_eval_harness, perplexity_strides
 from examples.lm_eval_harness import LOCAL, evaluate, load
-from kvpatch import harness
-from kvpatch.harness import KVPatchLM
+from kvpatch.evaluation import lm_eval as harness
+from kvpatch.evaluation.lm_eval import KVPatchLM
 from tests.helpers import tiny
 from tests.helpers.comparing import draw
 from tests.oracle import reference
@@ -96,10 +96,10 @@ def test_without_block_log_likelihoods_feel_nothing_and_it_is_said(recall, caplo
         with pytest.raises(kvpatch.KVPatchError, match="caches of earlier forward passes are gone"):
             patch.report()
     close(answers(got, "kvp_recall"), answers(want, "kvp_recall"))
-    words = [r.message for r in caplog.records if r.name == "kvpatch.hooks"]
+    words = [r.message for r in caplog.records if r.name == "kvpatch.hooks.state"]
     assert len(words) == 1 and "k=0.2: none of 4 forward passes felt the budget" in words[0] and "block=" in words[0]
     patch.remove()
-    assert len([r for r in caplog.records if r.name == "kvpatch.hooks"]) == 1
+    assert len([r for r in caplog.records if r.name == "kvpatch.hooks.state"]) == 1
 
 
 @pytest.mark.parametrize("policy", ["h2o", "keyformer"])
@@ -238,9 +238,9 @@ def test_what_is_wrong_is_said_before_anything_runs(recall, monkeypatch, caplog)
     lm.patch.remove()
     assert "4 log-likelihoods will not feel policy 'h2o'" in caplog.text
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    monkeypatch.delitem(sys.modules, "kvpatch.harness")
+    monkeypatch.delitem(sys.modules, "kvpatch.evaluation.lm_eval")
     with pytest.raises(kvpatch.KVPatchError, match=r'pip install "kvpatch\[lm-eval\]"'):
-        importlib.import_module("kvpatch.harness")
+        importlib.import_module("kvpatch.evaluation.lm_eval")
 
 
 # ---- the examples ----

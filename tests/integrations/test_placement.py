@@ -9,9 +9,9 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 
 import kvpatch
-from kvpatch.arch.site import Site
-from kvpatch.check import Checks
-from kvpatch.placement import device_of
+from kvpatch.arch.bound import Site
+from kvpatch.evaluation.check import Checks
+from kvpatch.hooks.accelerate import device_of
 from tests.helpers.elsewhere import SECOND, move, second_device
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt, snapshot
 

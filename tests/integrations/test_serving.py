@@ -4,7 +4,7 @@ import torch
 
 import kvpatch
 from examples import continuous_batching
-from kvpatch.loading import MODELS, load_model, load_tokenizer
+from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 
 def test_continuous_batching(capsys):

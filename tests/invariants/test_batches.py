@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from kvpatch import EvictingCache, KVPatchError, Report, joining
-from kvpatch.backends.choice import Choice
-from kvpatch.slots import slack
+from kvpatch import EvictingCache, KVPatchError, Report
+from kvpatch.backends.dispatch import Choice
+from kvpatch.cache import concat as joining
+from kvpatch.cache.layer import slack
 from tests.helpers.comparing import EVICTING, SMALL, combined, sorted_positions
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.invariants.test_sequences import settings_of_a_patch
@@ -447,7 +448,7 @@ def unread(model, patch):
 
 def in_a_prompt(model, patch):
     cache = patch.new_cache()
-    cache.prompt_len = 30
+    cache.request.prompt_len = 30
     model(prompt(1, 20), past_key_values=cache)
     return cache
 

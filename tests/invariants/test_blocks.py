@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.slots import SlotLayer
+from kvpatch.cache.layer import SlotLayer
 from tests.helpers.comparing import EVICTING, SMALL, combined, draw
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.oracle import reference

@@ -282,7 +282,7 @@ def test_beams_carry_their_own_history():
                 text = out.sequences[row : row + 1, 30:]
                 source = slice(row // 4, row // 4 + 1)
                 cache = patch.new_cache()
-                cache.new_tokens = 12
+                cache.request.new_tokens = 12
                 logits, _ = force(model, ids[source], text[:, :-1], mask[source], cache)
                 score = logits.log_softmax(-1).gather(2, text[..., None]).sum()
                 torch.testing.assert_close(score, sums[row], atol=2e-4, rtol=0)
@@ -321,7 +321,7 @@ def test_several_tokens_at_once_are_decode_steps_inside_generate():
         model, ids, fed = make("mistral_sliding"), prompt(2, 20), prompt(2, 9, seed=2)
         with kvpatch.patched(model, policy, 0.5) as patch, torch.no_grad():
             one, other = patch.new_cache(), patch.new_cache()
-            one.prompt_len = other.prompt_len = 20
+            one.request.prompt_len = other.request.prompt_len = 20
             want, _ = force(model, ids, fed, cache=one)
             got = model(torch.cat([ids, fed], 1), past_key_values=other, use_cache=True).logits[:, 19:]
         torch.testing.assert_close(want, got, atol=2e-5, rtol=0)
@@ -425,7 +425,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
     critical = [kvpatch.get_policy(f"critical({base})") for base in ("keyformer", "tova", "roco")]
     for policy in (*EVICTING, *critical):
         stacked, one = run(model, ids, fed, policy, 0.4)
-        assert (one.deck is None) == (policy in WINDOWED)
+        assert (one.stack is None) == (policy in WINDOWED)
         with kvpatch.patched(model, policy, 0.4) as patch:
             cache = patch.new_cache()
             force(model, ids, fed[:, :4], cache=cache)
@@ -434,9 +434,9 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
             again, _ = _go_on(model, fed[:, 4:], twin)
         torch.testing.assert_close(stacked[:, 5:], again, atol=1e-6, rtol=0)
         with monkeypatch.context() as patched_out:
-            patched_out.setattr(kvpatch.attention, "_deck", lambda *_: None)
+            patched_out.setattr(kvpatch.attention.attend, "_deck", lambda *_: None)
             alone, other = run(model, ids, fed, policy, 0.4)
-        assert other.deck is None
+        assert other.stack is None
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
         assert kept(one) == kept(other) == kept(twin)
 
@@ -461,7 +461,7 @@ def test_steps_are_stacked_once_the_slots_are_full():
     model, ids, fed = make("llama_gqa"), prompt(2, 12), prompt(2, 12, seed=2)
     for policy in SEVERAL:
         _, cache = run(model, ids, fed[:, :5], policy, 16)
-        assert cache.deck is None
+        assert cache.stack is None
         _, cache = run(model, ids, fed, policy, 16)
-        assert cache.deck is not None
+        assert cache.stack is not None
         assert cache.held(1).tolist() == [[16, 16], [16, 16]]

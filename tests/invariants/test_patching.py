@@ -12,8 +12,8 @@ from accelerate.hooks import remove_hook_from_submodules
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
 import kvpatch
+from kvpatch.arch.bound import Site
 from kvpatch.arch.llama import LlamaAdapter
-from kvpatch.arch.site import Site
 from tests.helpers.tiny import FIVE, force, make, prompt, snapshot
 
 

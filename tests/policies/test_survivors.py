@@ -10,7 +10,7 @@ from kvpatch import KVPatchError
 from kvpatch.policies import budgets, noise, scores, selection
 from kvpatch.policies.allocation import Adaptive, Pyramid
 from kvpatch.policies.budgets import Budget
-from kvpatch.policies.moment import Block, Limits, Moment, accumulator
+from kvpatch.policies.context import Block, Limits, Moment, accumulator
 from kvpatch.policies.scopes import DeviationScope
 from kvpatch.policies.statistics import STATISTICS
 from tests.oracle import reference_selection

@@ -11,7 +11,7 @@ from kvpatch import KVPatchError
 from kvpatch.policies import POLICIES, Policy, scores
 from kvpatch.policies.allocation import Adaptive, Pyramid
 from kvpatch.policies.budgets import Budget
-from kvpatch.policies.moment import Limits, Moment
+from kvpatch.policies.context import Limits, Moment
 from kvpatch.policies.scopes import DeviationScope, Scope, protect_tensor
 from kvpatch.policies.selection import TwoStage
 from tests.policies.test_survivors import drawn, small_moment

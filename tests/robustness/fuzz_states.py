@@ -130,9 +130,9 @@ def sound(cache: EvictingCache) -> bool:
                     return False
                 if layer.evicting and len(held) > int(layer.keep_BH1[b, h, 0]):  # type: ignore[index]
                     return False
-        if layer.evicting and cache.policy.over_heads is None:
+        if layer.evicting and cache.settings.policy.over_heads is None:
             n = int(seen_B.max())
-            allowed = cache.tokens(index, n) * 2 + (n if cache.policy.schedule == "decode" else 0)
+            allowed = cache.settings.tokens(index, n) * 2 + (n if cache.settings.policy.schedule == "decode" else 0)
             if int(cache.held(index).max()) > allowed:
                 return False
     return True

@@ -115,7 +115,7 @@ PATCHES = [
 PASSES = [
     _c("a pass after remove()", removed, r"not patched \(or no longer is\)"),
     _c("a cache of another model", lambda w: elsewhere(w, "llama"), r"2 KV heads.*this model has 4.*new_cache\(\)"),
-    _c("a cache of a deeper model", lambda w: w.step(past_key_values=w.patch._settings.new_cache(1)), r"a model of 1 layers"),
+    _c("a cache of a deeper model", lambda w: w.step(past_key_values=w.patch._state.new_cache(1)), r"a model of 1 layers"),
     _c("a cache of another policy", lambda w: elsewhere(w, policy="tova"), r"another patch.*'h2o' there and 'tova' here"),
     _c("a cache of another budget", lambda w: elsewhere(w, k=0.25), r"another patch.*k is \[0\.5, 0\.5\] there"),
     _c("a cache of other positions", lambda w: elsewhere(w, positions="renumbered"),

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 import kvpatch
 from kvpatch import Adapter, InterfaceAdapter, KVPatchError, Policy, get_policy, register_arch, register_policy
-from kvpatch import compare as comparing
-from kvpatch.check import Checks
-from kvpatch.commands import app, parse_options
-from kvpatch.loading import load_model, load_tokenizer, read_prompt
+from kvpatch.cli import compare as comparing
+from kvpatch.cli.commands import app, parse_options
+from kvpatch.cli.loading import load_model, load_tokenizer, read_prompt
+from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
 from kvpatch.policies.scopes import Scope
 from kvpatch.policies.scores import Accumulated

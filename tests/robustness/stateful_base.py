@@ -153,7 +153,7 @@ class Base(RuleBasedStateMachine):
     def advanced(live: Live) -> bool:
         """Whether a pass that raised had gone through all layers."""
         cache = live.cache
-        return not cache.unfinished and cache.prompt_len is None and cache.get_seq_length() > live.shadow.columns
+        return not cache.unfinished and cache.request.prompt_len is None and cache.get_seq_length() > live.shadow.columns
 
     def survey(self, live: Live, name: str) -> None:
         """After a fault a cache is as it was before the call, or raises our own error wherever it is used."""
@@ -202,7 +202,7 @@ class Base(RuleBasedStateMachine):
         """A pass, with position_ids where a padded batch needs them."""
         more: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
         padded = mask is not None or (shadow is not None and shadow.padded)
-        if padded and not cache.joined and self.chosen.name != "mpt":
+        if padded and not cache.rows.joined and self.chosen.name != "mpt":
             seen = 0 if cache.seen_B is None else cache.next_positions()
             count = torch.ones_like(ids) if mask is None else mask
             more["position_ids"] = (seen + count.cumsum(1) - 1).clamp(min=0)

@@ -9,29 +9,28 @@ from typing import Any
 import safetensors.torch
 from hypothesis import strategies as st
 
-from kvpatch import (
-    attention,
-    blocks,
-    compiled,
-    decode,
-    ending,
-    hooks,
-    joining,
-    patching,
-    prompt,
-    ragged,
-    slots,
-    storage,
-)
+from kvpatch import patching
+from kvpatch.attention import attend as attention
+from kvpatch.attention import blockwise as blocks
+from kvpatch.attention import compress as ending
+from kvpatch.attention import decode
+from kvpatch.attention import prefill as prompt
+from kvpatch.attention.layer_call import Call
+from kvpatch.attention.stacked import Deck
+from kvpatch.backends import head_offsets as ragged
 from kvpatch.backends import torch_backend
-from kvpatch.cache import EvictingCache
-from kvpatch.call import Call
-from kvpatch.deck import Deck
-from kvpatch.policies.moment import Limits
+from kvpatch.cache import concat as joining
+from kvpatch.cache import layer as slots
+from kvpatch.cache import passes
+from kvpatch.cache.layer import SlotLayer
+from kvpatch.cache.state import DeviceCounters, TextState
+from kvpatch.hooks import decoder as hooks
+from kvpatch.hooks.state import PatchState
+from kvpatch.policies.context import Limits
 from kvpatch.policies.policy import Policy
 from kvpatch.policies.scopes import Scope
 from kvpatch.policies.selection import TwoStage
-from kvpatch.slots import SlotLayer
+from kvpatch.storage import save_load as storage
 
 
 class Fault(Exception):
@@ -48,23 +47,22 @@ PASS = [
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "settle"), (SlotLayer, "_resize"), (SlotLayer, "settle_ragged"), (SlotLayer, "make_dense"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (slots, "record"), (ragged.Extents, "pack"),
-    (compiled.Clock, "advance"), (EvictingCache, "begin"), (EvictingCache, "end"), (EvictingCache, "_check"),
-    (EvictingCache, "_budget"), (EvictingCache, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"),
-    (hooks.Settings, "note"), (hooks.Settings, "count"),
+    (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
+    (passes, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"), (PatchState, "count"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (EvictingCache, "catch_up"), (Limits, "map_rows"), (ragged.Extents, "select")]
+ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (ragged.Extents, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (slots, "restore")]
-CLONE = [(copy, "deepcopy"), (EvictingCache, "catch_up")]
+CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
     (joining, "check"), (joining, "_blank"), (joining, "_join_layer"), (joining, "_lay_out"), (joining, "_fill"),
-    (joining, "_open"), (joining, "_set_steps"), (joining, "_shared"), (SlotLayer, "reset"), (EvictingCache, "reset"),
+    (joining, "_open"), (joining, "_set_steps"), (joining, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
-SAVE = [(storage, "_checksum"), (storage, "_rows"), (storage, "settings_of"), (safetensors.torch, "save_file")]
+SAVE = [(storage, "_checksum"), (storage, "_rows"), (storage, "_history"), (safetensors.torch, "save_file")]
 LOAD = [(storage, "_read"), (storage, "_checksum"), (storage, "_compare"), (storage, "_fill"), (patching, "Site")]
 ENTER = [
     (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"),
     (patching, "put_hook"), (patching, "wrap_generate"), (patching, "masks_for_generate"),
-    (patching, "wrap_prepare_cache"), (patching, "Settings"),
+    (patching, "wrap_prepare_cache"), (patching, "PatchState"),
 ]  # fmt: skip
 
 

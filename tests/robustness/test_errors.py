@@ -263,6 +263,6 @@ def test_registering():
     kvpatch.register_policy("h2o_short", kvpatch.get_policy("h2o").with_options(recent=0.1))
     try:
         with kvpatch.patched(make("llama"), "h2o_short", 0.5) as patch:
-            assert patch.policy.options()["recent"] == 0.1
+            assert patch.settings.policy.options()["recent"] == 0.1
     finally:
         POLICIES.pop("h2o_short")

@@ -7,6 +7,7 @@ import torch
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
+from kvpatch.cache import from_dynamic
 from tests.helpers.faults import SCENES, N, contents, differences, interrupt, lines, refusal, spread, whole_or_refused
 from tests.helpers.tiny import make, prompt
 
@@ -58,7 +59,7 @@ def made(name, s, cache, other, path):
         return s.handle.load_cache(path)
     if name == "absorb":
         new = s.handle.new_cache()
-        new.absorb(cache)
+        from_dynamic.absorb(new, cache)
         return new
     return EvictingCache.concatenate([cache, other], consume=name == "consume")
 
@@ -112,10 +113,10 @@ def test_an_interrupt_while_a_cache_is_taken_over():
     past = model(prompt(2, N)).past_key_values
     with kvpatch.patched(model, "window", 0.5) as handle:
         after = handle.new_cache()
-        after.absorb(past)
-        for n in range(lines(functools.partial(handle.new_cache().absorb, past))):
+        from_dynamic.absorb(after, past)
+        for n in range(lines(functools.partial(from_dynamic.absorb, handle.new_cache(), past))):
             cache = handle.new_cache()
-            where, _ = interrupt(functools.partial(cache.absorb, past), n)
+            where, _ = interrupt(functools.partial(from_dynamic.absorb, cache, past), n)
             if cache.unfinished:
                 assert "did not finish" in refusal(lambda: model(prompt(2, 3), past_key_values=cache)), where  # noqa: B023
             else:
@@ -124,7 +125,7 @@ def test_an_interrupt_while_a_cache_is_taken_over():
         past.layers[1].keys = past.layers[1].keys[:, :, 2:]
         cache = handle.new_cache()
         with pytest.raises(KVPatchError, match="Layer 1 of the DynamicCache no longer holds"):
-            cache.absorb(past)
+            from_dynamic.absorb(cache, past)
         assert not differences(contents(cache), contents(handle.new_cache())), "layer 0 was taken over already"
 
 
@@ -134,8 +135,8 @@ def test_an_interrupt_while_the_counters_catch_up_with_compiled_steps(scenes):
 
     def compiled():
         cache = s.read(1)
-        cache.clock.columns.add_(3)
-        cache.behind = True
+        cache.counters.device.columns.add_(3)
+        cache.counters.behind = True
         return cache
 
     after = compiled()

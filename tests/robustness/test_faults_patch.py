@@ -114,7 +114,7 @@ def test_an_interrupted_generate_leaves_the_callers_cache_as_after_some_step_or_
         for n in spread(lines(lambda: run(handle.new_cache())), 20):
             cache = handle.new_cache()
             where, _ = interrupt(functools.partial(run, cache), n)
-            assert cache.prompt_len is None and cache.new_tokens is None, where
+            assert cache.request.prompt_len is None and cache.request.new_tokens is None, where
             seen = cache.get_seq_length()
             if cache.unfinished:
                 assert "did not finish" in refusal(lambda: generate(model, ids, past_key_values=cache)), where  # noqa: B023
@@ -287,7 +287,7 @@ def test_a_block_is_entered_while_another_thread_generates():
 
 def test_of_two_threads_that_patch_at_once_one_is_refused(monkeypatch):
     model, both = make("llama_gqa"), threading.Barrier(2)
-    before, find = snapshot(model), kvpatch.target.Target.find
+    before, find = snapshot(model), kvpatch.hooks.target.Target.find
 
     def meet(model):
         found = find(model)  # both have looked, and neither has changed anything

@@ -118,7 +118,7 @@ def test_a_lie_with_a_right_checksum_is_found(name, change, words, seeds, tmp_pa
 def test_nothing_is_allocated_for_what_does_not_fit(seeds, tmp_path, monkeypatch):
     """A header that promises more than the model's shapes, or than the file holds, is refused before a tensor is read."""
     one = seeds[0]
-    monkeypatch.setattr("kvpatch.storage.read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("kvpatch.storage.save_load.read", lambda *_: pytest.fail("a tensor was read"))
     parts = Parts.of(one.file)
     dtype, shape, data = parts.tensors["0.keys"]
     huge = [2**20, *shape[1:]]

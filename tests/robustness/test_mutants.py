@@ -19,7 +19,7 @@ ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
     "score not reset when a slot is reused": (
-        "slots.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
+        "cache/layer.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (
         "policies/statistics.py", "block.p_NGRM.mean(1)", "block.p_NGRM[:, 0]",
         f"{ORACLE}[llama_gqa-roco]"),
@@ -27,22 +27,22 @@ MUTANTS = {
         "policies/statistics.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
         f"{ORACLE}[llama_gqa-h2o]"),
     "padding counted in n": (
-        "cache.py", "before + count[:, -1], before + count[:, prompt - 1]", "before + Q, before + prompt",
+        "cache/passes.py", "before + count[:, -1], before + count[:, prompt - 1]", "before + Q, before + prompt",
         f"{ORACLE}[llama-window]"),
     "tau not advanced": (
         "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
         "tests/oracle/test_oracle.py::test_generate_passes_its_length_to_tau"),
     "reorder forgets scores": (
-        "slots.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
+        "cache/layer.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
         "tests/invariants/test_eviction.py::test_beams_carry_their_own_history"),
     "position taken from the slot's index": (
-        "slots.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
+        "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
         "index_copy_(0, slot, self.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
     "protected window off by one": (
         "policies/scopes.py", "recent = position > moment.recent_B11", "recent = position >= moment.recent_B11",
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
-        "decode.py",
+        "attention/decode.py",
         "            _observe(call, p_BHGT, keys, newest_B11, t)\n        if evicting:\n            _evict(call, newest",
         "            _evict(call, newest_B11, t)\n        if evicting:\n            _observe(call, p_BHGT, keys, newest",
         f"{ORACLE}[llama-tova]"),
@@ -60,14 +60,15 @@ MUTANTS = {
         "backends/torch_backend.py", "-1).softmax(-1)[..., :-1]", "-1)[..., :-1].softmax(-1)",
         "tests/arch/test_families.py::test_every_policy[gpt_oss-key_attention]"),
     "sliding layers count in the pyramid": (
-        "cache.py", "len(self.free), least, most)[self.free.index(layer)]", "len(self.layers), least, most)[layer]",
+        "cache/settings.py",
+        "len(self.budgeted), least, most)[self.budgeted.index(layer)]", "self.n_layers, least, most)[layer]",
         "tests/arch/test_families.py::test_budgets_count_the_layers_that_see_all"),
     "ties to the lower position": (
         "policies/selection.py", "return (bits.long() << 30) | positions",
         "return (bits.long() << 30) | (MAX_POSITION - positions)",
         f"{ORACLE}[llama-scissorhands]"),
     "roll-back forgets scores": (
-        "journal.py", "        layer.state[name][:, :, :C] = tensor", "        pass",
+        "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor", "        pass",
         "tests/invariants/test_eviction.py::test_rolling_back_restores_everything[roco]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
@@ -87,31 +88,31 @@ MUTANTS = {
         "row, key = head[:, :, None, None], -1",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
-        "prompt.py", "        slots.tail_rows = (q_BHGWD, rows_BW)", "        slots.tail_rows = None",
+        "attention/prefill.py", "        slots.tail_rows = (q_BHGWD, rows_BW)", "        slots.tail_rows = None",
         "tests/invariants/test_eviction.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "patching.py", "                own.pop(name, None)", "                pass",
         "tests/invariants/test_patching.py::test_after_the_block_the_model_is_as_before"),
     "training goes through the cache": (
-        "hooks.py", "(not use_cache or decoder.training)", "(not use_cache)",
+        "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/invariants/test_patching.py::test_a_training_step_is_bit_for_bit_the_same"),
     "stacked layers: score not reset": (
-        "deck.py", "self.state[name].view(-1).index_fill_(0, self.at, 0)", "pass", f"{ALIKE}[llama-h2o]"),
+        "attention/stacked.py", "self.state[name].view(-1).index_fill_(0, self.at, 0)", "pass", f"{ALIKE}[llama-h2o]"),
     "stacked layers: victim before the scores": (
-        "deck.py", "            self._observe(call)\n", "            pass\n", f"{ALIKE}[llama-tova]"),
+        "attention/stacked.py", "            self._observe(call)\n", "            pass\n", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
-        "deck.py", "repeat_interleave(self.B)", "repeat_interleave(self.B) * 0", f"{ALIKE}[llama-keyformer]"),
+        "attention/stacked.py", "repeat_interleave(self.B)", "repeat_interleave(self.B) * 0", f"{ALIKE}[llama-keyformer]"),
     "stacked layers: the freed slot still counts": (
-        "deck.py", "self.positions.view(-1).index_fill_(0, self.at, -1)", "pass",
+        "attention/stacked.py", "self.positions.view(-1).index_fill_(0, self.at, -1)", "pass",
         "tests/invariants/test_eviction.py::test_schedules[random-both]"),
     "stage one skipped": (
         "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
         "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),
     "norm over the wrong heads": (
-        "arch/site.py", '"(h g d) e -> h g d e", h=self.H, g=group', '"(g h d) e -> h g d e", h=self.H, g=group',
+        "arch/bound.py", '"(h g d) e -> h g d e", h=self.H, g=group', '"(g h d) e -> h g d e", h=self.H, g=group',
         f"{PARTS}::test_combinations[llama_gqa-h2o-critical]"),
     "norm of one query head instead of the group's mean": (
-        "backends/norms.py", 'rearrange(rows_HGDE[h], "g d e -> d (g e)")',
+        "backends/value_norms.py", 'rearrange(rows_HGDE[h], "g d e -> d (g e)")',
         'rearrange(rows_HGDE[h, :1].expand(G, -1, -1), "g d e -> d (g e)")',
         f"{PARTS}::test_options[critical-{{'alpha': 0.0}}]"),
     "scores not normalised before the second stage": (
@@ -121,44 +122,46 @@ MUTANTS = {
         "policies/allocation.py", "max(share(float(self.floor), b), p)", "p",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
     "heads share by the selection's order": (
-        "ending.py", "            moment.keep_BH1 = None  # heads share by score alone\n", "",
+        "attention/compress.py", "            moment.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
     "one head's extent off by one": (
-        "ragged.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
+        "backends/head_offsets.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
     "a ragged head forgets its newest token": (
-        "call.py", "slots.grown + 1  # the token just written", "slots.grown",
+        "attention/layer_call.py", "slots.grown + 1  # the token just written", "slots.grown",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
         f"{PARTS}::test_combinations[llama_gqa-h2o-pyramid]"),
     "a block's scores dropped": (
-        "prompt.py", "        call.add({name: total.view(B, H, T) for name, total in sums.items()})",
+        "attention/prefill.py", "        call.add({name: total.view(B, H, T) for name, total in sums.items()})",
         "        if call.now.final:\n            call.add({name: total.view(B, H, T) for name, total in sums.items()})",
         f"{PARTS}::test_blocks[h2o-7]"),
     "blocks cut by columns instead of the row's own tokens": (
-        "forward.py", "(positions_BQ < 0).long().argsort(dim=1, stable=True)",
+        "cache/forward_context.py", "(positions_BQ < 0).long().argsort(dim=1, stable=True)",
         "torch.arange(P, device=positions_BQ.device).expand_as(positions_BQ)", f"{PARTS}::test_blocks[window-7]"),
     "a block's budget is of what was read so far": (
-        "cache.py", "now.budget_n_B = n_B if now.fixed_B is None else now.rows_B", "now.budget_n_B = [n // 2 for n in n_B]",
+        "cache/passes.py",
+        "now.budget_n_B = n_B if now.fixed_B is None else now.rows_B", "now.budget_n_B = [n // 2 for n in n_B]",
         f"{PARTS}::test_blocks[window-7]"),
     "damping of rows whose text has ended": (
-        "call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
+        "attention/layer_call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
         f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
     "no gradient through keys that are evicted later": (
-        "slots.py", "            with torch.enable_grad():\n", "            with torch.no_grad():\n",
+        "cache/layer.py", "            with torch.enable_grad():\n", "            with torch.no_grad():\n",
         "tests/invariants/test_blocks.py::test_gradients_agree_with_naive_autograd[llama_gqa-roco-None]"),
     "gradient only through this block's keys": (
-        "prompt.py", "old = slots.graph or (keys", "old = (keys",
+        "attention/prefill.py", "old = slots.graph or (keys", "old = (keys",
         "tests/invariants/test_blocks.py::test_gradients_agree_with_naive_autograd[gpt2-roco-None]"),
     "checkpointed layers lose their cache": (
-        "hooks.py", "            out.cache = args[0].cache", "            pass",
+        "hooks/attention.py", "            out.cache = args[0].cache", "            pass",
         "tests/invariants/test_blocks.py::test_gradients_agree_with_naive_autograd[gpt2-roco-{'use_reentrant': True}]"),
     "renumbered queries keep their position": (
-        "call.py", "own.repeat_interleave(self.group, 1), table)", "own.repeat_interleave(self.group, 1) + 1, table)",
+        "attention/layer_call.py",
+        "own.repeat_interleave(self.group, 1), table)", "own.repeat_interleave(self.group, 1) + 1, table)",
         f"{PARTS}::test_renumbered[llama_gqa-h2o]"),
     "renumbered ALiBi counts missing tokens": (
-        "call.py", "ranks.amax(-1, keepdim=True) - ranks", "positions.amax(-1, keepdim=True) - positions",
+        "attention/layer_call.py", "ranks.amax(-1, keepdim=True) - ranks", "positions.amax(-1, keepdim=True) - positions",
         f"{PARTS}::test_renumbered[mpt-h2o]"),
     "pooling over empty slots": (
         "policies/scores.py", "        if not moment.empty:\n            return self._pooled",
@@ -168,55 +171,55 @@ MUTANTS = {
         "policies/scores.py", "        if moment.aligned:", "        if True:",
         f"{PARTS}::test_combinations[llama_gqa-tova-critical]"),
     "a later turn counts its own tokens alone": (
-        "cache.py", "self.turn_from_B if later and turns == \"each\" else None", "self.turn_from_B if later else None",
+        "cache/passes.py", "begin_B if later and turns == \"each\" else None", "begin_B if later else None",
         "tests/cache/test_turns.py::test_a_later_turn_is_compressed_too[h2o]"),
     "generated rows forgotten between turns": (
         "policies/policy.py", "return bool(self.statistics) and", "return False and",
         "tests/cache/test_turns.py::test_schedule_prompt_counts_all_each_or_the_first[h2o-all]"),
     "an altered file passes": (
-        "storage.py", 'if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):', "if False:",
+        "storage/save_load.py", 'if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):', "if False:",
         "tests/storage/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
     "a compiled step stands still": (
-        "compiled.py", "    cache.seen_B.add_(1)", "    cache.seen_B.add_(0)",
+        "cache/compiled.py", "    cache.seen_B.add_(1)", "    cache.seen_B.add_(0)",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does[llama_gqa-h2o-{'k': 0.5}]"),
     "compiled steps are not counted": (
-        "compiled.py", "    cache.behind = True", "    cache.behind = False",
+        "cache/compiled.py", "    cache.counters.behind = True", "    cache.counters.behind = False",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does[llama_gqa-h2o-{'k': 0.5}]"),
     "a temperature compiled in": (
-        "cache.py", "self.clock.steps + ahead", "self.clock.steps * 0 + ahead",
+        "cache/state.py", "counters.device.steps + ahead", "counters.device.steps * 0 + ahead",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 9.0), 'generation_length': 12, 'damping': 0.3}]"),
     "slots taken by compiled steps forgotten": (
-        "compiled.py", "layer.grown += 0 if layer.evicting else count", "layer.grown += 0",
+        "cache/state.py", "layer.grown += 0 if layer.evicting else count", "layer.grown += 0",
         "tests/cache/test_compiled.py::test_what_is_done_to_an_opened_cache"),
     "a compiled step reads its counters": (
-        "call.py", "        if self.now.traced:\n            grown = None",
+        "attention/layer_call.py", "        if self.now.traced:\n            grown = None",
         "        if False:\n            grown = None",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-adakv-{'k': 0.4, 'window': 5, 'room': 12}]"),
     "squares of one head in the column kernel": (
-        "backends/triton_columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
+        "backends/triton/columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
     "the column kernel forgets ALiBi": (
-        "backends/triton_columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
+        "backends/triton/columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
         "tests/backends/test_backends.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
     "the kernel's victim ignores the protected window": (
-        "backends/triton_decode.py", "position > newest - recent, LAST", "position > newest, LAST",
+        "backends/triton/decode.py", "position > newest - recent, LAST", "position > newest, LAST",
         "tests/backends/test_backends.py::test_every_policy_on_the_kernels[h2o]"),
     "the kernel's noise left out": (
-        "backends/triton_decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
+        "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
     "keys that a row attends to, without those before": (
-        "backends/triton_backend.py", "return own[:, None] + held", "return own[:, None] + 0 * held",
+        "backends/triton/triton_backend.py", "return own[:, None] + held", "return own[:, None] + 0 * held",
         "tests/backends/test_backends.py::test_keys_that_a_row_attends_to[None]"),
     "flash's window one too wide": (
-        "backends/flash.py", "else geometry.sliding - 1", "else geometry.sliding",
+        "backends/flash/flash_backend.py", "else geometry.sliding - 1", "else geometry.sliding",
         "tests/backends/test_flash.py::test_attention_and_log_sum_exp[torch-window]"),
     "a CPU gets the interpreter's kernels": (
-        "backends/choice.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
+        "backends/dispatch.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
         "tests/backends/test_backends.py::test_a_cpu_gets_torch_and_the_report_says_why"),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import torch
 import kvpatch
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
-from kvpatch.policies.moment import Block, Limits, Moment
+from kvpatch.policies.context import Block, Limits, Moment
 from kvpatch.policies.scopes import DeviationScope
 from kvpatch.policies.selection import TwoStage, order, victim
 from kvpatch.policies.statistics import STATISTICS
@@ -418,7 +418,7 @@ def _far(cache, by):
         layer.ahead = None
         for name in ("first", "prompt"):
             getattr(layer.limits, name).add_(0)
-    cache.clock.columns.add_(by)
+    cache.counters.device.columns.add_(by)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "window", "keyformer", "streaming_llm"])

@@ -67,7 +67,7 @@ def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
     words = "3 generated tokens in one pass .* Use shared=False"
     with torch.no_grad(), kvpatch.patched(model, "keyformer", 0.5, shared=True) as patch:
         cache = read(model, patch, ids)
-        cache.prompt_len = 12
+        cache.request.prompt_len = 12
         before = [cache.positions(layer) for layer in range(2)]
         with pytest.raises(kvpatch.KVPatchError, match=words):
             model(fed, past_key_values=cache)
@@ -78,7 +78,7 @@ def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
         assert all(torch.equal(want.positions(layer), cache.positions(layer)) for layer in range(2))
     with torch.no_grad(), kvpatch.patched(model, "keyformer", 1.0, shared=True) as patch:
         cache = read(model, patch, ids)
-        cache.prompt_len = 12
+        cache.request.prompt_len = 12
         model(fed, past_key_values=cache)  # nothing is chosen
 
 
@@ -162,7 +162,7 @@ def test_padding_among_generated_tokens_beside_a_prompt_s_end_is_refused():
     model, mask = make("llama_gqa"), torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
     with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5) as patch:
         cache = patch.new_cache()
-        cache.prompt_len = 5
+        cache.request.prompt_len = 5
         with pytest.raises(kvpatch.KVPatchError, match="marks a generated token as padding"):
             model(prompt(1, 7), attention_mask=mask, past_key_values=cache)
         assert not cache.unfinished and cache.get_seq_length() == 0

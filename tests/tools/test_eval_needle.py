@@ -7,7 +7,7 @@ import torch
 
 import kvpatch
 from kvpatch.errors import KVPatchError
-from kvpatch.feeding import Fed
+from kvpatch.evaluation.teacher_forcing import Fed
 from tools.evaluation import haystack, heatmap, needle, runs, together
 from tools.evaluation.needle import Needle
 from tools.evaluation.recall import Recall

@@ -71,7 +71,7 @@ def dtype_of(device: str) -> torch.dtype:
 
 def side_pass(device: str, tiny: bool, _: Sequence[str], lengths: Sequence[int], __: Any, repeats: int) -> Iterable[Line]:
     """Normalisers of the rows, then sums of the columns, as ratios to one causal flash forward of the same queries."""
-    from kvpatch.backends import triton_columns as kernels
+    from kvpatch.backends.triton import columns as kernels
 
     heads, D, dtype = (2, 64, torch.float32) if tiny else (32, 128, dtype_of(device))
     best = ceilings(device, dtype, small=tiny)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 import kvpatch
-from kvpatch.slots import SlotLayer
+from kvpatch.cache.layer import SlotLayer
 
 from .lines import BLOCK, BUDGET, Line, record, settings
 from .memory import peak, reset_peak, return_freed_memory

@@ -19,9 +19,9 @@ import torch
 import typer
 
 from kvpatch import get_policy
-from kvpatch.commands import in_words, parse_options
+from kvpatch.cli.commands import in_words, parse_options
+from kvpatch.cli.loading import parse_k
 from kvpatch.errors import KVPatchError, suggest
-from kvpatch.loading import parse_k
 from kvpatch.policies.budgets import check_k
 from tools.evaluation import plots, runs, summary
 from tools.evaluation.table import Table

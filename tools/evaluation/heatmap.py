@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from kvpatch.errors import KVPatchError
-from kvpatch.pictures import new_figure, save
+from kvpatch.plotting import new_figure, save
 
 ABREAST = 4
 """Panels beside each other."""

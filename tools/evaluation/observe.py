@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from kvpatch.arch import adapter_of, architectures
 from kvpatch.errors import KVPatchError
-from kvpatch.feeding import wide
-from kvpatch.pictures import new_figure, save
+from kvpatch.evaluation.teacher_forcing import wide
+from kvpatch.plotting import new_figure, save
 from tools.evaluation import perturbation
 
 from .rows import rows_of
@@ -66,7 +66,7 @@ class Watched:
 
 @torch.no_grad()
 def watch(model: Any, setting: Setting, tokens_BT: Tensor, n: int, seed: int = 0) -> Watched:
-    """Feed rows without padding as kvpatch.feeding does, and note after every forward what is held."""
+    """Feed rows without padding as kvpatch.evaluation.teacher_forcing does, and note after every forward what is held."""
     T = tokens_BT.shape[1]
     past, logits, moments = None, [], []
     with setting.told(T - n).patched(model, seed):

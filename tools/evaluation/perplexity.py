@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpatch.cli.loading import positions_of
 from kvpatch.errors import KVPatchError
-from kvpatch.feeding import feed, wide
-from kvpatch.loading import positions_of
+from kvpatch.evaluation.teacher_forcing import feed, wide
 from kvpatch.policies.budgets import share
 from tools.training import train
 

@@ -37,8 +37,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpatch
 from kvpatch.arch import Adapter, adapter_of
-from kvpatch.arch.site import Site
-from kvpatch.feeding import feed
+from kvpatch.arch.bound import Site
+from kvpatch.evaluation.teacher_forcing import feed
 from tools.training import tasks, train
 
 BUDGETS, WINDOW, EPS = (0.1, 0.2, 0.4), 8, 1e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpatch.pictures import new_figure, save
+from kvpatch.plotting import new_figure, save
 
 from .table import Table
 from .task import Task

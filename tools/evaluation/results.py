@@ -20,7 +20,7 @@ import torch
 import transformers
 import typer
 
-from kvpatch.commands import in_words
+from kvpatch.cli.commands import in_words
 from kvpatch.errors import KVPatchError
 from tools.evaluation import page, runs
 from tools.evaluation.lines import read

@@ -10,8 +10,8 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvpatch import get_policy
+from kvpatch.cli.loading import load_model, load_tokenizer
 from kvpatch.errors import KVPatchError
-from kvpatch.loading import load_model, load_tokenizer
 from kvpatch.policies.budgets import share
 from tools.training import tasks as synthetic
 

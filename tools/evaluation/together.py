@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpatch import get_policy
-from kvpatch.feeding import feed
+from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.policies.scores import GumbelSoftmax, Random
 from tools.training import tasks
 

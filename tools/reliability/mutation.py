@@ -87,7 +87,7 @@ class Worker:
 
 def in_scope() -> list[str]:
     own = sorted(f"policies/{path.name}" for path in (ROOT / "kvpatch" / "policies").glob("*.py"))
-    return ["attention.py", "cache.py", *own]
+    return ["attention/attend.py", "cache/cache.py", *own]
 
 
 def collect(workers: list[Worker], only: list[str] | None) -> Tests:
