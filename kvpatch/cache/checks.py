@@ -8,17 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from ..policies import Policy
-from ..policies.budgets import Budget
 
 EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it first."
-
-
-def made_of(policy: object, budget: object) -> None:
-    if not isinstance(policy, Policy) or not isinstance(budget, Budget):
-        raise KVPatchError(
-            f"EvictingCache({policy!r}, {budget!r}) is made of a Policy and a Budget, by a patch: use Patch.new_cache()."
-        )
 
 
 def layer_of(name: str, layer: object, count: int) -> None:

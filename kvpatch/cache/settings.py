@@ -13,7 +13,6 @@ from torch import Tensor
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget
 from ..policies.parallel import WHOLE, Parallel
-from . import checks
 
 SLIDING = get_policy("window")
 
@@ -40,7 +39,6 @@ class CacheSettings:
     strict: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.made_of(self.policy, self.budget)
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheSettings:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..backends.dispatch import Choice
+from ..errors import KVPatchError
 from ..policies.context import Limits
 from .forward_context import Forward
 from .guard import MutationGuard
@@ -106,6 +107,8 @@ class TextState(MutationGuard, Cache):
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(self, settings: CacheSettings) -> None:
+        if not isinstance(settings, CacheSettings):
+            raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         pairs = zip(settings.policies, settings.evicts, strict=True)
         super().__init__(layers=[SlotLayer(policy.statistics if evicts else ()) for policy, evicts in pairs])
         self.settings = settings

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..errors import KVPatchError, suggest
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "tools" / "models"
 
 

@@ -92,5 +92,5 @@ def refresh(text: str) -> str:
 if __name__ == "__main__":
     from pathlib import Path
 
-    readme = Path(__file__).parents[1] / "README.md"
+    readme = Path(__file__).parents[2] / "README.md"
     readme.write_text(refresh(readme.read_text(encoding="utf-8")), encoding="utf-8")

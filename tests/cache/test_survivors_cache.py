@@ -85,7 +85,7 @@ def test_layers_that_bound_themselves_always_act():
     """By their sliding window, whatever the policy of the others does."""
     for name, acting in (("h2o", [True, True]), ("full", [False, True])):
         cache = kvpatch.EvictingCache(CacheSettings(get_policy(name), Budget((0.5, 0.5)), bounds=(None, 4)))
-        assert cache.settings.evicts == acting
+        assert list(cache.settings.evicts) == acting
         assert [policy.name for policy in cache.settings.policies] == [name, "window"]
 
 
@@ -289,7 +289,7 @@ def test_prompts_are_counted(model):
         mask = torch.ones(2, N, dtype=torch.long)
         mask[1, :4] = 0
         model(prompt(2, N), attention_mask=mask, past_key_values=whole)
-        pieces.prompt_len = N
+        pieces.request.prompt_len = N
         for t in range(N):
             model(prompt(2, N)[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=pieces)
         for layer in range(2):
@@ -297,8 +297,8 @@ def test_prompts_are_counted(model):
 
 
 def test_who_is_compiled_by_generate(model):
-    assert read(model, "h2o", 0.5).chooses is True
-    assert read(model, "full", 0.5).chooses is False
+    assert read(model, "h2o", 0.5).settings.acts is True
+    assert read(model, "full", 0.5).settings.acts is False
     assert read(model, "h2o", 0.5).is_compileable is False
     assert read(model, "h2o", 0.5, room=4).is_compileable is True
 
@@ -342,8 +342,8 @@ def test_what_fails_before_anything_moved_changes_nothing(model):
 
 
 def test_copies_make_a_deck_of_their_own(model):
-    assert read(model, "h2o", 0.5, steps=2).clone().deck_due
-    assert not read(model, "h2o", 0.5, room=4).clone().deck_due
+    assert read(model, "h2o", 0.5, steps=2).clone().stack_due
+    assert not read(model, "h2o", 0.5, room=4).clone().stack_due
 
 
 def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
@@ -351,7 +351,7 @@ def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
     with kvpatch.patched(model, "keyformer", 0.5, tau=(0.5, 4.0), generation_length=4, noise="none") as handle:
         for turn in range(2):
             at_once, singly = handle.new_cache(), handle.new_cache()
-            at_once.prompt_len = singly.prompt_len = N
+            at_once.request.prompt_len = singly.request.prompt_len = N
             if turn:
                 for cache in (at_once, singly):
                     model(prompt(2, N), past_key_values=cache)

@@ -209,7 +209,7 @@ def test_checks_see_what_stays_behind(monkeypatch):
 @pytest.mark.parametrize("name", ["typer", "rich"])
 def test_without_the_extra(name, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "kvpatch.cli.commands")
-    monkeypatch.delattr(kvpatch, "commands")
+    monkeypatch.delattr(kvpatch.cli, "commands")
     for module in [module for module in sys.modules if module.split(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match="2"):

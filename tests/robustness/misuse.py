@@ -69,7 +69,7 @@ CACHES = [
     _p("held of an empty cache", lambda w: w.patch.new_cache().held(0), r"The cache is empty.*run a prompt"),
     _c("get_seq_length of a layer that is none", lambda w: w.cache.get_seq_length(7), r"layer_idx=7: the cache has the layers"),
     _c("update by hand", lambda w: w.cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0), r"not patched"),
-    _m("EvictingCache made by hand", lambda w: EvictingCache("h2o", 0.5), r"Patch\.new_cache\(\)"),
+    _m("EvictingCache made by hand", lambda w: EvictingCache("h2o"), r"Patch\.new_cache\(\)"),
 ]
 
 PATCHES = [

@@ -228,10 +228,10 @@ class Base(RuleBasedStateMachine):
         cuts = [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
         def act() -> torch.Tensor:
-            live.cache.prompt_len = n if len(cuts) > 1 else None
+            live.cache.request.prompt_len = n if len(cuts) > 1 else None
             masks = [None if mask is None else mask[:, cut] for cut in cuts]
             logits = [self.forward(live.cache, ids[:, cut], shadow, m) for cut, m in zip(cuts, masks, strict=True)]
-            live.cache.prompt_len = None
+            live.cache.request.prompt_len = None
             return torch.cat(logits, 1)
 
         def expect(got: torch.Tensor | None) -> None:

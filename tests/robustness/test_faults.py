@@ -82,7 +82,7 @@ def test_an_interrupt_while_a_cache_is_made_of_others(scenes, scene, name, tmp_p
         assert [file for file in tmp_path.iterdir() if file != path] == [], where
         if path.exists():
             loaded, want = contents(s.handle.load_cache(path)), contents(start.clone())
-            assert not [one for one in differences(loaded, want) if not one.startswith(".clock")], where
+            assert not [one for one in differences(loaded, want) if not one.startswith(".counters.device")], where
 
 
 def test_a_wrong_argument_leaves_a_cache_as_it_was(scenes):
