@@ -105,7 +105,7 @@ def toy(seed: int = 0) -> ToyModel:
 
 
 def main(policy: str = "keyformer", k: float = 0.25, new: int = 8) -> tuple[kvpatch.Report, list[Result]]:
-    if "toy" not in kvpatch.architectures():
+    if "toy" not in kvpatch.list_architectures():
         kvpatch.register_arch(ToyAdapter())
     model, ids = toy(), torch.arange(64)[None] % 13 + 1
     with kvpatch.patched(model, policy, k) as patch:

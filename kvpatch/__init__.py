@@ -1,18 +1,33 @@
-"""kvpatch: one line puts a Hugging Face decoder's KV cache on a budget.
+"""One line puts a Hugging Face decoder's KV cache on a budget.
+
+Example:
+    with kvpatch.patched(model, policy="h2o", k=0.5):
+        model.generate(**inputs, max_new_tokens=256)
 
 Dimension key, used in names throughout (`k_BHTD`, `score_BHT`):
-    B batch rows, H KV heads, G query heads per KV head, Q new queries, T tokens held, S slots, D head size,
-    L layers, E model width; N any part of B*H, R rows and M keys of a block.
+    B batch rows, H KV heads, G query heads per KV head, Q new queries, T tokens held, C capacity (slots allocated),
+    K kept, W observation window, D head size, L layers, E model width, V vocabulary, N any part of B*H, R rows and
+    M keys of a block.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
-from .arch import Adapter, InterfaceAdapter, architectures, register_arch
-from .cache.cache import EvictingCache
-from .errors import KVPatchError
-from .patching import Patch, patch, patched
-from .policies import Policy, get_policy, policies, register_policy
-from .report import Report
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.2.0.dev0"
+
+_HOME = {
+    "arch": ("Adapter", "InterfaceAdapter", "list_architectures", "register_arch"),
+    "cache.cache": ("EvictingCache",),
+    "errors": ("KVPatchError",),
+    "patching": ("Patch", "patch", "patched"),
+    "policies": (
+        "Policy", "Scope", "Score", "adaptive", "critical", "get_policy", "list_policies", "pyramid", "register_policy",
+    ),
+    "report": ("Report",),
+}  # fmt: skip
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Adapter",
@@ -22,11 +37,50 @@ __all__ = [
     "Patch",
     "Policy",
     "Report",
-    "architectures",
+    "Scope",
+    "Score",
+    "adaptive",
+    "critical",
     "get_policy",
+    "list_architectures",
+    "list_policies",
     "patch",
     "patched",
     "policies",
+    "pyramid",
     "register_arch",
     "register_policy",
 ]
+
+if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
+    from . import policies
+    from .arch import Adapter, InterfaceAdapter, list_architectures, register_arch
+    from .cache.cache import EvictingCache
+    from .errors import KVPatchError
+    from .patching import Patch, patch, patched
+    from .policies import (
+        Policy,
+        Scope,
+        Score,
+        adaptive,
+        critical,
+        get_policy,
+        list_policies,
+        pyramid,
+        register_policy,
+    )
+    from .report import Report
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name where it is first used."""
+    if name == "policies":
+        return importlib.import_module(".policies", __name__)
+    if name not in _MODULE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

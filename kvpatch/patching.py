@@ -58,7 +58,7 @@ def patched(
 
     Args:
         model: a decoder of transformers (also wrapped by PEFT or hooked by accelerate) with an adapter.
-        policy: a name of `policies()` or a Policy.
+        policy: a name of `list_policies()` or a Policy.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), a size of
             all keys and values of one row ("2GiB", over all processes of a sharded model), or a list of these, one per layer.
         block: read prompts so many tokens at a time and evict after each block, so that no head ever holds more than its

@@ -11,7 +11,9 @@ LAYERS = (
     ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("hooks",),
     ("plotting",), ("report",), ("patching",), ("evaluation",), ("cli",),
 )  # fmt: skip
-HUGGING_FACE = ("arch", "hooks", "cli", "evaluation", "patching", "cache.cache", "cache.state", "cache.layer", "cache.from_dynamic")
+HUGGING_FACE = (
+    "arch", "hooks", "cli", "evaluation", "patching", "cache.cache", "cache.state", "cache.layer", "cache.from_dynamic",
+)  # fmt: skip
 ROOT_MODULES = 8  # at most
 
 
@@ -30,7 +32,8 @@ def imports(name: str, path: Path, text: str | None = None) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*here[: len(here) - node.level + 1], *filter(None, [node.module])] if node.level else [node.module])
+            above = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
             found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     return found
 
@@ -39,7 +42,8 @@ def graph(changed: dict[str, str] | None = None) -> dict[str, set[str]]:
     """Modules of the package that each module imports, the deepest that is named."""
     known, result = modules(), {}
     for name, path in known.items():
-        own = {one.removeprefix("kvpatch.") for one in imports(name, path, (changed or {}).get(name)) if one.startswith("kvpatch.")}
+        found = imports(name, path, (changed or {}).get(name))
+        own = {one.removeprefix("kvpatch.") for one in found if one.startswith("kvpatch.")}
         files = {one for one in own if one in known}
         result[name] = {one for one in files if not any(other.startswith(f"{one}.") for other in files)} - {name}
     return result

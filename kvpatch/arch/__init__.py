@@ -1,6 +1,6 @@
 """One short adapter per architecture, and the table of them."""
 
-from .adapter import Adapter, adapter_of, architectures, register_arch
+from .adapter import Adapter, adapter_of, list_architectures, register_arch
 from .bloom import BloomAdapter
 from .falcon import FalconAdapter
 from .families import FAMILIES
@@ -15,4 +15,4 @@ _OWN = (LlamaAdapter, MistralAdapter, MptAdapter, GPTJAdapter, GPT2Adapter, Falc
 for _adapter in (*(kind() for kind in _OWN), *FAMILIES):
     register_arch(_adapter)
 
-__all__ = ["Adapter", "InterfaceAdapter", "adapter_of", "architectures", "register_arch", "routes_through_interface"]
+__all__ = ["Adapter", "InterfaceAdapter", "adapter_of", "list_architectures", "register_arch", "routes_through_interface"]

@@ -18,7 +18,7 @@ Forward = Callable[..., Any]
 class Adapter:
     """One architecture. Subclass it, fill in what differs, and hand an instance to `register_arch`.
 
-    name: what `architectures()` lists. classes: qualified names of the attention modules it serves, as
+    name: what `list_architectures()` lists. classes: qualified names of the attention modules it serves, as
     "package.module.ClassName"; their forward takes hidden states first, finds the cache among its other arguments and returns
     (output, weights); they have a layer_idx.
     projection: the attribute that holds the output projection, if it is one module. renumbers: whether keys can be cached
@@ -138,7 +138,9 @@ def register_arch(adapter: Adapter) -> None:
         raise KVPatchError("register_arch takes an instance of a kvpatch.arch.Adapter subclass, as in MyAdapter().")
     name, classes = getattr(adapter, "name", None), getattr(adapter, "classes", None)
     if not isinstance(name, str) or not name:
-        raise KVPatchError(f"{type(adapter).__name__} has no name: set name = 'my_architecture', which architectures() lists.")
+        raise KVPatchError(
+            f"{type(adapter).__name__} has no name: set name = 'my_architecture', which list_architectures() lists."
+        )
     if not isinstance(classes, tuple | list) or not classes or not all(isinstance(one, str) and "." in one for one in classes):
         example = f" such as ({classes!r},)" if isinstance(classes, str) and "." in classes else ""
         raise KVPatchError(
@@ -152,7 +154,7 @@ def register_arch(adapter: Adapter) -> None:
     REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
 
 
-def architectures() -> tuple[str, ...]:
+def list_architectures() -> tuple[str, ...]:
     """Names of all architectures with an adapter."""
     return tuple(dict.fromkeys(adapter.name for adapter in REGISTRY.values()))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import KVPatchError, suggest
+from ..evaluation.teacher_forcing import positions_of
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 REPOSITORY = Path(__file__).parents[2]
@@ -95,13 +96,6 @@ def read_prompt(name: str, option: str = "--prompt-file") -> str:
     if not text.strip():
         raise KVPatchError(f"{option} {name} is empty: there is nothing to go on from.")
     return text
-
-
-def positions_of(model: Any) -> int | None:
-    """How many positions the model was made for, or None where its configuration does not say."""
-    config = model.config.get_text_config()
-    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    return next((count for count in found if isinstance(count, int) and count > 0), None)
 
 
 def encode(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..evaluation.teacher_forcing import positions_of
 from ..plotting import Marks
-from .loading import REPOSITORY, positions_of
+from .loading import REPOSITORY
 
 SOURCE = "calendar.py"
 """A file of the library that tools/training/text.py holds out: llama-python has never seen it."""

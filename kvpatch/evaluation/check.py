@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cli.loading import positions_of
 from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy, get_policy
-from .teacher_forcing import feed, wide
+from .teacher_forcing import feed, positions_of, wide
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of two logits that passes, as a share of the largest logit (1 at least).

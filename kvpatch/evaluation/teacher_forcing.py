@@ -55,3 +55,10 @@ def _now(tensor: Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()
+
+
+def positions_of(model: Any) -> int | None:
+    """Number of positions that the model was made for, or None where its configuration does not say."""
+    config = model.config.get_text_config()
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((count for count in found if isinstance(count, int) and count > 0), None)

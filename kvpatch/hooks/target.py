@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..arch import Adapter, adapter_of, architectures, routes_through_interface
+from ..arch import Adapter, adapter_of, list_architectures, routes_through_interface
 from ..arch.adapter import dtype_bytes, dtype_of
 from ..backends.protocol import Case
 from ..errors import KVPatchError
@@ -140,7 +140,7 @@ class Target:
 
 def _unknown(model: nn.Module) -> str:
     """No adapter serves `model`: what to type instead."""
-    known = f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}. To add one, "
+    known = f"No adapter for {type(model).__name__}. Known architectures: {', '.join(list_architectures())}. To add one, "
     for module in model.modules():
         if routes_through_interface(module):
             cls = type(module)

@@ -1,7 +1,8 @@
 """What to keep: scores, scopes, budgets, selection, and the table that puts them together."""
 
 from .allocation import Adaptive, Pyramid
-from .policy import POLICIES, Policy, adaptive, critical, get_policy, policies, pyramid, register_policy
+from .policy import Policy
+from .presets import POLICIES, adaptive, critical, get_policy, list_policies, pyramid, register_policy
 from .scopes import DeviationScope, Scope
 from .scores import Score
 from .selection import TwoStage
@@ -18,7 +19,7 @@ __all__ = [
     "adaptive",
     "critical",
     "get_policy",
-    "policies",
+    "list_policies",
     "pyramid",
     "register_policy",
 ]

@@ -71,7 +71,7 @@ def test_k(text, k):
 
 
 def test_policies_and_architectures():
-    for command, names in (("policies", kvpatch.policies()), ("architectures", kvpatch.architectures())):
+    for command, names in (("policies", kvpatch.list_policies()), ("architectures", kvpatch.list_architectures())):
         result = run(command)
         assert result.exit_code == 0
         assert {line.split(" ")[0] for line in result.stdout.splitlines()} >= set(names)

@@ -54,7 +54,7 @@ def test_checked_once(monkeypatch):
 
 
 def test_a_version_does_not_keep_it_from_being_imported():
-    code = "import transformers; transformers.__version__ = '6.0.0'; import kvpatch; print(kvpatch.policies()[0])"
+    code = "import transformers; transformers.__version__ = '6.0.0'; import kvpatch; print(kvpatch.list_policies()[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip().endswith("full"), done.stderr
 

@@ -249,7 +249,7 @@ def test_half_precision(name, dtype):
 def test_policies_in_half_precision(dtype):
     """They hold their budget of tokens, and scores are summed in float32."""
     model = make("llama_gqa", dtype=dtype)
-    for policy in kvpatch.policies():
+    for policy in kvpatch.list_policies():
         options = {"window": 5} if "window" in kvpatch.get_policy(policy).options() else {}
         with kvpatch.patched(model, policy, 0.3, **options):
             logits, cache = force(model, IDS, FED)

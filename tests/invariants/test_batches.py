@@ -113,13 +113,13 @@ def scenario(loop):
     loop.step()
 
 
-@pytest.mark.parametrize("policy", kvpatch.policies())
+@pytest.mark.parametrize("policy", kvpatch.list_policies())
 def test_every_policy_and_architecture(policy):
     """Joined, dropped and added between steps, each row gives what it gives alone; rows of one budget, and of their own."""
     options = dict(SMALL.get(policy, {}))
     if policy == "keyformer":
         options["generation_length"] = 9
-    for index, name in enumerate(FIVE, kvpatch.policies().index(policy)):
+    for index, name in enumerate(FIVE, kvpatch.list_policies().index(policy)):
         model = make(name, dtype=torch.float64)
         with torch.no_grad(), kvpatch.patched(model, policy, (0.4, 6)[index % 2], **options) as patch:
             scenario(Loop(model, patch))

@@ -382,7 +382,7 @@ def test_mpt_evicts_although_its_config_says_no_cache():
     n=st.integers(1, 40),
     steps=st.integers(0, 6),
     k=st.one_of(st.floats(0.01, 0.99), st.integers(1, 60)),
-    policy=st.sampled_from(kvpatch.policies()),
+    policy=st.sampled_from(kvpatch.list_policies()),
     name=st.sampled_from(FIVE),
     sinks=st.integers(0, 8),
     pad=st.integers(0, 12),
@@ -400,7 +400,7 @@ def test_any_shape_and_budget_holds_what_it_should(n, steps, k, policy, name, si
             want = length + steps
         held = torch.stack([cache.held(layer)[row] for layer in range(2)])
         assert held.sum() == held.numel() * want
-        if policy in kvpatch.policies() and kvpatch.get_policy(policy).over_heads is None and "pyramid" not in policy:
+        if policy in kvpatch.list_policies() and kvpatch.get_policy(policy).over_heads is None and "pyramid" not in policy:
             assert held.unique().tolist() == [want]
 
 

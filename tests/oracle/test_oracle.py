@@ -17,7 +17,7 @@ from tests.helpers.tiny import FIVE, MODELS, force, left_pad, make, prompt
 from tests.oracle import reference
 
 
-@pytest.mark.parametrize("policy", kvpatch.policies())
+@pytest.mark.parametrize("policy", kvpatch.list_policies())
 @pytest.mark.parametrize("name", MODELS)
 def test_every_policy_on_every_architecture(name, policy):
     certain(name, policy, 0.4, **SMALL.get(policy, {}))

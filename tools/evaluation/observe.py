@@ -17,7 +17,7 @@ from einops import repeat
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpatch.arch import adapter_of, architectures
+from kvpatch.arch import adapter_of, list_architectures
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.teacher_forcing import wide
 from kvpatch.plotting import new_figure, save
@@ -39,7 +39,7 @@ RETAINED = 8
 def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[perturbation.Layer], Tensor]:
     """perturbation.look for any device. Raises KVPatchError for a model without an adapter."""
     if not any(adapter_of(module) for module in model.modules()):
-        raise KVPatchError(f"No adapter for {type(model).__name__}. Known architectures: {', '.join(architectures())}.")
+        raise KVPatchError(f"No adapter for {type(model).__name__}. Known architectures: {', '.join(list_architectures())}.")
     with tokens_BT.device:  # masks are made where tensors are made by default
         return perturbation.look(model, tokens_BT, start)
 
