@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 from kvpatch import get_policy
-from kvpatch.cli.loading import positions_of
 from kvpatch.errors import KVPatchError
+from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import train
 
 from .data import documents

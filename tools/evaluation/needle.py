@@ -26,8 +26,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpatch.cli.loading import positions_of
 from kvpatch.errors import KVPatchError
+from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import tasks
 
 from . import haystack

@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpatch.cli.loading import positions_of
 from kvpatch.errors import KVPatchError
-from kvpatch.evaluation.teacher_forcing import feed, wide
+from kvpatch.evaluation.teacher_forcing import feed, positions_of, wide
 from kvpatch.policies.budgets import share
 from tools.training import train
 

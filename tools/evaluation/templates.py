@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.cli.loading import positions_of
 from kvpatch.errors import KVPatchError, suggest
+from kvpatch.evaluation.teacher_forcing import positions_of
 
 from .task import PYTHON, Subject
 
