@@ -58,6 +58,8 @@ def _attend(cache: EvictingCache, layer: int, q: Tensor, k: Tensor, v: Tensor, s
         decode.foresee(call, q_BHGQD[:, :, :, 0])
     slots.graph = None
     cache.end(layer)
+    if cache.strict and layer == len(cache.layers) - 1 and not cache.scratch:
+        strict.check_cache(cache)
     return rearrange(out, "b h g q d -> b q (h g d)")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from . import compiled, validating
+from . import compiled, invariants, validating
 from .backends.choice import Choice
 from .converting import take_over
 from .errors import KVPatchError
@@ -137,6 +137,19 @@ class EvictingCache(Whole, Cache):
         """Bytes of keys and values really allocated, all layers and rows."""
         buffers = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in buffers)
+
+    def check_invariants(self) -> None:
+        """Check what must hold between passes; waits for the device.
+
+        Positions are unique and real, budgets are kept, counters say what the slots do, and no more is allocated than is held
+        and a sixteenth, at least 8 entries a head (see SlotLayer.check_bytes).
+
+        Raises:
+            InvalidError: something does not hold, which is a defect of this library.
+        """
+        self.catch_up()
+        invariants.check_state(self)
+        invariants.check_bytes(self)
 
     @writable
     def clone(self) -> EvictingCache:
@@ -320,7 +333,7 @@ class EvictingCache(Whole, Cache):
         for index, layer in enumerate(self.layers):
             assert self.now is not None
             replaced = layer.free_BH is not None and layer.evicting and not prompt
-            held = layer.taken if replaced else layer.taken + Q
+            held = layer.taken if replaced and not layer.growing else layer.taken + Q
             first = self.turns == 0 and not self.policy.over_heads  # later ones begin with what was generated meanwhile
             if self.block and self.now.budget_n_B and self.acting[index] and first:
                 held = min(held, max(self.tokens(index, n) for n in self.now.budget_n_B) + self.block)
@@ -411,7 +424,7 @@ class EvictingCache(Whole, Cache):
         else:
             self.clock.advance(Q, Q - now.prompt, now.ends_prompt)
         if begun or self.room is not None:
-            growing = (layer.seen + layer.slack - layer.grown for layer in self.layers if not layer.evicting)
+            growing = (layer.seen + layer.slack - layer.grown for layer in self.layers if layer.growing)
             self.clock.limit.fill_(min(growing, default=0))
         if begun:
             self.clock.span.fill_(self._span())
@@ -445,7 +458,7 @@ class EvictingCache(Whole, Cache):
             self.deck, self.deck_due = None, False
             for layer in self.layers:
                 layer.map_rows(change)
-            self.seen_B = seen_B
+            before, self.seen_B = self.seen_B, seen_B
             self.shared = None if self.shared is None else change(self.shared)
             self.lag_B = None if self.lag_B is None else change(self.lag_B)
             if self.turn_open:  # what the rest of the prompt will ask
@@ -454,6 +467,8 @@ class EvictingCache(Whole, Cache):
                 self.clock, columns = None, int(self.seen_B.max())
                 for layer in self.layers:
                     layer.seen = columns
+            if self._shrinks(before):
+                self._fit()
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -466,6 +481,20 @@ class EvictingCache(Whole, Cache):
         self.check_whole()
         validating.rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
+
+    def _shrinks(self, before_B: Tensor | None) -> bool:
+        """Tell if the longest of rows that differ may have gone, that had the lengths `before`; beams of one text leave one."""
+        if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
+            return False
+        return self.joined or self.turns > 1 or set(before_B.tolist()) != set(self.seen_B.tolist())
+
+    def _fit(self) -> None:
+        """Give back slots that stand empty since rows or tokens have gone, unless there is to be room."""
+        for layer in self.layers:
+            if self.room is None:
+                layer.fit()
+            elif layer.free_BH is not None:
+                layer.measure()
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -522,3 +551,4 @@ class EvictingCache(Whole, Cache):
             self.seen_B = self.seen_B - count
             self.steps = max(self.steps - count, 0)
             self.clock = None  # made anew by the next pass
+            self._fit()

@@ -66,7 +66,9 @@ def can_trace(cache: EvictingCache, B: int, Q: int) -> bool:
             return False
         if cache.table[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
             return False  # the rotary table is that of the ranks there are now
-    return all(layer.free_BH is not None and (layer.evicting or layer.slack > 0) for layer in cache.layers)
+    if any(layer.growing for layer in cache.layers) and cache.room is None:
+        return False  # buffers will move
+    return all(layer.free_BH is not None for layer in cache.layers)
 
 
 def begin(cache: EvictingCache, max_positions: int | None, real_BT: Tensor | None) -> None:
@@ -76,7 +78,7 @@ def begin(cache: EvictingCache, max_positions: int | None, real_BT: Tensor | Non
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
-    if not all(layer.evicting for layer in cache.layers):
+    if any(layer.growing for layer in cache.layers):
         torch._assert_async(cache.clock.columns < cache.clock.limit, NO_ROOM)
     cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
     for layer in cache.layers:
@@ -116,8 +118,10 @@ def catch_up(cache: EvictingCache) -> None:
     cache.deck, cache.deck_due = None, cache.deck_due or cache.deck is not None
     for layer in cache.layers:
         layer.seen += count
-        layer.filling = max(layer.filling - count, 0)
-        layer.grown += 0 if layer.evicting else count
+        if layer.evicting:
+            layer.count(count)
+        else:
+            layer.grown += count
         layer.free_at = layer.ahead = None
         layer.traced = False
     cache.behind = False

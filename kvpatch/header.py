@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import InvalidError
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -21,10 +23,6 @@ DTYPES = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
-
-
-class InvalidError(Exception):
-    """What is wrong with a file, in words; storage.py names the file."""
 
 
 @dataclass(frozen=True)

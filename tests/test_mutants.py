@@ -67,7 +67,7 @@ MUTANTS = {
         "return (bits.long() << 30) | (MAX_POSITION - positions)",
         f"{ORACLE}[llama-scissorhands]"),
     "roll-back forgets scores": (
-        "journal.py", "        layer.state[name][:, :, :C] = tensor", "        pass",
+        "journal.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/test_eviction.py::test_rolling_back_restores_everything[roco]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
@@ -189,7 +189,7 @@ MUTANTS = {
         "tests/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 9.0), 'generation_length': 12, 'damping': 0.3}]"),
     "slots taken by compiled steps forgotten": (
-        "compiled.py", "layer.grown += 0 if layer.evicting else count", "layer.grown += 0",
+        "compiled.py", "            layer.grown += count", "            layer.grown += 0",
         "tests/test_compiled.py::test_what_is_done_to_an_opened_cache"),
     "a compiled step reads its counters": (
         "call.py", "        if self.now.traced:\n            grown = None",

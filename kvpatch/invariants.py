@@ -1,0 +1,200 @@
+"""The invariants of a cache between passes: what slots hold, every counter, and how much is allocated.
+
+One list for a cache that was decoded and for one that was loaded from a file: the loader, the state machine of the tests and
+strict=True call `EvictingCache.check_invariants()`. An InvalidError's words name the layer; who calls says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidError
+from .growth import slack
+
+if TYPE_CHECKING:
+    from .cache import EvictingCache
+    from .slots import SlotLayer
+
+
+def check_state(cache: EvictingCache) -> None:
+    """Raise InvalidError where the cache contradicts itself, its policy or its budget."""
+    seen_B, seen = cache.seen_B, cache.layers[0].seen
+    if seen_B is None:
+        must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
+        return
+    must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
+    most, least = int(seen_B.max()), int(seen_B.min())
+    whole = cache.padded or cache.turn_open or (most == seen and (cache.joined or least == seen))
+    some = 0 < least or cache.turn_open
+    must(some and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
+    must(cache.steps <= seen, f"{cache.steps} steps of {seen} tokens")
+    if cache.lag_B is not None:
+        must((cache.lag_B >= 0) & (cache.lag_B <= cache.steps), "lag_B is no number of steps")
+    if cache.shared is not None:
+        grows = cache.policy.schedule != "prompt"  # it does when it is added to, which decode steps then do not
+        must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
+    for index, layer in enumerate(cache.layers):
+        here = seen_B.to(layer.device)
+        shares = cache.policies[index].over_heads is not None  # of one budget a head may get none
+        with _named(index):
+            layer.check_state(here, least=0 if shares or cache.turn_open else 1, reading=cache.turn_open)
+            if layer.evicting and not cache.turn_open:
+                _check_budget(cache, index, layer, here)
+
+
+def check_bytes(cache: EvictingCache) -> None:
+    """Raise InvalidError where more is allocated than is held and the slack of growth.py.
+
+    Room that was asked for, and that of the next block while a prompt is read block by block, may be more.
+    """
+    ahead = max(cache.room or 0, cache.block or 0 if cache.turn_open else 0)
+    for index, layer in enumerate(cache.layers):
+        with _named(index):
+            layer.check_bytes(ahead)
+
+
+class _named:
+    """Puts a layer's number before the words of an error."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidError):
+            raise InvalidError(f"layer {self.index}: {error}") from None
+
+
+def _check_budget(cache: EvictingCache, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
+    """The budget of each head is one that the policy can have given."""
+    assert layer.keep_BH1 is not None and layer.limits is not None
+    keep_BH, policy = layer.keep_BH1[..., 0], cache.policies[index]
+    heads, bound = keep_BH.shape[1], cache.bounds[index]
+    budgets = [bound or cache.budget.tokens(index, n) for n in seen_B.tolist()]
+    most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
+    most_B = most_B + layer.limits.prompt.flatten()
+    must(layer.limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
+    shared = policy.over_heads is not None
+    given_BH = keep_BH.sum(-1, keepdim=True) if shared else keep_BH
+    least = 0 if shared else 1
+    within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.parallel.size)
+    must(within, "keep_BH1 is over the budget")
+    must(given_BH <= most_B[:, None] * (heads * cache.parallel.size if shared else 1), "keep_BH1 is over the budget")
+
+
+class LayerState:
+    """What one layer's slots hold, to be checked. limit_BH: the slots of each head that may be in use."""
+
+    def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
+        self.layer, self.seen_B11 = layer, seen_B[:, None, None]
+        self.real = layer.positions >= 0
+        self.held_BH = self.real.sum(-1)
+        self.column = torch.arange(layer.positions.shape[2], device=layer.device)
+        if layer.extents is None:
+            self.limit_BH = torch.full_like(self.held_BH, layer.used)
+        elif layer.evicting:
+            self.limit_BH = torch.tensor(layer.extents.filled, device=layer.device).view_as(self.held_BH)
+        else:
+            self.limit_BH = layer.extents.capacity_N.view_as(self.held_BH)
+
+    def check(self, least: int, reading: bool) -> None:
+        """Raise InvalidError where the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
+        layer, p = self.layer, self.layer.positions
+        must((p >= -1) & (p < self.seen_B11), "positions are not those of tokens that were seen")
+        ordered = p.sort(-1).values
+        must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
+        must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
+        must(self.held_BH >= least, "a head holds nothing")
+        if layer.contiguous:
+            rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
+            must((layer.positions == rank) | ~self.real, "tokens are not in text order")
+            must(layer.free_BH is None, "slots that are written to are not in text order")
+        if layer.free_BH is None:
+            self._appended(reading)
+        elif layer.evicting:
+            self._evicting(layer.free_BH)
+        else:
+            self._growing(layer.free_BH)
+
+    def _appended(self, reading: bool) -> None:
+        """Tokens are appended behind the used columns."""
+        layer, real = self.layer, self.real
+        must(layer.slack == layer.grown == 0 and not layer.growing, "slack without free slots")
+        must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
+        later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
+        newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
+        must(newest, "what was appended is not the newest")
+        if reading:
+            return
+        if not layer.evicting:
+            must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
+            return
+        assert layer.keep_BH1 is not None
+        must(not layer.holes and (layer.keep_BH1 == layer.used + layer.filling), "filling does not lead to the budget")
+
+    def _evicting(self, free_BH: Tensor) -> None:
+        """One slot of each head is free for the next token, or some heads are below their budget and without any."""
+        layer = self.layer
+        assert layer.keep_BH1 is not None
+        keep_BH = layer.keep_BH1[..., 0]
+        must(self.held_BH <= keep_BH, "a head holds more than its budget")
+        below_BH = self.limit_BH <= keep_BH
+        must(layer.growing == bool(below_BH.any()), "growing is not what the slots say")
+        must(layer.growing or layer.slack == layer.grown == 0, "slack where tokens are evicted")
+        all_taken = below_BH & (self.held_BH == self.limit_BH)
+        must((free_BH >= 0) & (free_BH < self.limit_BH + all_taken), "free_BH names no slot")
+        at = free_BH.clamp(0, len(self.column) - 1)[..., None]
+        must(all_taken | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
+        must(~below_BH | (self.limit_BH - self.held_BH >= layer.slack - layer.grown), "fewer slots are free than it says")
+        if layer.holes:
+            must(layer.used == len(self.column), "unused columns between slots")
+            must(int((keep_BH - self.held_BH).max()) <= layer.filling <= int(keep_BH.max()), "filling is wrong")
+        else:
+            full = layer.filling == 0 and not layer.growing
+            must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
+
+    def _growing(self, free_BH: Tensor) -> None:
+        """Free slots behind what each head holds, for tokens that evict nothing."""
+        layer = self.layer
+        must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
+        must(layer.growing and layer.holes and layer.used == len(self.column), "unused columns between slots")
+        must(layer.grown <= layer.slack, f"{layer.grown} of {layer.slack} free slots are taken")
+        must(self.limit_BH - free_BH >= layer.slack - layer.grown, "fewer slots are free than it says")
+        if layer.extents is None:
+            must(free_BH == layer.taken, "free_BH is not behind what was taken")
+        else:
+            filled = torch.tensor(layer.extents.filled, device=layer.device).view_as(free_BH)
+            must(free_BH == filled + layer.grown, "free_BH is not behind what was taken")
+        behind = free_BH[..., None] - self.column  # 1 at the newest
+        must(~self.real | (behind > 0), "a free slot is taken")
+        recent = (behind > 0) & (behind <= layer.grown)
+        must(~recent | (layer.positions == self.seen_B11 - behind), "what was appended is not the newest")
+
+
+def check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
+    """See SlotLayer.check_bytes."""
+    B, H, C = layer.positions.shape
+    counts = layer.counts()
+    if layer.extents is not None:
+        held, slots = sum(counts), layer.extents.rows
+        allowed = held + len(counts) * max(slack(held // len(counts)), ahead)
+    else:  # columns are as many as the longest row's
+        held = max(counts) if layer.free_BH is not None else layer.used
+        held, allowed, slots = held * B * H, (held + max(slack(held), ahead)) * B * H, C * B * H
+    must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
+
+
+def _first(positions: Tensor) -> Tensor:
+    """The oldest position of each head."""
+    return positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).amin(-1, keepdim=True)
+
+
+def must(condition: object, words: str) -> None:
+    """Raise InvalidError with these words unless the condition (all of it, of a tensor) holds."""
+    if not (bool(condition.all()) if isinstance(condition, Tensor) else condition):
+        raise InvalidError(words)
