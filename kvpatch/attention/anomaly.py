@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import KVPatchError
+from ..cache import invariants
+from ..cache.state import TextState
+from ..errors import InvalidError, KVPatchError
 from .layer_call import Call
 
 SHOWN = 4  # places that an error names
@@ -31,6 +33,17 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
         if tensor.is_floating_point():
             bad_BHT = ~tensor.isfinite().flatten(3).all(-1) if tensor.ndim > 3 else ~tensor.isfinite()
             _check(call, f"scores ({name!r})", bad_BHT, positions_BHT, "")
+
+
+def check_cache(cache: TextState) -> None:
+    """After the last layer: what the pass has left is a state that a cache may be in."""
+    try:
+        invariants.check(cache)
+    except InvalidError as error:
+        raise KVPatchError(
+            f"strict=True: after this pass the cache contradicts itself: {error}. That is a defect of kvpatch: start again "
+            "with a new cache, and please report it with what was done to this one."
+        ) from error
 
 
 def _check(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:

@@ -59,6 +59,8 @@ def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site:
         decode.foresee(call, q_BHGQD[:, :, :, 0])
     slots.graph = None
     passes.end(cache, layer)
+    if cache.settings.strict and layer == len(cache.layers) - 1 and not cache.scratch:
+        anomaly.check_cache(cache)
     return rearrange(out, "b h g q d -> b q (h g d)")
 
 

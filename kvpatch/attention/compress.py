@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends.head_offsets import wasteful
-from ..cache.layer import SLACK, slack
+from ..cache.growth import plan, slack
 from ..policies.parallel import WHOLE
 from ..policies.selection import top
 from .layer_call import Call
 
 
 def end_prompt(call: Call, past: int) -> None:
-    """Keep each head's budget, in buffers of their final size."""
+    """Keep each head's budget, in buffers with room for the tokens that follow."""
     slots, cache, now = call.slots, call.cache, call.now
     if call.score is None:
         if now.final:
-            slots.settle(None, None, slots.used + (_room(call) or slots.used // 16 + 16))
+            slots.settle(None, None, slots.used + _more(call, slots.used))
             if cache.request.room is not None:
-                slots.open()
+                slots.holes = True
+                slots.open(slots.positions.new_full(slots.positions.shape[:2], slots.used))
         return
     B, H, _ = slots.positions.shape
     budget_B = _budgets(call)
@@ -90,31 +90,32 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
         return
     slots.keep_BH1 = keep_BH[..., None]
     slots.filling = max(*room, 0) if slots.evicting else 0
-    slots.holes |= call.cache.request.room is not None and slots.filling > 0
-    slots.slack = slots.grown = 0
-    needs = [k + 1 for k in keeps] if slots.evicting else counts
+    roomy = call.cache.request.room is not None
+    slots.grown = 0
     if not slots.evicting:
         slots.state.pop("tail", None)
-    if index is not None and kept is not None and wasteful(needs):
-        slots.slack = 0 if slots.evicting else _room(call) or slack(held)
+    goals = [k + 1 for k in keeps] if slots.evicting else None
+    capacities, ragged = plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy)
+    if index is not None and kept is not None and ragged:
         # an evicting head's slots are all in use while it attends, once it is full
-        filled = needs if slots.evicting else counts
-        slots.settle_ragged(index, kept, [need + slots.slack for need in needs], filled)
-    elif not slots.evicting:
-        slots.settle(index, kept, held + (_room(call) or held // SLACK + slack(held)))
-        if call.cache.request.room is not None:
-            slots.open()
-    elif slots.holes or not slots.filling:
-        slots.settle(index, kept, max(keeps) + 1)
-        slots.used, slots.contiguous = slots.positions.shape[2], False
-        slots.free_BH = slots.positions.argmin(-1)
-    else:
-        slots.settle(index, kept, min(max(keeps) + 1, held + held // 16 + 16))
+        filled = counts if goals is None else list(map(min, capacities, goals))
+        slots.settle_ragged(index, kept, capacities, filled)
+        return
+    slots.settle(index, kept, max(capacities))
+    if slots.evicting and (slots.holes or not slots.filling or roomy):
+        slots.holes |= slots.filling > 0
+        slots.open()
+    elif roomy:
+        slots.holes = True
+        slots.open(slots.positions.new_full(count_BH.shape, held))
 
 
-def _room(call: Call) -> int | None:
-    """Tokens that will be decoded, where that is known."""
-    return call.cache.request.room or call.cache.request.new_tokens
+def _more(call: Call, tokens: int) -> int:
+    """Tokens to come that a head of so many gets room for: all of them where steps are to be compiled, else a few."""
+    room, coming = call.cache.request.room, call.cache.request.new_tokens
+    if room is not None:
+        return room
+    return slack(tokens) if coming is None else min(slack(tokens), coming)
 
 
 def _fixed(call: Call, held_BH: Tensor) -> Tensor:

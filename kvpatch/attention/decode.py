@@ -145,6 +145,6 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     over = (positions >= 0).sum(-1) > slots.keep_BH1[..., 0]
     at = lowest[..., None]
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
-    slots.set_free(slots.positions.argmin(-1))
+    slots.set_free(slots.empty_slots())
     if not slots.traced:
-        slots.filling = max(slots.filling - 1, 0)
+        slots.count()

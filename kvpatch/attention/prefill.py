@@ -19,9 +19,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     slots, now = call.slots, call.now
     rows_BQ = call.positions_BQ[:, : now.prompt]
     slots.make_dense()
-    past = slots.used
-    if slots.free_BH is not None:  # a new prompt is appended; its end makes slots again
-        slots.free_BH, slots.holes = None, True
+    past = slots.used  # a new prompt is appended; its end makes slots again
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, rows_BQ, now.protect_BQ)
         whole = past == 0 and now.ends_prompt and now.final

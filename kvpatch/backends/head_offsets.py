@@ -38,9 +38,10 @@ class Run:
         return rows_RD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
 
 
-def wasteful(needs: list[int]) -> bool:
-    """Whether dense slots for heads that need so many would waste too much."""
-    return max(needs) * len(needs) * SPARE > sum(needs) * (SPARE + 1)
+def wasteful(needs: list[int], least: int = 0) -> bool:
+    """Tell if dense slots for heads that need so many would waste too much: never where it is `least` slots a head or fewer."""
+    waste = max(needs) * len(needs) - sum(needs)
+    return waste * SPARE > sum(needs) and waste > least * len(needs)
 
 
 class Extents:
@@ -115,10 +116,14 @@ class Extents:
         head, column = new.places()
         return new, self.begin_N[heads_N[head]] + column
 
-    def grow(self, rows_RD: Tensor, more: int) -> tuple[Extents, Tensor]:
-        """The extents with `more` free slots for every head, and the rows moved into them."""
-        new = Extents([capacity + more for capacity in self.capacities], self.filled, rows_RD.device, exactly=True)
+    def resized(self, capacities: list[int], filled: list[int]) -> Extents:
+        """The extents of the same heads with other capacities."""
+        return Extents(capacities, filled, self.begin_N.device, exactly=True)
+
+    def move(self, rows_RD: Tensor, new: Extents) -> Tensor:
+        """The rows in the stretches of `new`, whose heads are the same; what finds no room there was empty."""
         head, column = self.places()
+        stays = column < new.capacity_N[head]
         moved = rows_RD.new_zeros(new.rows, rows_RD.shape[-1])
-        moved[new.begin_N[head] + column] = rows_RD
-        return new, moved
+        moved[(new.begin_N[head] + column)[stays]] = rows_RD[stays]
+        return moved

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.budgets import whole
-from . import checks, concat
+from . import checks, concat, invariants
 from .state import TextState, writable
 
 
@@ -65,6 +65,17 @@ class EvictingCache(TextState):
         assert self.seen_B is not None
         return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
 
+    def check_invariants(self) -> None:
+        """Check what must hold between passes; waits for the device.
+
+        Positions are unique and real, budgets are kept, counters say what the slots do, and no more is allocated than is held
+        and a sixteenth, at least 8 entries a head.
+
+        Raises:
+            InvalidError: something does not hold, which is a defect of this library.
+        """
+        invariants.check(self)
+
     # ---- copies ----
 
     @writable
@@ -115,7 +126,7 @@ class EvictingCache(TextState):
             self.drop_stack()
             for layer in self.layers:
                 layer.map_rows(change)
-            self.seen_B, counters, turns = seen_B, self.counters, self.turns
+            before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
             self.shared = None if self.shared is None else change(self.shared)
             counters.lag_B = None if counters.lag_B is None else change(counters.lag_B)
             if turns.open:  # what the rest of the prompt will ask
@@ -124,6 +135,8 @@ class EvictingCache(TextState):
                 counters.device, columns = None, int(self.seen_B.max())
                 for layer in self.layers:
                     layer.seen = columns
+            if self._shrinks(before):
+                self._fit()
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -145,6 +158,20 @@ class EvictingCache(TextState):
         self.check_whole()
         whole("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def _shrinks(self, before_B: Tensor | None) -> bool:
+        """Tell if the longest of rows that differ may have gone, that had the lengths `before`; beams of one text leave one."""
+        if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
+            return False
+        return self.rows.joined or self.turns.count > 1 or set(before_B.tolist()) != set(self.seen_B.tolist())
+
+    def _fit(self) -> None:
+        """Give back slots that stand empty since rows or tokens have gone, unless there is to be room."""
+        for layer in self.layers:
+            if self.request.room is None:
+                layer.fit()
+            elif layer.free_BH is not None:
+                layer.measure()
 
     # ---- roll-back ----
 
@@ -182,3 +209,4 @@ class EvictingCache(TextState):
             self.seen_B = self.seen_B - count
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # made anew by the next pass
+            self._fit()

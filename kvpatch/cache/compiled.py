@@ -48,7 +48,9 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
             return False
         if cache.rotary[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
             return False  # the rotary table is that of the ranks there are now
-    return all(layer.free_BH is not None and (layer.evicting or layer.slack > 0) for layer in cache.layers)
+    if any(layer.growing for layer in cache.layers) and cache.request.room is None:
+        return False  # buffers will move
+    return all(layer.free_BH is not None for layer in cache.layers)
 
 
 def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
@@ -58,7 +60,7 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
-    if not all(layer.evicting for layer in cache.layers):
+    if any(layer.growing for layer in cache.layers):
         torch._assert_async(cache.counters.device.columns < cache.counters.device.limit, NO_ROOM)
     cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
     for layer in cache.layers:

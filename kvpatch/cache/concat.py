@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends.head_offsets import Extents, wasteful
+from ..backends.head_offsets import Extents
 from ..policies.context import Limits
 from .compatibility import check
-from .layer import SLACK, SlotLayer, slack
+from .growth import plan
+from .layer import SlotLayer
 from .state import TextState
 
 Text = TypeVar("Text", bound=TextState)
@@ -141,28 +142,20 @@ def _mass(layer: SlotLayer) -> Tensor:
     return torch.ones(layer.positions.shape[:2], device=layer.positions.device)
 
 
-def _needs(layer: SlotLayer, counts: list[int]) -> tuple[list[int], int]:
-    """Slots that each head needs, and what it holds while decoding above what it holds now (the most of all heads)."""
-    if not layer.evicting:
-        return counts, 0
-    assert layer.keep_BH1 is not None
-    keeps = layer.keep_BH1.flatten().tolist()
-    return [keep + 1 for keep in keeps], max(keep - count for keep, count in zip(keeps, counts, strict=True))
-
-
 def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
     """Empty buffers for heads that hold `counts` tokens: ragged where dense ones would waste too much."""
-    like, (needs, new.filling) = parts[0], _needs(new, counts)
+    like, goals = parts[0], new.goals()
+    if goals is not None:
+        new.filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     assert like.keys is not None and like.values is not None
-    if wasteful(needs):
-        new.slack = 0 if new.evicting else slack(max(counts))
-        capacities = [need + new.slack for need in needs]
-        new.extents = Extents(capacities, needs if new.evicting else counts, like.positions.device)
+    capacities, ragged = plan(counts, goals)
+    if ragged:
+        filled = counts if goals is None else list(map(min, capacities, goals))
+        new.extents = Extents(capacities, filled, like.positions.device)
         C, rows = new.extents.width, [new.extents.rows]
     else:
-        held = max(counts)
-        C = max(needs) if new.evicting else held + held // SLACK + slack(held)
+        C = max(capacities)
         rows = [B, H, C]
     new.keys, new.values = (t.new_zeros(*rows, t.shape[-1]) for t in (like.keys, like.values))
     new.positions = like.positions.new_full((B, H, C), -1)
@@ -204,8 +197,8 @@ def _open(new: SlotLayer, counts: list[int]) -> None:
     """Where the next token goes."""
     C, held = new.positions.shape[2], max(counts)
     if new.evicting or new.extents is not None:
-        new.used, new.free_BH = C, torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
-        new.holes = new.extents is not None or min(counts) + 1 < C
+        new.holes = new.extents is not None or new.filling > 0 or min(counts) + 1 < C
+        new.open(torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2]))
     else:
         new.used, new.holes = held, min(counts) < held
     new.contiguous, new.floor = False, new.used

@@ -1,4 +1,8 @@
-"""Whether the numbers of a loaded cache are a state that decoding can have left: what slots hold, and every counter."""
+"""The invariants of a cache between passes: what slots hold, every counter, and how much is allocated.
+
+One list for a cache that was decoded and for one that was loaded from a file: the loader, the state machine of the tests and
+strict=True call `EvictingCache.check_invariants()`. An InvalidError's words name the layer; who calls says what to do.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,94 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidError
+from .growth import slack
 from .layer import SlotLayer
 from .state import TextState
 
 
 def check(cache: TextState) -> None:
+    """Raise InvalidError where something does not hold that must hold between passes; see EvictingCache.check_invariants."""
+    cache.catch_up()
+    check_state(cache)
+    check_bytes(cache)
+
+
+def check_state(cache: TextState) -> None:
     """Raise InvalidError where the cache contradicts itself, its policy or its budget."""
     seen_B, seen = cache.seen_B, cache.layers[0].seen
-    assert seen_B is not None
-    _must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
+    if seen_B is None:
+        must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
+        return
+    must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
     most, least = int(seen_B.max()), int(seen_B.min())
-    whole = cache.rows.padded or (most == seen and (cache.rows.joined or least == seen))
-    _must(0 < least and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
-    _must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
+    whole = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or least == seen))
+    some = 0 < least or cache.turns.open
+    must(some and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
+    must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
     lag_B = cache.counters.lag_B
     if lag_B is not None:
-        _must(bool(((lag_B >= 0) & (lag_B <= cache.counters.steps)).all()), "lag_B is no number of steps")
+        must((lag_B >= 0) & (lag_B <= cache.counters.steps), "lag_B is no number of steps")
     if cache.shared is not None:
         grows = cache.settings.policy.schedule != "prompt"  # it does when it is added to, which decode steps then do not
-        _must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
-        _weights("shared", cache.shared)
+        must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
     for index, layer in enumerate(cache.layers):
-        _Slots(cache, index, layer, seen_B.to(layer.device)).check()
+        here = seen_B.to(layer.device)
+        shares = cache.settings.policies[index].over_heads is not None  # of one budget a head may get none
+        with _named(index):
+            if layer.is_initialized:
+                _LayerState(layer, here).check(least=0 if shares or cache.turns.open else 1, reading=cache.turns.open)
+            if layer.evicting and not cache.turns.open:
+                _check_budget(cache, index, layer, here)
 
 
-class _Slots:
-    """One layer's slots. limit: those of each head [B,H] that may be in use."""
+def check_bytes(cache: TextState) -> None:
+    """Raise InvalidError where more is allocated than is held and the slack of growth.py.
 
-    def __init__(self, cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
-        self.cache, self.index, self.layer, self.where = cache, index, layer, f"layer {index}"
-        self.seen_B11 = seen_B[:, None, None]
+    Room that was asked for, and that of the next block while a prompt is read block by block, may be more.
+    """
+    ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
+    for index, layer in enumerate(cache.layers):
+        with _named(index):
+            if layer.is_initialized:
+                _check_layer_bytes(layer, ahead)
+
+
+class _named:
+    """Puts a layer's number before the words of an error."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidError):
+            raise InvalidError(f"layer {self.index}: {error}") from None
+
+
+def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
+    """The budget of each head is one that the policy can have given."""
+    assert layer.keep_BH1 is not None and layer.limits is not None
+    keep_BH, policy = layer.keep_BH1[..., 0], cache.settings.policies[index]
+    heads, bound = keep_BH.shape[1], cache.settings.bounds[index]
+    budgets = [bound or cache.settings.budget.tokens(index, n) for n in seen_B.tolist()]
+    most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
+    most_B = most_B + layer.limits.prompt.flatten()
+    must(layer.limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
+    shared = policy.over_heads is not None
+    given_BH = keep_BH.sum(-1, keepdim=True) if shared else keep_BH
+    least = 0 if shared else 1
+    within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.settings.parallel.size)
+    must(within, "keep_BH1 is over the budget")
+    must(given_BH <= most_B[:, None] * (heads * cache.settings.parallel.size if shared else 1), "keep_BH1 is over the budget")
+
+
+class _LayerState:
+    """What one layer's slots hold, to be checked. limit_BH: the slots of each head that may be in use."""
+
+    def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
+        self.layer, self.seen_B11 = layer, seen_B[:, None, None]
         self.real = layer.positions >= 0
         self.held_BH = self.real.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
@@ -46,122 +108,106 @@ class _Slots:
         else:
             self.limit_BH = layer.extents.capacity_N.view_as(self.held_BH)
 
-    def check(self) -> None:
-        cache, layer = self.cache, self.layer
-        p = layer.positions
-        self.must((p >= -1) & (p < self.seen_B11), "positions are not those of tokens that were seen")
+    def check(self, least: int, reading: bool) -> None:
+        """Raise InvalidError where the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
+        layer, p = self.layer, self.layer.positions
+        must((p >= -1) & (p < self.seen_B11), "positions are not those of tokens that were seen")
         ordered = p.sort(-1).values
-        self.must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
-        self.must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
-        shares = cache.settings.policies[self.index].over_heads is not None
-        self.must(self.held_BH >= (0 if shares else 1), "a head holds nothing")  # of one budget a head may get none
+        must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
+        must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
+        must(self.held_BH >= least, "a head holds nothing")
         if layer.contiguous:
-            rank = self.real.long().cumsum(-1) + p.masked_fill(~self.real, torch.iinfo(p.dtype).max).amin(-1, keepdim=True) - 1
-            self.must((p == rank) | ~self.real, "tokens are not in text order")
-            self.must(layer.free_BH is None, "slots that are written to are not in text order")
-        if layer.evicting:
-            self._keeps()
-        else:
-            self.must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
+            rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
+            must((layer.positions == rank) | ~self.real, "tokens are not in text order")
+            must(layer.free_BH is None, "slots that are written to are not in text order")
         if layer.free_BH is None:
-            self._appended()
+            self._appended(reading)
         elif layer.evicting:
             self._evicting(layer.free_BH)
         else:
             self._growing(layer.free_BH)
-        self._numbers()
 
-    def must(self, condition: object, words: str) -> None:
-        _must(bool(condition.all()) if isinstance(condition, Tensor) else condition, f"{self.where}: {words}")
-
-    def _keeps(self) -> None:
-        """The budget of each head is one that the policy can have given."""
-        cache, layer = self.cache, self.layer
-        assert layer.keep_BH1 is not None and layer.limits is not None
-        keep_BH, policy = layer.keep_BH1[..., 0], cache.settings.policies[self.index]
-        heads, bound = keep_BH.shape[1], cache.settings.bounds[self.index]
-        budgets = [bound or cache.settings.budget.tokens(self.index, n) for n in self.seen_B11.flatten().tolist()]
-        most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
-        most_B = most_B + layer.limits.prompt.flatten()
-        self.must(layer.limits.prompt <= self.seen_B11, "limits are of a longer text")
-        shared = policy.over_heads is not None
-        given_BH = keep_BH.sum(-1, keepdim=True) if shared else keep_BH
-        least = 0 if shared else 1
-        within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.settings.parallel.size)
-        self.must(within, "keep_BH1 is over the budget")
-        everyone = heads * cache.settings.parallel.size if shared else 1
-        self.must(given_BH <= most_B[:, None] * everyone, "keep_BH1 is over the budget")
-        self.must(self.held_BH <= keep_BH, "a head holds more than its budget")
-
-    def _appended(self) -> None:
+    def _appended(self, reading: bool) -> None:
         """Tokens are appended behind the used columns."""
         layer, real = self.layer, self.real
-        self.must(layer.slack == layer.grown == 0, "slack without free slots")
-        self.must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
+        must(layer.slack == layer.grown == 0 and not layer.growing, "slack without free slots")
+        must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
         later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
         newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
-        self.must(newest, "what was appended is not the newest")
-        if layer.evicting:
-            assert layer.keep_BH1 is not None
-            self.must(not layer.holes and (layer.keep_BH1 == layer.used + layer.filling), "filling does not lead to the budget")
+        must(newest, "what was appended is not the newest")
+        if reading:
+            return
+        if not layer.evicting:
+            must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
+            return
+        assert layer.keep_BH1 is not None
+        must(not layer.holes and (layer.keep_BH1 == layer.used + layer.filling), "filling does not lead to the budget")
 
     def _evicting(self, free_BH: Tensor) -> None:
-        """One slot of each head is free for the next token."""
+        """One slot of each head is free for the next token, or some heads are below their budget and without any."""
         layer = self.layer
         assert layer.keep_BH1 is not None
         keep_BH = layer.keep_BH1[..., 0]
-        self.must(layer.slack == layer.grown == 0, "slack where tokens are evicted")
-        self.must((free_BH >= 0) & (free_BH < self.limit_BH), "free_BH names no slot")
-        self.must(layer.positions.gather(-1, free_BH.clamp(0, len(self.column) - 1)[..., None]) < 0, "a free slot is taken")
+        must(self.held_BH <= keep_BH, "a head holds more than its budget")
+        below_BH = self.limit_BH <= keep_BH
+        must(layer.growing == bool(below_BH.any()), "growing is not what the slots say")
+        must(layer.growing or layer.slack == layer.grown == 0, "slack where tokens are evicted")
+        all_taken = below_BH & (self.held_BH == self.limit_BH)
+        must((free_BH >= 0) & (free_BH < self.limit_BH + all_taken), "free_BH names no slot")
+        at = free_BH.clamp(0, len(self.column) - 1)[..., None]
+        must(all_taken | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
+        must(~below_BH | (self.limit_BH - self.held_BH >= layer.slack - layer.grown), "fewer slots are free than it says")
         if layer.holes:
-            self.must(layer.used == len(self.column), "unused columns between slots")
-            self.must(keep_BH < self.limit_BH, "a head has no slot for its budget")
-            self.must(int((keep_BH - self.held_BH).max()) <= layer.filling <= int(keep_BH.max()), "filling is wrong")
+            must(layer.used == len(self.column), "unused columns between slots")
+            must(int((keep_BH - self.held_BH).max()) <= layer.filling <= int(keep_BH.max()), "filling is wrong")
         else:
-            self.must(layer.filling == 0 and (self.held_BH == layer.used - 1), "slots are empty that should not be")
+            full = layer.filling == 0 and not layer.growing
+            must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
     def _growing(self, free_BH: Tensor) -> None:
         """Free slots behind what each head holds, for tokens that evict nothing."""
         layer = self.layer
-        self.must(layer.holes and layer.used == len(self.column), "unused columns between slots")
-        self.must(layer.grown <= layer.slack, f"{layer.grown} of {layer.slack} free slots are taken")
-        self.must(self.limit_BH - free_BH >= layer.slack - layer.grown, "fewer slots are free than it says")
+        must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
+        must(layer.growing and layer.holes and layer.used == len(self.column), "unused columns between slots")
+        must(layer.grown <= layer.slack, f"{layer.grown} of {layer.slack} free slots are taken")
+        must(self.limit_BH - free_BH >= layer.slack - layer.grown, "fewer slots are free than it says")
         if layer.extents is None:
-            self.must(free_BH == layer.taken, "free_BH is not behind what was taken")
+            must(free_BH == layer.taken, "free_BH is not behind what was taken")
         else:
             filled = torch.tensor(layer.extents.filled, device=layer.device).view_as(free_BH)
-            self.must(free_BH == filled + layer.grown, "free_BH is not behind what was taken")
+            must(free_BH == filled + layer.grown, "free_BH is not behind what was taken")
         behind = free_BH[..., None] - self.column  # 1 at the newest
-        self.must(~self.real | (behind > 0), "a free slot is taken")
+        must(~self.real | (behind > 0), "a free slot is taken")
         recent = (behind > 0) & (behind <= layer.grown)
-        self.must(~recent | (layer.positions == self.seen_B11 - behind), "what was appended is not the newest")
-
-    def _numbers(self) -> None:
-        """No number of a token that is held is infinite or none, and no weight is negative."""
-        layer = self.layer
-        real = self.real
-        if layer.extents is not None:
-            head, column = layer.extents.places()
-            real = real.flatten(0, 1)[head, column]
-        for name in ("keys", "values"):
-            self.must(getattr(layer, name).isfinite().all(-1) | ~real, f"{name} are not finite")
-        policy = self.cache.settings.policies[self.index]
-        known = () if policy.score is None else (*policy.statistics, "tail", "norm", "noise")
-        for name, tensor in layer.state.items():
-            own = tensor[self.real]
-            (_weights if name in known else _finite)(f"{self.where}: {name}", own)
-        if layer.mass_BH is not None:
-            _weights(f"{self.where}: mass_BH", layer.mass_BH)
+        must(~recent | (layer.positions == self.seen_B11 - behind), "what was appended is not the newest")
 
 
-def _finite(name: str, tensor: Tensor) -> None:
-    _must(tensor.dtype == torch.bool or bool(tensor.isfinite().all()), f"{name} holds a number that is not finite")
+def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
+    """Raise InvalidError where more is allocated than what is held, and a sixteenth or 8 slots a head, if these are more.
+
+    A ragged layer's slots count all together, against the tokens that all its heads hold. In dense slots every head counts
+    as the one that holds the most; dense slots stand for heads that differ from it by a fiftieth on average or, below their
+    budget, by 8 slots. Where tokens are appended a column counts as held, in rows too whose padding lies there.
+
+    ahead: slots that each head may have free in any case, where room was asked for.
+    """
+    B, H, C = layer.positions.shape
+    counts = layer.counts()
+    if layer.extents is not None:
+        held, slots = sum(counts), layer.extents.rows
+        allowed = held + len(counts) * max(slack(held // len(counts)), ahead)
+    else:  # columns are as many as the longest row's
+        held = max(counts) if layer.free_BH is not None else layer.used
+        held, allowed, slots = held * B * H, (held + max(slack(held), ahead)) * B * H, C * B * H
+    must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
 
 
-def _weights(name: str, tensor: Tensor) -> None:
-    _must(bool((tensor.isfinite() & (tensor >= 0)).all()), f"{name} holds a number that is not finite or is negative")
+def _first(positions: Tensor) -> Tensor:
+    """The oldest position of each head."""
+    return positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).amin(-1, keepdim=True)
 
 
-def _must(condition: object, words: str) -> None:
-    if not condition:
+def must(condition: object, words: str) -> None:
+    """Raise InvalidError with these words unless the condition (all of it, of a tensor) holds."""
+    if not (bool(condition.all()) if isinstance(condition, Tensor) else condition):
         raise InvalidError(words)

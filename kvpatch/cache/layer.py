@@ -1,9 +1,9 @@
 """One layer's slots: keys, values, the original position of what lies in each, and the score state beside it.
 
 Keys carry their position inside (rotary, learned) or beside them (ALiBi, through the positions tensor), so their order in
-memory is free. After the prompt a layer that evicts holds budget + 1 slots: a decode step writes the new token into the one
-free slot, and names the slot that is free next. Nothing else moves. A layer that does not evict while decoding appends
-columns and grows geometrically.
+memory is free. A layer that has reached its budget holds budget + 1 slots: a decode step writes the new token into the one
+free slot, and names the slot that is free next. Nothing else moves. Below its budget, and where nothing is evicted while
+decoding, a layer grows in steps (growth.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from transformers.cache_utils import CacheLayerMixin
 from ..backends.head_offsets import Extents
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
+from .growth import capacities, slack
 from .rollback import JOURNAL, Undo, record, restore
 
 if TYPE_CHECKING:
     from ..backends.protocol import Geometry
-
-SLACK = 32  # free slots at most of a head that does not evict, when its stretch of a ragged layer is made or outgrown
-
 
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, [B,H,C,D], of which the first `used` columns count.
@@ -34,10 +32,13 @@ class SlotLayer(CacheLayerMixin):
     each head a stretch of its own (ragged.py), and everything below stays [B,H,C], C the longest stretch.
 
     positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or [B,H,C,G] beside the keys. free_BH: the
-    slot of each head that the next token goes to, or None while tokens are appended at column `used`. holes: some of the
-    used slots may be empty while a query attends (padding, rows with different budgets). filling: steps until every row
-    has reached its budget. contiguous: columns lie in text order without gaps. floor: columns that cannot be cropped,
-    since an eviction chose them or some rows' padding lies there.
+    slot of each head that the next token goes to (behind a head's last slot where all are taken), or None while tokens are
+    appended at column `used`. holes: some of the used slots may be empty while a query attends (padding, rows with different
+    budgets). filling: steps until every row has reached its budget. contiguous: columns lie in text order without gaps.
+    floor: columns that cannot be cropped, since an eviction chose them or some rows' padding lies there.
+
+    growing: with a free_BH, some head may need more slots than it has. Then `slack` - `grown` more tokens can be written before
+    buffers move; grown counts those written since the prompt.
     """
 
     is_compileable = False
@@ -72,7 +73,8 @@ class SlotLayer(CacheLayerMixin):
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
         self.traced = False  # the pass is a traced step (compiled.py)
         self.extents: Extents | None = None
-        self.slack = self.grown = 0  # of a ragged layer that does not evict: free slots when it was made, and taken since
+        self.growing = False
+        self.slack = self.grown = 0
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
@@ -150,20 +152,20 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- writing ----
 
-    def reserve(self, columns: int) -> None:
-        """Make room for `columns` and for some more."""
+    def reserve(self, columns: int, most: int | None = None) -> None:
+        """Make room for `columns` and for some more, `most` in all."""
         assert self.keys is not None and self.values is not None
         if columns > self.keys.shape[2]:
-            self._resize(columns + columns // 16 + 8)
+            self._resize(max(capacities([columns], None if most is None else [most], slack(columns))[0], columns))
 
     def _resize(self, columns: int, index: Tensor | None = None) -> None:
-        """New buffers of `columns` slots with the used ones, or those at `index` [B,H,K], at their front."""
+        """New buffers of `columns` slots with the used ones, as far as they go, or those at `index` [B,H,K], at their front."""
         assert self.keys is not None and self.values is not None
 
         def move(tensor: Tensor, empty: int) -> Tensor:
             B, H, _, *rest = tensor.shape
             new = tensor.new_empty(B, H, columns, *rest)
-            kept = tensor[:, :, : self.used] if index is None else _taken(tensor, index)
+            kept = tensor[:, :, : min(self.used, columns)] if index is None else _taken(tensor, index)
             new[:, :, : kept.shape[2]] = kept
             new[:, :, kept.shape[2] :] = empty
             return new
@@ -172,6 +174,7 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = move(self.keys, 0), move(self.values, 0)
             self.positions = move(self.positions, -1)
             self.state = {name: move(tensor, 0) for name, tensor in self.state.items()}
+        self.free_at = None
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values as they are, without a copy, until `settle` makes buffers of its own."""
@@ -221,6 +224,8 @@ class SlotLayer(CacheLayerMixin):
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
         """Write one token per row: into the free slot of each head, in place, or behind the used columns."""
         if self.free_BH is None:
+            if self.is_initialized:  # no more columns than the budget that is being filled
+                self.reserve(self.used + 1, self.used + self.filling + 1 if self.evicting else None)
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
         self.write_kv(k_BH1D, v_BH1D)
@@ -299,7 +304,8 @@ class SlotLayer(CacheLayerMixin):
             self.positions[:, :, : self.used].masked_fill_(~kept_BHK, -1)
 
     def settle_ragged(self, index_BHK: Tensor, kept_BHK: Tensor, capacities: list[int], filled: list[int]) -> None:
-        """End of a prompt whose heads keep different numbers of tokens: a stretch of `capacities` slots for each."""
+        """End of a prompt whose heads keep different numbers of tokens: a stretch of `capacities` slots for each, of which
+        `filled` are in use while a query attends."""
         assert self.keys is not None and self.values is not None
         with torch.no_grad():
             extents = Extents(capacities, filled, self.keys.device)
@@ -310,42 +316,121 @@ class SlotLayer(CacheLayerMixin):
         self.extents, self.used, self.floor = extents, C, K
         self.contiguous, self.holes = False, True
         self.free_BH = kept_BHK.sum(-1)
+        self.measure()
 
     def make_dense(self) -> None:
-        """Padded slots again, for a prompt that goes on behind them."""
-        if self.extents is None:
-            if self.free_BH is not None and not self.evicting:  # opened
-                self.used, self.free_BH = self.taken, None
+        """Columns again, some of them empty, for a prompt that goes on behind them."""
+        if self.free_BH is None:
             return
+        if self.extents is not None:
+            B, H, C = self.positions.shape
+            self.keys, self.values = (self.extents.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
+        self.used, self.holes = self.taken, True
+        self.extents = self.free_BH = None
+        self.growing, self.slack, self.grown = False, 0, 0
+
+    def open(self, next_BH: Tensor | None = None) -> None:
+        """Make slots of all columns: what is empty is masked, and a token goes into a slot instead of behind the others.
+
+        next_BH: the first of them; else the first empty slot of each head.
+        """
+        self.used, self.contiguous = self.positions.shape[2], False
+        self.free_BH = self.empty_slots() if next_BH is None else next_BH
+        self.grown = 0
+        self.measure()
+
+    def empty_slots(self) -> Tensor:
+        """The first empty slot of each head [B,H]; behind its last one where none is empty."""
+        lowest = self.positions.min(-1)
+        return lowest.indices.masked_fill(lowest.values >= 0, self.positions.shape[2])
+
+    # ---- growing ----
+
+    def capacities(self) -> list[int]:
+        """Slots that each head of the flattened B*H has."""
         B, H, C = self.positions.shape
-        self.keys, self.values = (self.extents.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
-        self.extents, self.slack, self.grown = None, 0, 0
-        self.free_BH, self.used, self.holes = None, C, True
+        return [C] * (B * H) if self.extents is None else self.extents.capacities
+
+    def counts(self) -> list[int]:
+        """Slots that each head has taken; waits for the device."""
+        taken = (self.positions >= 0).sum(-1) if self.evicting or self.free_BH is None else self.free_BH
+        return taken.flatten().tolist()
+
+    def goals(self) -> list[int] | None:
+        """Slots that each head needs once it has reached its budget, or None where it has none."""
+        if not self.evicting:
+            return None
+        assert self.keep_BH1 is not None
+        return [keep + 1 for keep in self.keep_BH1.flatten().tolist()]
+
+    def measure(self) -> None:
+        """Bring up to date how many tokens can be written before buffers move."""
+        goals, heads = self.goals(), zip(self.capacities(), self.counts(), strict=True)
+        free = [capacity - n for i, (capacity, n) in enumerate(heads) if goals is None or capacity < goals[i]]
+        self.growing = bool(free)
+        self.grown = self.grown if self.growing else 0
+        self.slack = self.grown + min(free, default=0)
 
     def make_room(self) -> None:
-        """Room for more tokens of each head, where a layer of slots that does not evict has none left."""
-        if self.free_BH is None or self.evicting or self.grown < self.slack:
+        """Slots for more tokens of each head, where some head may have none left."""
+        if self.free_BH is None or not self.growing or self.grown < self.slack:
             return
-        assert self.keys is not None and self.values is not None
-        extents = self.extents
-        more = slack(self.positions.shape[-1])
-        if extents is None:
-            self._resize(self.used + more)
-            self.slack, self.used = self.slack + more, self.positions.shape[2]
-            return
-        self.extents, self.keys = extents.grow(self.keys, more)
-        _, self.values = extents.grow(self.values, more)
-        self.slack += more
-        C = self.used = self.extents.width
-        self.positions = _padded(self.positions, C, -1)
-        self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
+        wanted = self._wanted()
+        self._move([max(old, new) for old, new in zip(self.capacities(), wanted, strict=True)])
+        if self.evicting:
+            self.free_BH = self.empty_slots()
+        self.measure()
 
-    def open(self) -> None:
-        """Make slots of the free columns of a layer that does not evict: what is empty is masked, and no shape changes."""
+    def fit(self) -> None:
+        """Give back what stands empty beyond the slack, after tokens were rolled back or rows dropped."""
+        if not self.is_initialized or self.keys is None:
+            return
         C = self.positions.shape[2]
-        self.free_BH = torch.full(self.positions.shape[:2], self.used, device=self.positions.device)
-        self.slack, self.grown, self.used, self.holes = C - self.used, 0, C, True
-        self.contiguous = False
+        if self.free_BH is None:
+            most = [self.used + self.filling + 1] if self.evicting else None
+            enough = capacities([self.used], most, slack(self.used))[0]
+            if enough < C:
+                self._resize(enough)
+            return
+        fitting = list(map(min, self.capacities(), self._wanted()))
+        enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.free_BH.shape, 1)
+        gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
+        if sum(self.capacities()) > self._allowed() and not bool((gone_BHC & (self.positions >= 0)).any()):
+            self._move(fitting)
+        self.measure()
+
+    def _wanted(self) -> list[int]:
+        """Slots of each head, were buffers made now."""
+        counts, goals = self.counts(), self.goals()
+        if self.extents is not None:
+            return capacities(counts, goals, slack(sum(counts) // len(counts)))
+        return [max(capacities(counts, goals, slack(max(counts))))] * len(counts)
+
+    def _allowed(self) -> int:
+        """Slots of all heads that are not too many."""
+        counts = self.counts()
+        if self.extents is None:
+            return sum(self._wanted())
+        return sum(counts) + len(counts) * slack(sum(counts) // len(counts))
+
+    # ---- invariants ----
+
+    def _move(self, capacities: list[int]) -> None:
+        """New buffers of these capacities; what lies where is as before."""
+        assert self.keys is not None and self.values is not None
+        if self.extents is None:
+            self._resize(max(capacities))
+            self.used = self.positions.shape[2]
+        else:
+            goals = self.goals()
+            filled = self.extents.filled if goals is None else list(map(min, capacities, goals))
+            old, self.extents = self.extents, self.extents.resized(capacities, filled)
+            self.keys, self.values = (old.move(tensor, self.extents) for tensor in (self.keys, self.values))
+            C = self.used = self.extents.width
+            self.positions = _padded(self.positions, C, -1)
+            self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
+        self.floor = min(self.floor, self.used)
+        self.free_at = None
 
     @property
     def taken(self) -> int:
@@ -378,7 +463,13 @@ class SlotLayer(CacheLayerMixin):
         self.contiguous = False
         if not self.traced:
             self.free_at = None
-            self.filling = max(self.filling - 1, 0)
+            self.count()
+
+    def count(self, tokens: int = 1) -> None:
+        """So many tokens were written, each of which brings every head nearer to its budget."""
+        tokens = min(tokens, self.filling)
+        self.filling -= tokens
+        self.grown += tokens if self.growing else 0
 
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""
@@ -417,11 +508,6 @@ class SlotLayer(CacheLayerMixin):
         return shared
 
 
-def slack(tokens: int) -> int:
-    """Free slots for a head of so many tokens: a sixteenth, so that moving costs little and so does what stands empty."""
-    return min(SLACK, max(8, tokens // 16))
-
-
 def _taken(tensor: Tensor, index_BHK: Tensor) -> Tensor:
     """[B,H,T,...] -> [B,H,K,...]: the entries of each head at `index`."""
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
@@ -429,8 +515,8 @@ def _taken(tensor: Tensor, index_BHK: Tensor) -> Tensor:
 
 
 def _padded(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...], filled up with `empty`."""
+    """[B,H,K,...] -> [B,H,columns,...], filled up with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_full((B, H, columns, *rest), empty)
-    new[:, :, :K] = tensor
+    new[:, :, :K] = tensor[:, :, :columns]
     return new

@@ -88,7 +88,7 @@ def _finish(cache: TextState) -> None:
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
     if begun or cache.request.room is not None:
-        growing = (layer.seen + layer.slack - layer.grown for layer in cache.layers if not layer.evicting)
+        growing = (layer.seen + layer.slack - layer.grown for layer in cache.layers if layer.growing)
         counters.device.limit.fill_(min(growing, default=0))
     if begun:
         counters.device.span.fill_(cache.span())
@@ -238,7 +238,7 @@ def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
     first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones begin with what was generated meanwhile
     for index, layer in enumerate(cache.layers):
         replaced = layer.free_BH is not None and layer.evicting and not prompt
-        held = layer.taken if replaced else layer.taken + Q
+        held = layer.taken if replaced and not layer.growing else layer.taken + Q
         if settings.block and now.budget_n_B and settings.evicts[index] and first:
             held = min(held, max(settings.tokens(index, n) for n in now.budget_n_B) + settings.block)
         most = max(most, held)

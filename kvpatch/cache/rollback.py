@@ -41,12 +41,13 @@ def record(layer: SlotLayer, shared: Tensor | None) -> Undo:
 
 def restore(layer: SlotLayer, undo: Undo) -> Tensor | None:
     """Put `layer` back to where it stood, and return the shared score that stood then."""
-    C = undo.positions.shape[-1]
+    # buffers have grown since, or have been cut to what an earlier roll-back left in them: what was cut off was empty
+    C = min(undo.positions.shape[-1], layer.positions.shape[-1])
     layer.filling, layer.grown, layer.free_BH = undo.filling, undo.grown, undo.free_BH
-    layer.used = undo.used if layer.extents is None else layer.used
-    layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions, -1
+    layer.used = undo.used if undo.free_BH is None else layer.positions.shape[-1]
+    layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions[:, :, :C], -1
     for name, tensor in undo.state.items():
-        layer.state[name][:, :, :C] = tensor
+        layer.state[name][:, :, :C] = tensor[:, :, :C]
     if undo.slot is not None and undo.free_BH is not None:
         at = layer.free_rows()
         for buffer, old in zip((layer.keys, layer.values), undo.slot, strict=True):

@@ -151,8 +151,10 @@ class TextState(MutationGuard, Cache):
         self.stack, self.stack_due = None, self.stack_due or self.stack is not None
         for layer in self.layers:
             layer.seen += count
-            layer.filling = max(layer.filling - count, 0)
-            layer.grown += 0 if layer.evicting else count
+            if layer.evicting:
+                layer.count(count)
+            else:
+                layer.grown += count
             layer.free_at = layer.ahead = None
             layer.traced = False
         counters.behind = False

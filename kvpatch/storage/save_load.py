@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from ..backends.head_offsets import Extents
-from ..cache import invariants
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
 from ..cache.state import Rows, Turns, writable
 from ..errors import KVPatchError
 from ..policies.context import SIZES, Limits
-from . import schema
+from . import contents, schema
 from .header import InvalidError, entries, parse, read
 
 FORMAT = "kvpatch cache 1"
@@ -134,7 +133,7 @@ def load(
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described)
     try:
-        invariants.check(cache)
+        contents.check(cache)
     except InvalidError as error:
         raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
     cache.drop_stack(due=True)

@@ -212,9 +212,12 @@ def test_extents_pack_select_grow_and_unpack(heads, order):
     assert sorted(rows[rows > 0].tolist()) == padded[kept_BHK].flatten().tolist()
     chosen = torch.tensor([i % H for i in order])
     one, at = extents.select(chosen)
-    grown, moved = one.grow(rows[at], 3)
+    grown = one.resized([capacity + 3 for capacity in one.capacities], one.filled)
+    moved = one.move(rows[at], grown)
     back = grown.unpack(moved, 1, len(order), K + 5)
     assert len(moved) == sum(heads[i] + 5 for i in chosen.tolist())
+    cut = grown.resized([heads[i] for i in chosen.tolist()], grown.filled)
+    assert torch.equal(cut.unpack(grown.move(moved, cut), 1, len(order), K + 5), back)
     assert torch.equal(back[:, :, :K], (padded * kept_BHK[..., None])[:, chosen])
     assert not back[:, :, K:].any()
 

@@ -134,6 +134,8 @@ class Base(RuleBasedStateMachine):
             else:
                 expect(result)
         for live in self.lives:
+            if not live.cache.unfinished:
+                live.cache.check_invariants()
             if live.shadow.oracles:
                 compared, skipped = check_cache(live.cache, live.shadow)
                 COUNTS["rows compared"] += compared

@@ -1,0 +1,41 @@
+"""How many slots the heads of a layer get: one rule for appended columns, for slots of one width and for ragged ones.
+
+A buffer is made for what it holds and a sixteenth more, at least 8 entries a head: that amortizes moving it and bounds what
+stands empty. A head that evicts never needs more than its budget and the slot of the token that comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..backends.head_offsets import FEW, wasteful
+
+LEAST, PART = 8, 16
+
+
+def slack(tokens: int) -> int:
+    """Free slots for a head of so many tokens."""
+    return max(LEAST, tokens // PART)
+
+
+def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
+    """Slots for heads that hold `counts` tokens and `more` each; goals: slots that a head never needs more than."""
+    if goals is None:
+        return [count + more for count in counts]
+    return [min(count + more, goal) for count, goal in zip(counts, goals, strict=True)]
+
+
+def plan(
+    counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False
+) -> tuple[list[int], bool]:
+    """Slots of each head at the end of a prompt, and whether the layer is to be ragged, since dense slots would waste too much.
+
+    more: tokens that a head of so many gets room for. exactly: no fewer, wherever capacities are rounded up.
+    """
+    fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
+    ragged = wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
+    if not ragged:
+        return capacities(counts, goals, more(max(counts))), False
+    free = more(sum(counts) // len(counts))
+    # of many heads capacities are rounded up (ragged.Extents), which takes its part of the sixteenth
+    return capacities(counts, goals, free if exactly or len(counts) <= FEW else -(-free // 2)), True

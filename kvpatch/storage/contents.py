@@ -1,0 +1,58 @@
+"""Checks of a loaded cache: its invariants, and that no number of it is one that decoding cannot have left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache import invariants
+from ..cache.cache import EvictingCache
+from ..cache.layer import SlotLayer
+from ..errors import InvalidError
+
+
+def check(cache: EvictingCache) -> None:
+    """Raise InvalidError where the cache contradicts itself, its policy or its budget, or holds a number that is none.
+
+    More slots than its contents need (of a cache that had room for what was to come) are given back.
+    """
+    for layer in cache.layers:
+        goals = layer.goals()
+        short = goals is not None and any(own < goal for own, goal in zip(layer.capacities(), goals, strict=True))
+        layer.growing = layer.free_BH is not None and (short or not layer.evicting)
+    invariants.check_state(cache)
+    if cache.shared is not None:
+        _weights("shared", cache.shared)
+    for index, layer in enumerate(cache.layers):
+        _numbers(cache, index, layer)
+        layer.fit()
+    cache.check_invariants()
+
+
+def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
+    """No number of a token that is held is infinite or none, and no weight is negative."""
+    real, where = layer.positions >= 0, f"layer {index}"
+    if layer.extents is None:
+        slots = real
+    else:
+        head, column = layer.extents.places()
+        slots = real.flatten(0, 1)[head, column]
+    for name in ("keys", "values"):
+        finite = getattr(layer, name).isfinite().all(-1) | ~slots
+        invariants.must(finite, f"{where}: {name} are not finite")
+    policy = cache.settings.policies[index]
+    known = () if policy.score is None else (*policy.statistics, "tail", "norm", "noise")
+    for name, tensor in layer.state.items():
+        (_weights if name in known else _finite)(f"{where}: {name}", tensor[real])
+    if layer.mass_BH is not None:
+        _weights(f"{where}: mass_BH", layer.mass_BH)
+
+
+def _finite(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.bool and not bool(tensor.isfinite().all()):
+        raise InvalidError(f"{name} holds a number that is not finite")
+
+
+def _weights(name: str, tensor: Tensor) -> None:
+    if not bool((tensor.isfinite() & (tensor >= 0)).all()):
+        raise InvalidError(f"{name} holds a number that is not finite or is negative")
