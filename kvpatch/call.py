@@ -116,6 +116,7 @@ class Call:
             past=keys.past > 0 and task in ("prompt", "statistics"),
             gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
             scores=scores,
+            statistics=self.policy.kernels if scores else (),
             fresh=self.score is not None and self.score.fresh,
             renumbered=self.cache.renumbered,
             special=self.geometry.special,
