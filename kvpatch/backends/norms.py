@@ -15,20 +15,18 @@ DEVICE_BLOCK = 1 << 26
 def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Tensor | None = None) -> Tensor:
     """Norm (1 or 2) of v @ W_O for each query head, averaged over the group [B,H,T]; what is not wanted may be zero.
 
-    As many heads as fit in a block go through one product: all of them for a new token, one after another for a prompt.
+    As many heads as fit in a block go through one product: all of them for a new token, less than one for a long prompt.
     """
     (B, H, T, _), (_, G, _, E) = v_BHTD.shape, rows_HGDE.shape
     device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)
     on_cpu = device.type == "cpu"
     block = CPU_BLOCK if on_cpu else DEVICE_BLOCK
-    heads = max(1, min(H, block // (G * E * max(B * T, 1))))
-    size = max(block // (G * E), 16)
-    v_HND = rearrange(v_BHTD, "b h t d -> h (b t) d")
-    if heads > 1:
+    v_HND, heads = rearrange(v_BHTD, "b h t d -> h (b t) d"), block // (G * E * max(B * T, 1))
+    if heads:
         parts = zip(v_HND.split(heads), rows_HGDE.split(heads), strict=True)
         out_HN = torch.cat([_few(v.to(dtype), rows.to(device, dtype), norm) for v, rows in parts])
         return rearrange(out_HN, "h (b t) -> b h t", b=B).contiguous()
-    out_HN = torch.zeros(H, B * T, dtype=dtype, device=device)
+    out_HN, size = torch.zeros(H, B * T, dtype=dtype, device=device), max(block // (G * E), 16)
     for h in range(H):
         weight = rearrange(rows_HGDE[h], "g d e -> d (g e)").to(device, dtype)
         v_ND, at = v_HND[h], None
