@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,10 +48,10 @@ def _shown(module: Any, inputs: int) -> Tensor | None:
 
 
 class Site:
-    """A module and its adapter. H is the module's number of KV heads."""
+    """A module and its adapter. H is the module's number of KV heads. autocast: the module is called under it."""
 
     def __init__(self, adapter: Adapter, attn: Any, H: int) -> None:
-        self.adapter, self.attn, self.H = adapter, attn, H
+        self.adapter, self.attn, self.H, self.autocast = adapter, attn, H, False
 
     def geometry(self, device: torch.device) -> Geometry:
         """How the layer attends."""
@@ -85,7 +85,8 @@ class Site:
         else:
             unit, worked_out = torch.eye(inputs, dtype=like.dtype, device=like.device)[None], True
             run = module if module is not None else lambda y: self.adapter.output(self.attn, y)
-            with _evaluating(self.attn):  # a dropout on the way is no part of the weight
+            mixed = torch.autocast(like.device.type) if self.autocast else nullcontext()
+            with mixed, _evaluating(self.attn):  # a dropout on the way is no part of the weight
                 answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
                 weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
         return rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group), worked_out

@@ -21,8 +21,18 @@ def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: 
     """Attention of new tokens through the cache; evicts what the policy says.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
-    prompt are attended as one; the others one after another, each as a decode step.
+    prompt are attended as one; the others one after another, each as a decode step. Autocast is off in all of it: scores,
+    norms and statistics are float32 whatever it would make of them, and q, k and v have its dtype already.
     """
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        site.autocast = True
+        with torch.autocast(device, enabled=False):
+            return _writable(cache, layer, q, k, v, site)
+    return _writable(cache, layer, q, k, v, site)
+
+
+def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         # what the cache allocates must stay writable where this mode is off again
         with torch.inference_mode(False), torch.no_grad():

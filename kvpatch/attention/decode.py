@@ -69,8 +69,12 @@ def foresee(call: Call, q_BHGD: Tensor) -> None:
             call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
 
 
+def _task(call: Call) -> Task:
+    return "decode" if call.slots.extents is None else "ragged"
+
+
 def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
-    task: Task = "decode" if call.slots.extents is None else "ragged"
+    task = _task(call)
     return task, call.case(task, q_BHGD, call.keys(call.slots.used), call.observes)
 
 
@@ -97,6 +101,8 @@ def _by_kernel(
         if chosen.evicts:
             slots.forget_places()
         elif evicting:
+            why = backend("triton").torch_evicts(call.policy, slots)
+            call.cache.choice.note(_task(call), "triton", f"torch names who goes: {why}")
             _evict(call, positions_B1[:, None], t)
         else:
             slots.advance()

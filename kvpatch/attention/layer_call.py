@@ -118,6 +118,7 @@ class Call:
             past=keys.past > 0 and task in ("prompt", "statistics"),
             gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
             scores=scores,
+            statistics=self.policy.kernels if scores else (),
             fresh=self.score is not None and self.score.fresh,
             renumbered=self.settings.renumbered,
             special=self.geometry.special,

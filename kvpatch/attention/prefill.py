@@ -76,7 +76,7 @@ def _observed_prompt(
     B, H, G, _, _ = q_BHGQD.shape
     T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
     tau = call.score.temperature(0, call.cache.request.new_tokens)
-    name = call.backend("statistics", q_BHGQD, keys)
+    name = call.backend("statistics", q_BHGQD, keys, scores=True)
     if name != "torch":
         out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
         noise = call.slots.state_view().get("noise")
@@ -124,7 +124,7 @@ def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse:
     assert slots.limits is not None
     tail = slots.limits.tail
     counted = rows_BW > newest(call)[:, 0] - tail[:, 0]
-    name = call.backend("statistics", q_BHGWD, keys)
+    name = call.backend("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: who makes these
     if lse is not None:
         lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
     total = backend(name).tail(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)

@@ -72,9 +72,10 @@ class Case:
     """What is asked of a backend, as far as it decides who can do it.
 
     device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
-    came before this piece of a prompt. gradients: the output must be differentiable. scores: a step's probabilities are
-    wanted. fresh: so is noise drawn for every query and key. renumbered: positions are ranks, new at every step. special:
-    logits are capped, a sink takes part in the softmax, or ALiBi is coarse.
+    came before this piece of a prompt. gradients: the output must be differentiable. scores: probabilities are wanted, of a
+    step or of all rows of a prompt. statistics: the sums made of them, by name, each with the kernels' name for the same
+    computation (None: torch alone knows it). fresh: noise is drawn for every query and key. renumbered: positions are ranks,
+    new at every step. special: logits are capped, a sink takes part in the softmax, or ALiBi is coarse.
     """
 
     device: str
@@ -87,6 +88,7 @@ class Case:
     past: bool = False
     gradients: bool = False
     scores: bool = False
+    statistics: tuple[tuple[str, str | None], ...] = ()
     fresh: bool = False
     renumbered: bool = False
     special: bool = False

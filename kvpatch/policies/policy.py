@@ -14,6 +14,7 @@ from .context import Moment
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, TwoStage, order, tiers
+from .statistics import check_names, kernel_of
 
 SCHEDULES = ("prompt", "decode", "both")
 
@@ -69,6 +70,8 @@ class Policy:
             )
         for part in self._parts():
             part.check()
+        if self.score is not None:
+            check_names(self.statistics, self.name)
 
     def _parts(self) -> list[Any]:
         return [part for field, _, _ in _PARTS if (part := getattr(self, field)) is not None]
@@ -99,9 +102,14 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names in scores.STATISTICS that must be summed beside each key."""
+        """Names in statistics.STATISTICS that must be summed beside each key."""
         assert self.score is not None
         return tuple(dict.fromkeys((*self.score.statistics, *self.scope.statistics)))
+
+    @property
+    def kernels(self) -> tuple[tuple[str, str | None], ...]:
+        """Each statistic's name, and the kernels' name for the same computation or None."""
+        return tuple((name, kernel_of(name)) for name in self.statistics)
 
     @property
     def rows(self) -> str:

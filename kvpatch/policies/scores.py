@@ -7,8 +7,9 @@ reach it a block of rows at a time, so no n x n matrix exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,23 @@ from .context import Block, Moment, accumulator
 from .selection import MAX_POSITION
 
 Rows = Literal["none", "tail", "all"]
+Form = str | None
+Value = TypeVar("Value", bound=Callable[..., Tensor])
+
+
+def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
+    """Declare the form in which a fused decode kernel finds what a score's `value` computes.
+
+    form: a state's name, "mean" (moment.mean), "recency" (the position) or None; or a function of the score that gives one
+    of these. It is bound to the decorated function: a subclass with a `value` of its own is unknown to kernels, and torch
+    asks it.
+    """
+
+    def declare(value: Value) -> Value:
+        vars(value)["kernel_value"] = (value, form)
+        return value
+
+    return declare
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,6 @@ class Score:
     schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
     at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
     a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
-    stored: how a fused decode kernel finds the value: a state's name, "mean", "recency", or None where it cannot.
     """
 
     rows: ClassVar[Rows] = "none"
@@ -51,7 +68,11 @@ class Score:
 
     @property
     def stored(self) -> str | None:
-        return None
+        """The form in which a fused decode kernel finds the value, as @kernel_value declares it; None: only torch can."""
+        value, form = getattr(type(self).value, "kernel_value", (None, None))
+        if value is not type(self).value:  # a wrapper may have taken over the attributes of what it wraps
+            return None
+        return form(self) if callable(form) else form
 
     @property
     def fresh(self) -> bool:
@@ -77,7 +98,8 @@ class Score:
         self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
     ) -> dict[str, Tensor]:
         """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]. layer: a number, or one per row [B]. first: the
-        number of the first head, where others are on other processes."""
+        number of the first head, where others are on other processes. "noise" [B,H,Q,G], exp(noise) >= 0, weighs the
+        probabilities of the statistic "gumbel"."""
         return {}
 
     def check(self) -> None:
@@ -110,10 +132,7 @@ class Recency(Score):
 
     signed: ClassVar[bool] = False
 
-    @property
-    def stored(self) -> str | None:
-        return "recency"
-
+    @kernel_value("recency")
     def value(self, moment: Moment) -> Tensor:
         return moment.positions_BHS.float()
 
@@ -150,10 +169,7 @@ class Accumulated(Score):
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
-    @property
-    def stored(self) -> str | None:
-        return "sum"
-
+    @kernel_value("sum")
     def value(self, moment: Moment) -> Tensor:
         return moment.state["sum"]
 
@@ -170,10 +186,7 @@ class AccumulatedQuantized(Score):
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("count",)
 
-    @property
-    def stored(self) -> str | None:
-        return "count"
-
+    @kernel_value("count")
     def value(self, moment: Moment) -> Tensor:
         return moment.state["count"] / moment.group
 
@@ -190,10 +203,7 @@ class Mean(Score):
     rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
-    @property
-    def stored(self) -> str | None:
-        return "mean"
-
+    @kernel_value("mean")
     def value(self, moment: Moment) -> Tensor:
         return moment.mean
 
@@ -212,10 +222,6 @@ class Last(Score):
     rows: ClassVar[Rows] = "tail"
 
     @property
-    def stored(self) -> str | None:
-        return "tail" if self.heads == "each" else None
-
-    @property
     def tail(self) -> int:
         return 1
 
@@ -223,6 +229,7 @@ class Last(Score):
         if self.heads not in ("layer", "each"):
             raise KVPatchError(f"heads={self.heads!r} must be 'layer' (one kept set per layer) or 'each'.")
 
+    @kernel_value(lambda score: "tail" if score.heads == "each" else None)
     def value(self, moment: Moment) -> Tensor:
         last = moment.state["tail"]
         if self.heads == "each":
@@ -317,10 +324,6 @@ class GumbelSoftmax(Score):
     entry_by_position: ClassVar[bool] = True
 
     @property
-    def stored(self) -> str | None:
-        return "gumbel"
-
-    @property
     def decay(self) -> float:
         return self.damping
 
@@ -374,6 +377,7 @@ class GumbelSoftmax(Score):
         u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
         return {"noise": self._distributed(u).exp()}  # that is how it is used, at every step
 
+    @kernel_value("gumbel")
     def value(self, moment: Moment) -> Tensor:
         return moment.state["gumbel"]
 

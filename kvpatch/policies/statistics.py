@@ -1,18 +1,53 @@
-"""What is summed beside each key: name -> increments [N,M] over the rows of a block and the query heads of a group.
+"""Sums beside each key: name -> increments [N,M] over the rows of a block and the query heads of a group.
 
-A function takes the Block and the score that asked, and sees every probability of those rows once.
+A function takes the Block and the score that asked, and sees every probability of those rows once. A statistic of your own is
+one more row, `STATISTICS["cubes"] = cubes`, which scores and scopes then name. Torch computes it; kernels compute only rows
+that say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from ..errors import KVPatchError, suggest
 from .context import Block
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A row of STATISTICS of which kernels know the function.
+
+    kernel: the name that kernels have for the same computation. It belongs to this function: a row that is replaced by
+    another function is computed by that one, on every backend.
+    """
+
+    function: Callable[[Block, Any], Tensor]
+    kernel: str
+
+    def __call__(self, block: Block, score: Any) -> Tensor:
+        return self.function(block, score)
+
+
+def kernel_of(name: str) -> str | None:
+    """The kernels' name for the statistic `name`; None where torch alone computes it."""
+    row = STATISTICS[name]
+    return row.kernel if isinstance(row, Statistic) else None
+
+
+def check_names(names: tuple[str, ...], of: str) -> None:
+    """Raise KVPatchError for a name without a function in STATISTICS. of: the policy that names them."""
+    for name in names:
+        if not callable(STATISTICS.get(name)):
+            raise KVPatchError(
+                f"Policy {of!r} sums the statistic {name!r}, which is no function in kvpatch.policies.statistics.STATISTICS."
+                f"{suggest(name, STATISTICS)} Add it first: STATISTICS[{name!r}] = my_function, of (block, score)."
+            )
 
 
 def _sum(block: Block, score: Any) -> Tensor:
@@ -53,8 +88,8 @@ def _gumbel(block: Block, score: Any) -> Tensor:
 
 _TINY = 1e-30  # a row without keys (padding) divides zero by this
 STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
-    "sum": _sum,
-    "squares": _squares,
-    "count": _count,
-    "gumbel": _gumbel,
+    "sum": Statistic(_sum, kernel="sum"),
+    "squares": Statistic(_squares, kernel="squares"),
+    "count": Statistic(_count, kernel="count"),
+    "gumbel": Statistic(_gumbel, kernel="gumbel"),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import torch_backend
+from kvpatch.backends import torch_backend, value_norms
 from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.policies.context import Block, Limits, Moment
 from kvpatch.policies.scopes import DeviationScope
@@ -20,6 +20,35 @@ SCORED = tuple(name for name in EVICTING if name not in WINDOWED)
 def nan(negative=False):
     """NaN with either sign: x86 makes negative ones (0 / 0), literals are positive."""
     return torch.tensor([-0x400000 if negative else 0x7FC00001], dtype=torch.int32).view(torch.float32)
+
+
+# ---- norms of projected values ----
+
+
+@pytest.mark.parametrize("norm", [1, 2])
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("block", [1, 3 * 24 * 7, 1 << 9, 1 << 18])
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (3, 1), (2, 40), (1, 0)])
+def test_norms_are_those_of_each_head_alone(norm, wanted, block, B, T, monkeypatch):
+    """However many heads and tokens a block takes; a weight may lie as a linear layer's does."""
+    H, G, D, E = 4, 3, 8, 24
+    monkeypatch.setattr(value_norms, "CPU_BLOCK", block)
+    v, rows = torch.randn(B, H, T, D), torch.randn(E, H * G * D).T.unflatten(0, (H, G, D))
+    mask = torch.rand(B, H, T) < 0.5
+    want = torch.linalg.vector_norm(torch.einsum("bhtd,hgde->bhtge", v.double(), rows.double()), norm, dim=-1).mean(-1)
+    got = value_norms.projected_norms(v, rows, norm, mask if wanted else None)
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    if wanted:
+        want, got = want * mask, got * mask
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_new_token_s_norms_take_one_product_for_all_heads_and_rows(monkeypatch):
+    """On a device each product is a launch, of each layer and step."""
+    products, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *parts: products.append(parts) or bmm(*parts))
+    value_norms.projected_norms(torch.randn(16, 8, 1, 4), torch.randn(8, 2, 4, 32), 1)
+    assert len(products) == 1
 
 
 # ---- NaN and the choice ----

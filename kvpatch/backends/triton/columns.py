@@ -55,7 +55,7 @@ def row_normalisers(
     tau: float = 1.0,
 ) -> Tensor:
     """Log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing."""
-    _check(q_BHGQD, k_BHTD)
+    _check(q_BHGQD, k_BHTD, noise_BHTG=noise_BHTG)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
     lse_BHGQ = torch.empty(B, H, G, Q, dtype=torch.float32, device=q_BHGQD.device)
     if not lse_BHGQ.numel():
@@ -120,7 +120,7 @@ def column_statistics(
     "count": how many (row, head) give the key more than an even share of the keys_BHQ keys that the row attends to.
     """
     names = tuple(names)
-    _check(q_BHGQD, k_BHTD, names, keys_BHQ)
+    _check(q_BHGQD, k_BHTD, names, keys_BHQ, noise_BHTG)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
     outs = {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
     if not names or not Q or not T:
@@ -167,7 +167,13 @@ def column_statistics(
 # ---- what the kernels are given ----
 
 
-def _check(q_BHGQD: Tensor, k_BHTD: Tensor, names: tuple[str, ...] = (), keys_BHQ: Tensor | None = None) -> None:
+def _check(
+    q_BHGQD: Tensor,
+    k_BHTD: Tensor,
+    names: tuple[str, ...] = (),
+    keys_BHQ: Tensor | None = None,
+    noise_BHTG: Tensor | None = None,
+) -> None:
     why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
     if why is not None:
         raise ValueError(f"{why}; use the torch backend")
@@ -178,6 +184,8 @@ def _check(q_BHGQD: Tensor, k_BHTD: Tensor, names: tuple[str, ...] = (), keys_BH
         raise ValueError(f"no such statistic: {', '.join(sorted(unknown))}; choose among {', '.join(NAMES)}")
     if "count" in names and keys_BHQ is None:
         raise ValueError('"count" compares with an even share: pass keys_BHQ, how many keys each row attends to')
+    if noise_BHTG is not None and noise_BHTG.shape != (wanted := (*k_BHTD.shape[:3], q_BHGQD.shape[2])):
+        raise ValueError(f"noise has shape {tuple(noise_BHTG.shape)}, but [B,H,T,G] is {wanted}: one for each query head")
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

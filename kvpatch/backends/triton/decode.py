@@ -118,6 +118,8 @@ def step(
     span, parts = _stretches(C, B * H, block, splits)
     sums = {name: state[name] if name in rule.statistics else None for name in STATISTICS}
     noise = state.get("noise") if "gumbel" in rule.statistics else None
+    if noise is not None and noise.shape != (B, H, C, G):
+        raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     value = rule.value if rule.evicts else None
     ranked = "sum" if value == "mean" else value  # a statistic that the step does not add to is read as it is
     other = None if ranked is None or ranked in ("recency", *rule.statistics) else state[ranked]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .decode import Rule
 
 NAME = "triton"
-SUMMED = ("sum", "squares", "count")
+KNOWN = ("sum", "squares", "count", "gumbel")  # statistics
 
 
 def reason(task: Task, case: Case) -> str | None:
@@ -38,6 +38,9 @@ def reason(task: Task, case: Case) -> str | None:
         return f"its kernels were not tried on {case.device}"
     if case.fresh:
         return "it draws no noise for every query and key"
+    for name, kernel in case.statistics:
+        if kernel != name or kernel not in KNOWN:
+            return f"its kernels do not know the function that STATISTICS has for {name!r}"
     if task == "statistics":
         from . import columns
 
@@ -75,7 +78,7 @@ def statistics(
     }  # fmt: skip
     inputs = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BQ
     found = {}
-    if plain := tuple(name for name in names if name in SUMMED):
+    if plain := tuple(name for name in names if name != "gumbel"):
         lse = row_normalisers(*inputs, **shape) if lse_BHGQ is None else lse_BHGQ
         counted = attended(keys, rows_BQ, geometry) if "count" in plain else None
         found = column_statistics(*inputs, lse, plain, keys_BHQ=counted, **shape)
@@ -121,10 +124,20 @@ def rule(policy: Policy, slots: SlotLayer, wanted: bool, evicting: bool) -> Rule
     if score is None or not (wanted or evicting):
         return Rule(evicts=False)
     names = (*policy.statistics, *(("tail",) if score.tail else ())) if wanted else ()
-    plain = type(policy.scope) is Scope and policy.selection is None and "protect" not in slots.state
     decayed = score.statistics if score.decay != 1.0 else ()
-    value = score.stored if evicting and plain else None
+    value = score.stored if evicting and torch_evicts(policy, slots) is None else None
     return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
+
+
+def torch_evicts(policy: Policy, slots: SlotLayer) -> str | None:
+    """Why torch names the victim of a step that the kernels do otherwise; None where they name it."""
+    if type(policy).order is not Policy.order or policy.selection is not None:
+        return "the policy has an order of its own"
+    if type(policy.scope) is not Scope or "protect" in slots.state:
+        return "more is protected than sinks and recent tokens"
+    if policy.score is None or policy.score.stored is None:
+        return "no kernel knows the score's value()"
+    return None
 
 
 def step(

@@ -1,0 +1,331 @@
+"""Statistics, scores and parts of them that a user writes: computed as written on every backend, never by a kernel's own."""
+
+import dataclasses
+import functools
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.backends.flash import flash_backend as flash
+from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
+from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
+from kvpatch.policies.statistics import _sum as plain_sum
+from tests.backends.test_backends import DEVICE, alike
+from tests.backends.test_flash import install  # noqa: F401
+from tests.helpers.comparing import same_tokens
+from tests.helpers.tiny import force, make, prompt
+
+
+def cubes(block, score):
+    return block.p_NGRM.pow(3).sum((1, 2))
+
+
+def late(block, score):
+    """Not a sum of the probabilities at all: what the sum of no two heads or rows gives."""
+    return (block.p_NGRM.amax(1) * torch.arange(1, block.p_NGRM.shape[2] + 1, device=block.p_NGRM.device)[:, None]).sum(1)
+
+
+@dataclass(frozen=True)
+class Cubes(Score):
+    """A statistic and a score that nobody else has."""
+
+    rows: ClassVar = "all"
+    statistics: ClassVar = ("cubes",)
+    is_weight: ClassVar = True
+
+    def value(self, moment):
+        return moment.state["cubes"]
+
+
+@dataclass(frozen=True)
+class Both(Cubes):
+    """One statistic that kernels know, and one that they do not."""
+
+    statistics: ClassVar = ("sum", "cubes")
+
+    def value(self, moment):
+        return moment.state["sum"] - 2 * moment.state["cubes"]
+
+
+@dataclass(frozen=True)
+class Tail(Cubes):
+    """And the newest row."""
+
+    @property
+    def tail(self):
+        return 1
+
+    def value(self, moment):
+        return moment.state["cubes"] + moment.state["tail"]
+
+
+@dataclass(frozen=True)
+class Fading(scores.Accumulated):
+    """All that is inherited, damped."""
+
+    @property
+    def decay(self):
+        return 0.5
+
+
+@dataclass(frozen=True)
+class More(scores.Accumulated):
+    """Another statistic beside the one that the inherited value() reads."""
+
+    statistics: ClassVar = ("cubes", "sum")
+
+
+@dataclass(frozen=True)
+class Louder(scores.GumbelSoftmax):
+    """An entry() of its own: every third token weighs more, some nothing."""
+
+    def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
+        weight = (positions_BQ % 3)[:, None, :, None].float()
+        return {"noise": weight.expand(*k_BHQD.shape[:3], group).contiguous()}
+
+
+@dataclass(frozen=True)
+class Naming(Scope):
+    """A scope that names a statistic and protects by it."""
+
+    statistics: ClassVar = ("cubes",)
+
+    def mask(self, moment):
+        mask, cubed = super().mask(moment), moment.state["cubes"]
+        own = cubed >= cubed.amax(-1, keepdim=True)
+        return own if mask is None else mask | own
+
+
+@dataclass(frozen=True)
+class Backwards(Policy):
+    """An order of its own: by age."""
+
+    def order(self, moment, empty):
+        turned = (moment.newest_B11 + 1 - moment.positions_BHS).clamp(min=0)
+        ranked = torch.where(moment.positions_BHS > moment.newest_B11 - 2, turned + 1000, turned)
+        return ranked if empty is None else ranked.masked_fill(empty, -1)
+
+
+def reversed_value(kind):
+    """A subclass of a named score that changes nothing but value()."""
+
+    class Reversed(kind):
+        signed = True
+
+        def value(self, moment):
+            return -super().value(moment)
+
+    return Reversed
+
+
+def wrapped_value(kind):
+    """The same by a decorator that copies the attributes of what it wraps."""
+
+    class Wrapped(kind):
+        signed = True
+
+        @functools.wraps(kind.value)
+        def value(self, moment):
+            return -kind.value(self, moment)
+
+    return Wrapped
+
+
+NAMED = {
+    "sum": scores.Accumulated(), "count": scores.AccumulatedQuantized(), "mean": scores.Mean(),
+    "gumbel": scores.GumbelSoftmax(), "tail": scores.Last(heads="each"), "recency": scores.Recency(),
+}  # fmt: skip
+OWN = {
+    "a statistic": lambda: Policy("own", Cubes()),
+    "a statistic of a prompt alone": lambda: Policy("own", Cubes(), schedule="prompt"),
+    "a statistic beside a known one": lambda: Policy("own", Both(), Scope(recent=3)),
+    "a statistic and the last row": lambda: Policy("own", Tail()),
+    "a statistic that heads share budgets by": lambda: adaptive(Policy("own", Cubes())),
+    "a statistic in two stages": lambda: critical(Policy("own", Cubes())),
+    "a statistic under another scope": lambda: Policy("own", Cubes(), DeviationScope(recent=2)),
+    "another statistic than value() reads": lambda: Policy("own", More()),
+    "a decay": lambda: Policy("own", Fading()),
+    "an entry": lambda: Policy("own", Louder(tau=(1.0, 3.0))),
+    "an entry at one temperature": lambda: adaptive(Policy("own", Louder(tau=(1.0, 1.0)))),
+    "a scope": lambda: Policy("own", scores.Accumulated(), Naming(recent=2)),
+    "an order": lambda: Backwards("own", scores.Accumulated()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cubes(monkeypatch):
+    """A statistic is one more row, and a row is a function."""
+    monkeypatch.setitem(STATISTICS, "cubes", cubes)
+
+
+def reversing(name, make_value=reversed_value):
+    named = NAMED[name]
+    kind = make_value(type(named))
+    return Policy("own", kind(**dataclasses.asdict(named)), Scope(recent=3))
+
+
+# ---- Triton's kernels ----
+
+
+@pytest.mark.parametrize(("model", "padded"), [("llama_gqa", False), ("mpt", True)])
+@pytest.mark.parametrize("own", OWN)
+def test_what_a_user_adds_is_computed_as_written(own, model, padded):
+    policy = OWN[own]()
+    report = alike(model, policy, padded, steps=4)
+    if "cubes" in policy.statistics:
+        for task, (name, why) in report.backends.items():
+            assert name == "torch"
+            known = task == "prompt" or (task == "decode" and policy.schedule == "prompt")  # appended
+            assert known or "triton: its kernels do not know the function that STATISTICS has for 'cubes'" in why
+    else:
+        assert {report.backends[task][0] for task in report.backends if task != "prompt"} == {"triton"}
+
+
+@pytest.mark.parametrize("make_value", [reversed_value, wrapped_value])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_value_of_ones_own_is_asked(name, make_value):
+    policy = reversing(name, make_value)
+    report = alike("llama_gqa", policy, steps=4)
+    assert NAMED[name].stored == name and policy.score.stored is None
+    kernel, why = report.backends["decode"]
+    assert kernel == "triton" and why == "torch names who goes: no kernel knows the score's value()"
+    if make_value is reversed_value:
+        alike("llama_gqa", adaptive(policy), padded=True, steps=4)
+
+
+@pytest.mark.parametrize("name", ["sum", "squares", "count", "gumbel"])
+def test_a_replaced_statistic_is_the_one_that_is_computed(name, monkeypatch):
+    monkeypatch.setitem(STATISTICS, name, late)
+    named = Policy("own", NAMED[name]) if name in NAMED else Policy("own", scores.Mean(), DeviationScope(recent=2))
+    report = alike("llama_gqa", named, steps=5)
+    assert {name for name, _ in report.backends.values()} == {"torch"}
+    assert repr(name) in report.backends["decode"][1] and repr(name) in report.backends["statistics"][1]
+
+
+def test_a_replaced_value_is_the_one_that_is_computed(monkeypatch):
+    value = scores.Accumulated.value
+    monkeypatch.setattr(scores.Accumulated, "value", lambda self, moment: 1.0 / (1e-3 + value(self, moment)))
+    alike("llama_gqa", "h2o", steps=6)
+
+
+def test_other_names_and_records(monkeypatch):
+    """A record belongs to its function; under another name, or with a name that no kernel has, torch computes it."""
+    monkeypatch.setitem(STATISTICS, "cubes", STATISTICS["sum"])
+    assert alike("llama_gqa", Policy("own", Cubes()), steps=4).backends["decode"][0] == "torch"
+    monkeypatch.setitem(STATISTICS, "cubes", Statistic(cubes, kernel="cubes"))
+    assert alike("llama_gqa", Policy("own", Cubes()), steps=4).backends["decode"][0] == "torch"
+    wrapped = functools.wraps(STATISTICS["sum"])(cubes)
+    monkeypatch.setitem(STATISTICS, "sum", wrapped)
+    assert kernel_of("sum") is None
+    assert alike("llama_gqa", "h2o", steps=4).backends["decode"][0] == "torch"
+    monkeypatch.setitem(STATISTICS, "sum", Statistic(lambda block, score: plain_sum(block, score), kernel="sum"))
+    assert alike("llama_gqa", "h2o", steps=4).backends["decode"][0] == "triton"
+
+
+def test_every_record_names_a_sum_that_kernels_know():
+    from kvpatch.backends import triton_backend, triton_decode
+
+    assert {kernel_of(name) for name in STATISTICS if name != "cubes"} == set(triton_backend.KNOWN)
+    assert set(triton_backend.KNOWN) | {"tail"} == set(triton_decode.STATISTICS)
+
+
+def test_what_is_asked_for_and_left_is_said(caplog):
+    kvpatch.backends.choice._said.clear()
+    with caplog.at_level(logging.WARNING, "kvpatch"):
+        alike("llama_gqa", Policy("own", Cubes()), steps=2)
+    assert "backend='triton' leaves statistics to another: its kernels do not know the function" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "own", ["a statistic", "another statistic than value() reads", "a scope", "sum", "gumbel", "an entry", "an order"]
+)
+def test_compiled_steps_compute_it_too(own):
+    policy = OWN[own]() if own in OWN else reversing(own)
+    model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 5, seed=3).to(DEVICE)
+    torch._dynamo.reset()
+
+    def steps(name, compiled):
+        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, backend=name) as patch:
+            cache, outs = patch.new_cache(room=5), []
+            model(ids, past_key_values=cache)
+            step = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model
+            for t in range(5):
+                outs.append(step(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+            return torch.stack(outs), [cache.positions(0).sort(-1).values]
+
+    want, got = steps("torch", False), steps("triton", True)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
+    assert same_tokens(got[1], want[1])
+
+
+@pytest.mark.parametrize("shape", ["too few", "none"])
+def test_noise_of_another_shape_is_no_number_beyond_the_memory(shape):
+    class Flat(scores.GumbelSoftmax):
+        def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
+            noise = torch.ones(*k_BHQD.shape[:3], 1)
+            return {"noise": noise if shape == "too few" else noise[..., 0]}
+
+    model, ids, fed = make("llama_gqa").to(DEVICE), prompt(1, 20).to(DEVICE), prompt(1, 2, seed=1).to(DEVICE)
+    for schedule in ("both", "decode"):
+        policy = Policy("own", Flat(), schedule=schedule)
+        with kvpatch.patched(model, policy, 5, backend="triton"), pytest.raises((ValueError, RuntimeError), match=r"noise|G"):
+            force(model, ids, fed)
+
+
+# ---- flash kernels, and torch by itself ----
+
+
+@pytest.mark.parametrize("own", ["a statistic", "a statistic beside a known one", "an entry", "sum", "mean", "tail"])
+def test_beside_a_flash_kernel(install, monkeypatch, own):  # noqa: F811
+    """By an emulation: what attention leaves behind is the log-sum-exp, and torch sums what the user wrote."""
+    install("cute")
+    answer = flash.reason
+    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    model, ids, fed = make("llama_gqa", dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
+    policy = OWN[own]() if own in OWN else reversing(own)
+
+    def run(backend):
+        with kvpatch.patched(model, policy, 0.5, backend=backend) as patch:
+            logits, cache = force(model, ids, fed)
+            return logits.float(), [cache.positions(0).sort(-1).values], patch.report()
+
+    want, got = run("torch"), run("auto")
+    assert got[2].backends["prompt"][0] == "flash" and flash._refused == {}
+    torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
+    assert same_tokens(got[1], want[1])
+
+
+@pytest.mark.parametrize("own", [*OWN, *NAMED])
+def test_stacked_steps_and_steps_layer_by_layer(own, monkeypatch):
+    model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 6, seed=2)
+    policy = OWN[own]() if own in OWN else reversing(own)
+
+    def run():
+        with kvpatch.patched(model, policy, 0.4, backend="torch"):
+            logits, cache = force(model, ids, fed)
+            return logits, [cache.positions(layer).sort(-1).values for layer in range(2)]
+
+    want = run()
+    monkeypatch.setattr(kvpatch.attention, "_deck", lambda *_: None)
+    got = run()
+    torch.testing.assert_close(got[0], want[0], atol=1e-6, rtol=0)
+    assert same_tokens(got[1], want[1])
+
+
+# ---- what cannot be computed ----
+
+
+def test_a_name_without_a_function_says_what_to_type(monkeypatch):
+    class Misspelt(Cubes):
+        statistics = ("cubs",)
+
+    said = r"Policy 'own' sums the statistic 'cubs', .*STATISTICS\. Did you mean 'cubes'\? .*STATISTICS\['cubs'\] = my_function"
+    with pytest.raises(kvpatch.KVPatchError, match=said):
+        Policy("own", Misspelt())
+    monkeypatch.setitem(STATISTICS, "cubes", "sum")
+    with pytest.raises(kvpatch.KVPatchError, match=r"STATISTICS\['cubes'\] = my_function, of \(block, score\)"):
+        Policy("own", Cubes())
