@@ -133,7 +133,7 @@ def attention_forward(
         cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
         cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
         if cache is None:
-            _refuse_lost_mask(call)
+            _refuse_lost_mask(call, Q=call[names[0]].shape[1])
             return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
         if self.training and (rate := adapter.dropout(self)):
             raise KVPatchError(
@@ -151,6 +151,13 @@ def attention_forward(
         return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.renumbered)
 
     return forward
+
+
+class PassMask(Tensor):
+    """The mask of one entry that stands in for the padding mask in a pass through a cache, known by its type: what is computed
+    from it is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class Courier(Tensor):
@@ -176,13 +183,15 @@ class Courier(Tensor):
         return out
 
 
-def _refuse_lost_mask(call: dict[str, Any]) -> None:
-    """The one-entry mask without its cache would let every token see all others."""
+def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
+    """The one-entry mask without its cache would let each of Q tokens see all others. A mask of one entry for one token may be
+    the model's own."""
     for value in call.values():
-        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1):
+        one = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)
+        if isinstance(value, PassMask) or (one and Q > 1):
             raise KVPatchError(
-                "The cache of this pass did not reach an attention layer: the model replaces its attention mask on the way. "
-                "Pass use_cache=True in eval mode, or leave block= out."
+                "The cache of this pass did not reach an attention layer: gradient checkpointing took it away, or the model "
+                "replaces its attention mask on the way. Call model.eval() and pass use_cache=True, or leave block= out."
             )
 
 
@@ -274,7 +283,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(cache, mask))
     else:
         settings.note(cache)
-        call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
+        call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
     return (), call
 
 
@@ -295,6 +304,8 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
         return False  # the untraced hook has the words for it
+    if decoder.training:
+        return False  # gradient checkpointing may take the cache away, which only the untraced hook's mask tells
     if any(getattr(decoder, name) is not ours for name, (_, ours) in settings.aside.items()):
         return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
