@@ -120,12 +120,12 @@ class Target:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
             special = any(own(module) is not None for own in (adapter.softcap, adapter.sinks, adapter.coarse))
-            device = device_of(module).type
+            device = device_of(module, self.decoder).type
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 
     def devices(self) -> list[torch.device]:
         """Where each layer's cache lies."""
-        return [device_of(module) for module, _ in self.attentions]
+        return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def bytes_per_token(self) -> int:
         module, adapter = self.attentions[0]
