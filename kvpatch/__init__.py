@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 from .arch import Adapter, InterfaceAdapter, architectures, register_arch
 from .cache import EvictingCache
+from .check import check_model
 from .errors import KVPatchError
 from .patching import Patch, patch, patched
 from .policies import Policy, get_policy, policies, register_policy
@@ -23,6 +24,7 @@ __all__ = [
     "Policy",
     "Report",
     "architectures",
+    "check_model",
     "get_policy",
     "patch",
     "patched",

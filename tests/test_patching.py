@@ -111,9 +111,9 @@ def test_gradient_checkpointing_and_cacheless_forwards_are_untouched():
 def test_a_cache_that_gradient_checkpointing_takes_away_is_missed(name, B, Q, reentrant):
     model = make(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    with kvpatch.patched(model, "h2o", 0.5) as handle:
-        with pytest.raises(kvpatch.KVPatchError, match=r"did not reach an attention layer.*model\.eval\(\)"):
-            model(prompt(B, Q), past_key_values=handle.new_cache())
+    words = r"did not reach an attention layer.*model\.eval\(\)"
+    with kvpatch.patched(model, "h2o", 0.5) as handle, pytest.raises(kvpatch.KVPatchError, match=words):
+        model(prompt(B, Q), past_key_values=handle.new_cache())
 
 
 def test_a_mask_that_the_model_replaces_is_missed():
@@ -124,9 +124,9 @@ def test_a_mask_that_the_model_replaces_is_missed():
         return args, {**kwargs, "attention_mask": torch.tensor(kwargs["attention_mask"].tolist())}
 
     hook = model.model.layers[1].self_attn.register_forward_pre_hook(copied, with_kwargs=True)
-    with kvpatch.patched(model, "h2o", 0.5, block=4):
-        with pytest.raises(kvpatch.KVPatchError, match="did not reach an attention layer"):
-            model(prompt(1, 12), use_cache=False)
+    words = "did not reach an attention layer"
+    with kvpatch.patched(model, "h2o", 0.5, block=4), pytest.raises(kvpatch.KVPatchError, match=words):
+        model(prompt(1, 12), use_cache=False)
     hook.remove()
 
 
