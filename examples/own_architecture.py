@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvpatch
-from kvpatch.evaluation.check import Checks, Result
+from kvpatch.evaluation.check import CheckTable
 
 
 class ToyConfig(PretrainedConfig):
@@ -104,7 +104,7 @@ def toy(seed: int = 0) -> ToyModel:
     return ToyModel(ToyConfig()).eval()
 
 
-def main(policy: str = "keyformer", k: float = 0.25, new: int = 8) -> tuple[kvpatch.Report, list[Result]]:
+def main(policy: str = "keyformer", k: float = 0.25, new: int = 8) -> tuple[kvpatch.Report, CheckTable]:
     if "toy" not in kvpatch.list_architectures():
         kvpatch.register_arch(ToyAdapter())
     model, ids = toy(), torch.arange(64)[None] % 13 + 1
@@ -112,10 +112,9 @@ def main(policy: str = "keyformer", k: float = 0.25, new: int = 8) -> tuple[kvpa
         model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
         report = patch.report()
     print(report)
-    results = Checks(model, policy, k).run()
-    for result in results:
-        print("ok  " if result.passed else "FAIL", result.name, "-", result.detail)
-    return report, results
+    checks = kvpatch.check_model(model, policy, k)
+    print(checks)
+    return report, checks
 
 
 if __name__ == "__main__":

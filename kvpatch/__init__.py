@@ -21,6 +21,7 @@ _HOME = {
     "arch": ("Adapter", "InterfaceAdapter", "list_architectures", "register_arch"),
     "cache.cache": ("EvictingCache",),
     "errors": ("KVPatchError",),
+    "evaluation.check": ("check_model",),
     "patching": ("Patch", "patch", "patched"),
     "policies": (
         "Policy", "Scope", "Score", "adaptive", "critical", "get_policy", "list_policies", "pyramid", "register_policy",
@@ -40,6 +41,7 @@ __all__ = [
     "Scope",
     "Score",
     "adaptive",
+    "check_model",
     "critical",
     "get_policy",
     "list_architectures",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .arch import Adapter, InterfaceAdapter, list_architectures, register_arch
     from .cache.cache import EvictingCache
     from .errors import KVPatchError
+    from .evaluation.check import check_model
     from .patching import Patch, patch, patched
     from .policies import (
         Policy,

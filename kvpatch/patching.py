@@ -7,6 +7,7 @@ and everything else lives in that cache. A forward without one runs the model's 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,12 +119,14 @@ def patch(
 ) -> Patch:
     """As `patched`, without a with-block: undo it with `Patch.remove()`."""
     check_versions(transformers.__version__, torch.__version__)
-    _check_options(positions, seed)
-    if not isinstance(strict, bool):
-        raise KVPatchError(f"strict={strict!r} must be True or False.")
+    if not isinstance(model, nn.Module):
+        raise KVPatchError(
+            f"patched() takes a model (torch.nn.Module), not {type(model).__name__}: call patched(model, policy, k)."
+        )
+    _check_options(positions, seed, strict)
     check_name(backend)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
-    no_argument(chosen, policy_options)
+    no_argument(chosen, policy_options, ARGUMENTS)
     chosen = chosen.with_options(schedule, **policy_options)
     _check_block(block, chosen)
     target = Target.find(model)
@@ -146,6 +149,13 @@ def patch(
     return Patch(
         target, CacheSettings(chosen, budget, seed, block, renumbered, backend, target.bounds(), target.parallel, names)
     )
+
+
+_PARAMETERS = inspect.signature(patch).parameters.values()
+ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
+"""Names of patched()'s own arguments: what a slip may have meant."""
+SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY)
+"""Those beside the model, the policy and its budget; the command line and the harness take each of them."""
 
 
 def _check_block(block: object, policy: Policy) -> None:
@@ -175,11 +185,13 @@ def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]
         )
 
 
-def _check_options(positions: object, seed: object) -> None:
+def _check_options(positions: object, seed: object, strict: object) -> None:
     if positions not in ("original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
+    if not isinstance(strict, bool):
+        raise KVPatchError(f"strict={strict!r} must be True or False.")
 
 
 class Patch:

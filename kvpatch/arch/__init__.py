@@ -6,7 +6,7 @@ from .falcon import FalconAdapter
 from .families import FAMILIES
 from .gpt2 import GPT2Adapter
 from .gptj import GPTJAdapter
-from .interface import InterfaceAdapter, routes_through_interface
+from .interface import InterfaceAdapter, attends_both_ways, encoder_refused, routes_through_interface
 from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter
@@ -15,4 +15,13 @@ _OWN = (LlamaAdapter, MistralAdapter, MptAdapter, GPTJAdapter, GPT2Adapter, Falc
 for _adapter in (*(kind() for kind in _OWN), *FAMILIES):
     register_arch(_adapter)
 
-__all__ = ["Adapter", "InterfaceAdapter", "adapter_of", "list_architectures", "register_arch", "routes_through_interface"]
+__all__ = [
+    "Adapter",
+    "InterfaceAdapter",
+    "adapter_of",
+    "attends_both_ways",
+    "encoder_refused",
+    "list_architectures",
+    "register_arch",
+    "routes_through_interface",
+]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
-from .adapter import Adapter, Core, Forward, source_module
+from .adapter import Adapter, Core, Forward, adapter_of, source_module
 
 NAME = "kvpatch"
 
@@ -101,6 +101,9 @@ class InterfaceAdapter(Adapter):
         for name in ("use_bidirectional_attention", "add_cross_attention"):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
+        for module in model.modules():
+            if adapter_of(module) is self and attends_both_ways(module):
+                raise encoder_refused(model, module)
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
             raise KVPatchError(
@@ -124,6 +127,19 @@ class InterfaceAdapter(Adapter):
                     f"{type(attn).__name__} asks for {name}={theirs!r}, but its adapter {self.name!r} says {mine!r}: set "
                     f"{what}= of its InterfaceAdapter."
                 )
+
+
+def attends_both_ways(module: nn.Module) -> bool:
+    """Whether an attention module says that it is an encoder's."""
+    return getattr(module, "is_causal", None) is False
+
+
+def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
+    """The error for an encoder: under a budget it would attend causally, and compute something else."""
+    return KVPatchError(
+        f"{type(model).__name__} attends in both directions (is_causal=False of {type(attn).__name__}): an encoder reads its "
+        "text at once and keeps no cache that could be put on a budget. Give a causal decoder."
+    )
 
 
 def routes_through_interface(module: nn.Module) -> bool:

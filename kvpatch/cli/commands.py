@@ -18,6 +18,7 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..errors import KVPatchError
+from ..evaluation.check import check_model
 from ..patching import patched
 from ..policies import get_policy
 from . import tables
@@ -107,6 +108,7 @@ def generate(
     positions: Annotated[str, typer.Option(help="original or renumbered.")] = "original",
     backend: Annotated[str, typer.Option(help="Who computes attention: auto, torch, flash or triton.")] = "auto",
     seed: Seed = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop with an error where a number is NaN or infinite.")] = False,
     option: Options = None,
 ) -> None:
     """Write on from a prompt under a budget, then say what was kept. Greedy."""
@@ -119,8 +121,8 @@ def generate(
             print(note, file=sys.stderr)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         padding = lm.generation_config.pad_token_id
-        how: dict[str, Any] = {"schedule": schedule, "block": block, "positions": positions, "backend": backend, "seed": seed}
-        how |= parse_options(option)
+        how: dict[str, Any] = {"schedule": schedule, "block": block, "positions": positions, "backend": backend}
+        how |= {"seed": seed, "strict": strict, **parse_options(option)}
         with patched(lm, policy, parse_k(k), **how) as patch:
             lm.generate(
                 ids,
@@ -144,16 +146,12 @@ def check(
     seed: Seed = 0,
 ) -> None:
     """Test on your own model, in seconds and on random ids, that the patch does what it promises."""
-    from ..evaluation.check import Checks
-
     with in_words():
         get_policy(policy)
-        checks = Checks(load_model(model, dtype, device), policy, parse_k(k), seed)
-        results = checks.run()
-    _show(("", "check", "measured"), [("pass" if r.passed else "FAIL", r.name, r.detail) for r in results])
-    kind = str(checks.model.dtype).removeprefix("torch.")
-    print(f"\nIn {kind}, logits may differ by {checks.tolerance:.0e} of the largest one.")
-    if not all(result.passed for result in results):
+        table = check_model(load_model(model, dtype, device), policy, parse_k(k), seed=seed)
+    _show(("", "check", "measured"), [("pass" if r.passed else "FAIL", r.name, r.detail) for r in table])
+    print(f"\n{table.note}")
+    if not table.passed:
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""`kvpatch check`: does the patch do on this very model what it promises? On random ids, in seconds.
+"""`kvpatch check` and `check_model`: does the patch do on this very model what it promises? On random ids, in seconds.
 
 Nothing here asks the library what it kept. Eviction is compared with the unpatched model's own attention under a 4-D
 mask that is written by hand, for a policy whose kept set can be told without looking: the first and the newest tokens.
@@ -7,7 +7,7 @@ mask that is written by hand, for a policy whose kept set can be told without lo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy, get_policy
-from .teacher_forcing import feed, positions_of, wide
+from .teacher_forcing import feed, positions_of, predictions, wide
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of two logits that passes, as a share of the largest logit (1 at least).
@@ -38,6 +38,60 @@ class Result:
     name: str
     passed: bool
     detail: str
+
+
+@dataclass(frozen=True)
+class CheckTable:
+    """Results of all checks of one model; as a string, a line for each and one about the tolerance.
+
+    tolerance: by how much logits of this dtype may differ, as a share of the largest.
+    """
+
+    results: tuple[Result, ...]
+    dtype: torch.dtype
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all did."""
+        return all(result.passed for result in self.results)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __str__(self) -> str:
+        width = max(len(result.name) for result in self.results)
+        lines = [f"{'pass' if one.passed else 'FAIL'}  {one.name:{width}}  {one.detail}" for one in self.results]
+        return "\n".join([*lines, "", self.note])
+
+    @property
+    def note(self) -> str:
+        """The tolerance in words."""
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"In {kind}, logits may differ by {self.tolerance:.0e} of the largest one."
+
+
+def check_model(model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, *, seed: int = 0) -> CheckTable:
+    """Test on a model, in seconds and on random ids, that a patch does what it promises.
+
+    Args:
+        model: as `patched` takes it; of one without a head, hidden states are compared.
+        policy, k, seed: as `patched` takes them.
+
+    Returns:
+        A table to print, to go through, or to ask for `.passed`. An error inside a check is that check's result.
+
+    Raises:
+        KVPatchError: as `patched`, before anything is measured.
+
+    Example:
+        >>> print(kvpatch.check_model(model, "snapkv", k=0.3))
+    """
+    checks = Checks(model, policy, k, seed)
+    return CheckTable(tuple(checks.run()), model.dtype, checks.tolerance)
 
 
 class Checks:
@@ -111,8 +165,8 @@ class Checks:
         places = {}
         if "position_ids" in inspect.signature(type(self.model).forward).parameters:
             places["position_ids"] = torch.arange(total, device=self.model.device)[None].expand(len(self.ids_BN), -1)
-        expected = self.model(self.ids_BN, attention_mask=masks, use_cache=False, **places).logits[:, self.n - 1 :]
-        return got, wide(expected)
+        expected = self.model(self.ids_BN, attention_mask=masks, use_cache=False, **places)
+        return got, wide(predictions(expected)[:, self.n - 1 :])
 
     def _mask(self, seen_QK: Tensor) -> Tensor:
         """[B,1,Q,K], to be added to logits."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from ..patching import Patch, patch
+from ..patching import SETTINGS, Patch, patch
 from ..policies import Policy, get_policy
 
 try:
@@ -41,8 +41,8 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: as HFLM's: a name, a folder, or a model.
-        policy, k, block, schedule, positions, seed: as `kvpatch.patched` takes them.
-        kv_backend: its `backend`, for HFLM has one of its own.
+        policy, k: as `kvpatch.patched` takes them.
+        block, schedule, positions, seed, strict: likewise, and kv_backend for its `backend`: HFLM has one of its own.
         **kwargs: the policy's own options, such as window=; all else is HFLM's.
 
     Raises:
@@ -54,28 +54,15 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         pretrained: Any,
         policy: str | Policy = "keyformer",
         k: Any = 0.5,
-        block: int | None = None,
-        schedule: str | None = None,
-        positions: str = "original",
-        kv_backend: str = "auto",
-        seed: int = 0,
         **kwargs: Any,
     ) -> None:
         chosen = policy if isinstance(policy, Policy) else get_policy(policy)
         options = {name: kwargs.pop(name) for name in chosen.options() if name in kwargs}
+        names = {setting: "kv_backend" if setting == "backend" else setting for setting in SETTINGS}
+        options |= {setting: kwargs.pop(name) for setting, name in names.items() if name in kwargs}
         super().__init__(pretrained, **kwargs)
         self._lengths: dict[tuple[int, ...], int] = {}
-        self.patch: Patch = patch(
-            self.model,
-            chosen,
-            k,
-            block=block,
-            schedule=schedule,
-            positions=positions,
-            backend=kv_backend,
-            seed=seed,
-            **options,
-        )
+        self.patch: Patch = patch(self.model, chosen, k, **options)
 
     @property
     def _evicts(self) -> bool:

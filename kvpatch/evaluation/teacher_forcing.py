@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fed:
-    """logits_BSV: after the prompt and each further token. seconds: of the further tokens. cache: as it was left."""
+    """logits_BSV: `predictions` after the prompt and each further token. seconds: of these. cache: as it was left."""
 
     logits_BSV: Tensor
     seconds: float
@@ -42,8 +42,13 @@ def feed(model: Any, ids_BN: Tensor, n: int, mask_BN: Tensor | None = None) -> F
             ids_BN[:, start:stop], attention_mask=mask_BN[:, :stop], past_key_values=past, use_cache=True, **extra
         )
         past = out.past_key_values
-        logits.append(wide(out.logits[:, -1:]))
+        logits.append(wide(predictions(out)[:, -1:]))
     return Fed(torch.cat(logits, 1), _now(ids_BN) - started if started else 0.0, past)
+
+
+def predictions(out: Any) -> Tensor:
+    """A model's logits [B,Q,V]; the hidden states [B,Q,E] behind the last layer where it has no head."""
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
 def wide(tensor: Tensor) -> Tensor:

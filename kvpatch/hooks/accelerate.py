@@ -55,13 +55,16 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ca
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes, which is not always where its weights are kept."""
+def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
+    """The device on which a module computes, which is not always where its weights are kept. One that holds no parameters
+    (linear modules that pack int8 weights) computes where its decoder does."""
     for one in module.modules():
         for hook in _hooks(one):
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return torch.device(device)
+    if decoder is not None and next(module.parameters(), None) is None:
+        return device_of(decoder)
     return next(module.parameters()).device
 
 

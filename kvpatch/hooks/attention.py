@@ -29,7 +29,7 @@ def attention_forward(
         cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
         cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
         if cache is None:
-            _refuse_lost_mask(call)
+            _refuse_lost_mask(call, Q=call[names[0]].shape[1])
             return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
         if self.training and (rate := adapter.dropout(self)):
             raise KVPatchError(
@@ -47,6 +47,13 @@ def attention_forward(
         return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.settings.renumbered)
 
     return forward
+
+
+class PassMask(Tensor):
+    """The mask of one entry that stands in for the padding mask in a pass through a cache, known by its type: what is computed
+    from it is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class Courier(Tensor):
@@ -72,13 +79,15 @@ class Courier(Tensor):
         return out
 
 
-def _refuse_lost_mask(call: dict[str, Any]) -> None:
-    """The one-entry mask without its cache would let every token see all others."""
+def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
+    """The one-entry mask without its cache would let each of Q tokens see all others. A mask of one entry for one token may be
+    the model's own."""
     for value in call.values():
-        if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1):
+        one = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)
+        if isinstance(value, PassMask) or (one and Q > 1):
             raise KVPatchError(
-                "The cache of this pass did not reach an attention layer: the model replaces its attention mask on the way. "
-                "Pass use_cache=True in eval mode, or leave block= out."
+                "The cache of this pass did not reach an attention layer: gradient checkpointing took it away, or the model "
+                "replaces its attention mask on the way. Call model.eval() and pass use_cache=True, or leave block= out."
             )
 
 

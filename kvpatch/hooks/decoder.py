@@ -13,7 +13,7 @@ from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from . import inputs, ownership
-from .attention import Courier
+from .attention import Courier, PassMask
 from .state import PatchState, pass_mask, put_aside
 
 
@@ -91,7 +91,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(cache, mask))
     else:
         state.note(cache, False)
-        call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
+        call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
     return (), call
 
 
@@ -112,6 +112,8 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
         return False  # the untraced hook has the words for it
+    if decoder.training:
+        return False  # gradient checkpointing may take the cache away, which only the untraced hook's mask tells
     if any(getattr(decoder, name) is not ours for name, (_, ours) in state.aside.items()):
         return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,24 @@ from ..cache.checks import at_hand, real
 from ..errors import KVPatchError, suggest
 from ..policies import Policy
 
-ARGUMENTS = ("model", "policy", "k", "block", "schedule", "positions", "backend", "seed")
+BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size")  # what others call k
 MISPLACED = (
     "position_ids do not go on from what each row of this concatenated cache has seen: leave them out, or pass "
     "cache.next_positions()."
 )
 
 
-def no_argument(policy: Policy, options: dict[str, Any]) -> None:
-    """Raise KVPatchError for a slip in the name of one of patched()'s own arguments."""
+def no_argument(policy: Policy, options: dict[str, Any], arguments: Sequence[str]) -> None:
+    """Raise KVPatchError for a slip in the name of one of patched()'s own `arguments`."""
     known = policy.options()
-    for name in options:
-        meant = suggest(name, ARGUMENTS) or suggest(name.lower(), ARGUMENTS)
-        if name not in known and meant and not suggest(name, known):
+    for name in [name for name in options if name not in known]:
+        if name in BUDGETS:
+            raise KVPatchError(
+                f"patched() has no option {name!r}: the budget is k, the share or the number of tokens that are kept, such as "
+                "k=0.5 or k=1024."
+            )
+        meant = suggest(name, (*known, *arguments)) or suggest(name.lower(), (*known, *arguments))
+        if any(repr(argument) in meant for argument in arguments):
             raise KVPatchError(f"patched() has no option {name!r}.{meant}")
 
 

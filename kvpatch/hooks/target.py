@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..arch import Adapter, adapter_of, list_architectures, routes_through_interface
+from ..arch import Adapter, adapter_of, attends_both_ways, encoder_refused, list_architectures, routes_through_interface
 from ..arch.adapter import dtype_bytes, dtype_of
 from ..backends.protocol import Case
 from ..errors import KVPatchError
@@ -43,13 +43,11 @@ class Target:
 
     @classmethod
     def find(cls, model: nn.Module) -> Target:
-        if not isinstance(model, nn.Module):
-            raise KVPatchError(f"patched() takes a model (torch.nn.Module), not {type(model).__name__}.")
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
         found = [(module, adapter) for module in model.modules() if (adapter := adapter_of(module)) is not None]
         if not found:
-            raise KVPatchError(_unknown(model))
+            raise _unknown(model)
         for module in model.modules():
             if "_kvpatch" in vars(module):
                 raise already_patched(module)
@@ -120,7 +118,7 @@ class Target:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
             special = any(own(module) is not None for own in (adapter.softcap, adapter.sinks, adapter.coarse))
-            device = device_of(module).type
+            device = device_of(module, self.decoder).type
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 
     def names(self) -> tuple[str, ...]:
@@ -130,7 +128,7 @@ class Target:
 
     def devices(self) -> list[torch.device]:
         """Where each layer's cache lies."""
-        return [device_of(module) for module, _ in self.attentions]
+        return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def bytes_per_token(self) -> int:
         module, adapter = self.attentions[0]
@@ -138,22 +136,37 @@ class Target:
         return 2 * heads * head_dim * dtype_bytes(self.decoder)
 
 
-def _unknown(model: nn.Module) -> str:
-    """No adapter serves `model`: what to type instead."""
-    known = f"No adapter for {type(model).__name__}. Known architectures: {', '.join(list_architectures())}. To add one, "
-    for module in model.modules():
-        if routes_through_interface(module):
+def _unknown(model: nn.Module) -> KVPatchError:
+    """The error for a model that no adapter serves: what to type instead, or why nothing can be."""
+    name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
+    attentions = _innermost_attentions(model)
+    for module in attentions:
+        if routes_through_interface(module) and not attends_both_ways(module):
             cls = type(module)
-            name = cls.__module__.split(".")[-2]
-            return known + (
-                "register a row, for its attention goes through transformers' attention interface: "
-                f"kvpatch.register_arch(kvpatch.InterfaceAdapter({name!r}, '{cls.__module__}.{cls.__qualname__}')); then let "
-                "kvpatch.evaluation.check.Checks(model).run() compare it with the unpatched model."
+            family = cls.__module__.split(".")[-2]
+            return KVPatchError(
+                f"No adapter for {name}. {known} To add one, register a row, for its attention goes through transformers' "
+                f"attention interface: kvpatch.register_arch(kvpatch.InterfaceAdapter({family!r}, "
+                f"'{cls.__module__}.{cls.__qualname__}')); then let kvpatch.check_model(model) compare it with the unpatched "
+                "model."
             )
-    return known + (
-        "subclass kvpatch.Adapter (project, output, kv_shape; see kvpatch/arch/llama.py) and call "
-        "kvpatch.register_arch(MyAdapter())."
+    if attentions and all(map(attends_both_ways, attentions)):
+        return encoder_refused(model, attentions[0])
+    if not attentions and type(model).__module__.startswith("transformers."):
+        return KVPatchError(
+            f"{name} has no attention modules, and so no keys and values to put on a budget. Give a model that attends. {known}"
+        )
+    return KVPatchError(
+        f"No adapter for {name}. {known} To add one, subclass kvpatch.Adapter (project, output, kv_shape; see "
+        "kvpatch/arch/llama.py) and call kvpatch.register_arch(MyAdapter())."
     )
+
+
+def _innermost_attentions(model: nn.Module) -> list[nn.Module]:
+    """Modules whose class is named so, without those that hold another one."""
+    named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
+    holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
+    return [module for module in model.modules() if module in named - holders]
 
 
 def _check_decoder(decoder: nn.Module) -> None:

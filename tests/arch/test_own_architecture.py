@@ -5,12 +5,21 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from transformers import CodeGenConfig, CodeGenForCausalLM, FlexOlmoConfig, FlexOlmoForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
+)
 
 import kvpatch
 from examples import own_architecture
 from examples.own_architecture import ToyAdapter, ToyAttention, toy
 from kvpatch.arch import adapter as registry
+from kvpatch.evaluation.check import Checks
 from tests.helpers.comparing import agrees, sorted_positions
 from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt
 from tests.oracle import reference_families
@@ -192,6 +201,19 @@ def test_the_error_for_a_family_without_a_row_holds_the_row():
     with kvpatch.patched(model, "h2o", 1.0):
         torch.testing.assert_close(model(ids).logits, want)
     assert any(agrees("", "h2o", 0.4, n=20, steps=4, weights=weights, model=model) for weights in range(6))
+
+
+def test_a_row_for_an_encoder_is_refused_and_for_its_decoder_served():
+    """BERT's attention class serves both; as an encoder it would become causal without a word."""
+    row = ("bert", "transformers.models.bert.modeling_bert.BertSelfAttention")
+    kvpatch.register_arch(
+        kvpatch.InterfaceAdapter(*row, projection=None, learned=True, dropout="config.attention_probs_dropout_prob")
+    )
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(kvpatch.KVPatchError, match=r"BertModel attends in both directions \(is_causal=False of BertSelfAtt"):
+        kvpatch.patch(BertModel(BertConfig(**small)), "h2o", 1.0)
+    model = BertLMHeadModel(BertConfig(**small, is_decoder=True)).eval()
+    assert [result for result in Checks(model, "h2o").run() if not result.passed] == []
 
 
 def test_the_error_for_any_other_model_holds_the_recipe_of_an_adapter():

@@ -10,13 +10,14 @@ from typer.testing import CliRunner
 
 import kvpatch
 from kvpatch.arch.llama import LlamaAdapter
-from kvpatch.cli import demo, demo_view
+from kvpatch.cli import commands, demo, demo_view
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import load_tokenizer, parse_k
 from kvpatch.cli.main import main
 from kvpatch.cli.needles import text_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
+from kvpatch.patching import SETTINGS
 from kvpatch.policies.budgets import Budget
 from tests.helpers import tiny
 
@@ -170,6 +171,52 @@ def test_checks_pass(name):
     results = Checks(tiny.make(name), "keyformer", 0.5).run()
     assert [result for result in results if not result.passed] == []
     assert len(results) == 5
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gpt2"])
+def test_checks_of_a_model_without_a_head_compare_hidden_states(name, monkeypatch):
+    model = tiny.make(name).base_model
+    results = Checks(model, "keyformer", 0.5).run()
+    assert [result for result in results if not result.passed] == []
+    assert len(results) == 5
+    real = Budget.tokens
+    monkeypatch.setattr(Budget, "tokens", lambda self, layer, n: max(real(self, layer, n) - 1, 1))
+    failed = [result.name for result in Checks(model).run() if not result.passed]
+    assert failed == ["eviction is the same as masking"]
+
+
+def test_the_table_of_checks():
+    """What the README and an error advise; it says in words whether all passed."""
+    table = kvpatch.check_model(tiny.make("llama_gqa"), "roco", 9, seed=3)
+    assert table.passed and [result.name for result in table] == [result.name for result in table.results]
+    lines = str(table).splitlines()
+    assert len(table) == 5 and [line[:4] for line in lines[:5]] == ["pass"] * 5
+    assert all(result.name in line and result.detail in line for result, line in zip(table, lines, strict=False))
+    assert "may differ by 1e-04" in lines[-1]
+
+
+def test_a_table_with_a_failure(monkeypatch):
+    real = LlamaAdapter.output
+    monkeypatch.setattr(LlamaAdapter, "output", lambda *given: real(*given) * 1.01)
+    table = kvpatch.check_model(tiny.make("llama"))
+    assert not table.passed and str(table).startswith("FAIL")
+
+
+def test_generate_takes_every_setting(folder, prompt, monkeypatch):
+    """Each of patched()'s own arguments has an option, whose value arrives."""
+    given, real = {}, kvpatch.patched
+
+    def patched(model, policy, k, **how):
+        given.update(how)
+        return real(model, policy, k, **how)
+
+    monkeypatch.setattr(commands, "patched", patched)
+    flags = ["--schedule", "prompt", "--block", "7", "--positions", "renumbered"]
+    flags += ["--backend", "torch", "--seed", "3", "--strict"]
+    result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", "2", *flags)
+    assert result.exit_code == 0, result.output
+    wanted = {"schedule": "prompt", "block": 7, "positions": "renumbered", "backend": "torch", "seed": 3, "strict": True}
+    assert given == wanted and wanted.keys() == set(SETTINGS)
 
 
 def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 import socket
 import sys
 
@@ -17,6 +18,7 @@ from examples import keyformer_table2, lm_eval_harness, perplexity_strides
 from examples.lm_eval_harness import LOCAL, evaluate, load
 from kvpatch.evaluation import lm_eval as harness
 from kvpatch.evaluation.lm_eval import KVPatchLM
+from kvpatch.patching import SETTINGS
 from tests.helpers import tiny
 from tests.helpers.comparing import draw
 from tests.oracle import reference
@@ -117,6 +119,19 @@ def test_with_block_each_log_likelihood_is_what_feeding_by_hand_gives(recall, po
         close(one, by_hand(recall["pretrained"], ids, len(ids) - n, policy, int(0.25 * (len(ids) - 1)), 6))
         differs += abs(one - plain) > 0.1
     assert differs > 4
+
+
+def test_every_setting_is_a_model_argument(recall):
+    given = {"schedule": "prompt", "block": 8, "positions": "renumbered", "kv_backend": "torch", "seed": 3, "strict": True}
+    assert {name.removeprefix("kv_") for name in given} == set(SETTINGS)
+    lm = KVPatchLM(**recall, batch_size=2, policy="streaming_llm", k=0.25, sinks=3, **given)
+    patch = lm.patch
+    got = (patch.policy.schedule, patch.block, patch.renumbered, patch.backend, patch.seed, patch.strict)
+    patch.remove()
+    assert got == ("prompt", 8, True, "torch", 3, True)
+    assert patch.policy.options()["sinks"] == 3
+    for name in SETTINGS:
+        assert re.search(rf"\b(kv_)?{name}\b", KVPatchLM.__doc__), f"{name} is not documented"
 
 
 def test_a_row_is_scored_alike_in_every_batch(recall):

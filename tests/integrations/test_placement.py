@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -362,3 +363,48 @@ def test_refused(case):
         pass
     assert str(caught.value) == words
     assert snapshot(model) == before
+
+
+@pytest.fixture
+def no_parameters():
+    """A model whose linear modules pack their weights where neither parameters nor buffers show them."""
+
+    def made(name):
+        model = make(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the module is deprecated
+            return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    return made
+
+
+def generated(model):
+    """Logits of generated tokens."""
+    options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    return torch.stack(model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, **options).logits)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_sliding", "mpt", "gptj", "falcon_gqa"])
+def test_linears_that_hold_no_parameters(no_parameters, name, tmp_path):
+    model = no_parameters(name)
+    want = generated(model)
+    with kvpatch.patched(model, "h2o", 1.0):
+        torch.testing.assert_close(generated(model), want, atol=2e-5, rtol=0)
+    for options in ({"policy": "h2o", "k": 12}, {"policy": "snapkv", "k": 12, "window": 5}, {**CRITICAL, "k": 12}):
+        with kvpatch.patched(model, **options) as patch:
+            found = generated(model)
+            assert torch.isfinite(found).all() and not torch.equal(found, want)
+            cache = patch.new_cache()
+            model(IDS, past_key_values=cache)
+            assert cache.held(0).float().mean() == 12  # adaptive: the mean over heads
+            patch.save_cache(cache, tmp_path / "cache")
+            assert torch.equal(patch.load_cache(tmp_path / "cache").positions(1), cache.positions(1))
+
+
+def test_output_rows_of_linears_that_hold_no_parameters(no_parameters):
+    attn = no_parameters("llama_gqa").model.layers[0].self_attn
+    site = Site(kvpatch.arch.adapter.adapter_of(attn), attn, 2)
+    rows, worked_out = site.output_rows(torch.zeros(1, 2, 3, attn.head_dim), 2)
+    assert worked_out
+    want = attn.o_proj.weight().dequantize().T.reshape(2, 2, attn.head_dim, -1)
+    torch.testing.assert_close(rows, want, atol=1e-2, rtol=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpatch
-from tests.helpers.tiny import FIVE, MODELS, force, left_pad, make, prompt
+from tests.helpers.tiny import FIVE, MODELS, MORE, force, left_pad, make, prompt
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 0.15}
 KINDS = {
@@ -49,6 +49,20 @@ def test_generate_is_unchanged(name, kind, padded):
     assert torch.equal(want.sequences, got.sequences)
     for a, b in zip(want.logits, got.logits, strict=True):
         torch.testing.assert_close(a, b, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("k", [1.0, 0.5, 4])
+@pytest.mark.parametrize("by", ["argument", "config"])
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
+def test_one_token_without_a_cache_is_unchanged(name, by, k):
+    """MPT and Falcon make a mask of one entry for it, as kvpatch does for every pass."""
+    model, ids = make(name), prompt(1, 1)
+    model.config.use_cache = by == "argument"
+    given = {"use_cache": False} if by == "argument" else {}
+    with torch.no_grad():
+        want = model(ids, **given).logits
+        with kvpatch.patched(model, "h2o", k):
+            assert torch.equal(model(ids, **given).logits, want)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -1,12 +1,31 @@
 """Bad input: the class and the words of each error, before the model is touched."""
 
+import inspect
+import re
+
 import pytest
 import torch
-from transformers import BertConfig, BertModel, DynamicCache, GPT2Config, GPT2LMHeadModel, T5Config, T5Model
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5Model,
+    ViTConfig,
+    ViTModel,
+)
 from transformers.cache_utils import StaticCache
 
 import kvpatch
 from kvpatch import KVPatchError
+from kvpatch.patching import SETTINGS
 from kvpatch.policies import POLICIES
 from tests.helpers.tiny import IDS, VOCAB, make, prompt, snapshot
 
@@ -88,6 +107,33 @@ def test_bad_arguments(arguments, words):
     assert snapshot(model) == before
 
 
+def test_patched_and_patch_take_the_same():
+    one, other = (inspect.signature(function).parameters for function in (kvpatch.patched, kvpatch.patch))
+    assert {name: (p.kind, p.default) for name, p in one.items()} == {name: (p.kind, p.default) for name, p in other.items()}
+    assert tuple(one) == ("model", "policy", "k", *SETTINGS, "policy_options")
+    for name in one:
+        assert re.search(rf"^ +\*{{0,2}}{name}: ", kvpatch.patched.__doc__, re.MULTILINE), f"{name} is not documented"
+
+
+@pytest.mark.parametrize("name", ["policy", *SETTINGS])
+def test_a_slip_in_an_argument_is_told(name):
+    for slip in (name[:-1], name.upper(), f"{name}s"):
+        with pytest.raises(KVPatchError, match=rf"patched\(\) has no option '{slip}'\. Did you mean '{name}'\?"):
+            kvpatch.patch(make("llama_gqa"), **{slip: None})
+
+
+@pytest.mark.parametrize("name", ["budget", "ratio", "compression_ratio", "cache_size"])
+def test_the_budget_by_another_name(name):
+    words = rf"patched\(\) has no option '{name}': the budget is k, .* such as k=0\.5 or k=1024"
+    with pytest.raises(KVPatchError, match=words):
+        kvpatch.patch(make("llama_gqa"), **{name: 0.5})
+
+
+def test_a_model_and_a_policy_in_the_wrong_order():
+    with pytest.raises(KVPatchError, match=r"takes a model \(torch\.nn\.Module\), not str: call patched\(model, policy, k\)"):
+        kvpatch.patch("h2o", make("llama_gqa"))
+
+
 def test_combinations_that_make_no_sense():
     policies = kvpatch.policies
     for base in ("window", "streaming_llm", "dilated_window", "key_norm"):
@@ -128,18 +174,35 @@ def test_a_renumbered_gptj_says_when_a_head_would_hold_too_much():
         assert torch.isfinite(model(ids).logits).all()
 
 
+SMALL = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+ENCODERS = {
+    "BertModel": lambda: BertModel(BertConfig(**SMALL)),
+    "BertLMHeadModel": lambda: BertLMHeadModel(BertConfig(**SMALL)),
+    "DistilBertModel": lambda: DistilBertModel(DistilBertConfig(vocab_size=9, dim=16, n_layers=1, n_heads=2, hidden_dim=16)),
+    "ViTModel": lambda: ViTModel(ViTConfig(image_size=16, **SMALL)),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_gets_no_recipe(name):
+    model = ENCODERS[name]()
+    before = snapshot(model)
+    words = rf"^{name} attends in both directions \(is_causal=False of \w+\): .*encoder"
+    with pytest.raises(KVPatchError, match=words) as told:
+        kvpatch.patch(model)
+    assert "register" not in str(told.value)
+    assert snapshot(model) == before
+
+
 def test_bad_models():
     with pytest.raises(KVPatchError, match="takes a model"), kvpatch.patched("gpt2"):
-        pass
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    with (
-        pytest.raises(KVPatchError, match=r"No adapter for BertModel\. Known architectures: llama, .*register_arch"),
-        kvpatch.patched(BertModel(BertConfig(vocab_size=9, **small))),
-    ):
         pass
     t5 = T5Model(T5Config(vocab_size=9, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
     with pytest.raises(KVPatchError, match="T5Model is an encoder-decoder"), kvpatch.patched(t5):
         pass
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(KVPatchError, match=r"MambaForCausalLM has no attention modules.*Known architectures: llama, "):
+        kvpatch.patch(mamba)
     crossed = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=16, n_head=2, n_layer=1, add_cross_attention=True))
     with pytest.raises(KVPatchError, match="cross-attention"), kvpatch.patched(crossed):
         pass

@@ -20,6 +20,7 @@ from tests.helpers.tiny import force, make, prompt, snapshot
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 MODELS = ("llama_gqa", "mpt", "gpt2")
+PATIENCE = 600  # seconds: against waiting for ever, and far beyond what a busy machine takes
 
 
 def block(model, body=lambda: None):
@@ -183,7 +184,7 @@ def test_two_threads_on_one_cache():
     def wait(*_):
         if threading.current_thread() is not threading.main_thread():
             inside.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
 
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
@@ -193,7 +194,7 @@ def test_two_threads_on_one_cache():
         got = []
         first = threading.Thread(target=lambda: got.append(model(more[:, :1], past_key_values=cache).logits))
         first.start()
-        assert inside.wait(20)
+        assert inside.wait(PATIENCE)
         for use in (lambda: model(more[:, :1], past_key_values=cache), lambda: cache.crop(-1), cache.clone,
                     lambda: cache.reorder_cache(torch.tensor([0])), lambda: generate(model, ids, past_key_values=cache),
                     lambda: handle.save_cache(cache, "/nowhere")):  # fmt: skip
@@ -206,19 +207,38 @@ def test_two_threads_on_one_cache():
 
 
 def test_of_two_threads_that_begin_at_once_one_is_refused():
+    """The one that comes first is held inside its pass until the other was refused, or is inside as well."""
     model, ids = make("llama_gqa"), prompt(1, 20)
+    both, inside, tried = threading.Barrier(2), [], threading.Event()
+
+    def hold(*_):
+        inside.append(threading.get_ident())
+        if len(set(inside)) == 2:
+            tried.set()
+        assert tried.wait(PATIENCE)
+
     with kvpatch.patched(model, "h2o", 0.5) as handle:
-        cache, both = handle.new_cache(), threading.Barrier(2)
+        cache = handle.new_cache()
         check = cache.check_whole
 
         def meet():
             check()  # both have looked, and neither has begun
-            both.wait(20)
+            both.wait(PATIENCE)
+
+        def run():
+            try:
+                return model(ids, past_key_values=cache).logits
+            finally:
+                tried.set()
 
         cache.check_whole = meet
-        results = in_threads(*[lambda: model(ids, past_key_values=cache).logits] * 2)
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(hold)
+        results = in_threads(run, run)
+        hook.remove()
         refused = [one for one in results if isinstance(one, KVPatchError)]
-        assert len(refused) == 1 and "another thread" in str(refused[0])
+        assert len(refused) == 1 and "another thread" in str(refused[0]), results
+        (logits,) = (one for one in results if not isinstance(one, Exception))
+        assert torch.equal(logits, model(ids, past_key_values=handle.new_cache()).logits)
 
 
 def test_a_clone_that_another_thread_tears_is_refused():
@@ -245,14 +265,14 @@ def test_a_block_is_left_while_another_thread_generates():
         steps.append(1)
         if len(steps) == 5:
             inside.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
 
     hook = model.model.layers[0].mlp.register_forward_pre_hook(wait)
     handle = kvpatch.patch(model, "h2o", 0.5)
     results = []
     thread = threading.Thread(target=lambda: results.extend(in_threads(lambda: generate(model, ids))))
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE)
     handle.remove()
     go_on.set()
     thread.join()
@@ -270,13 +290,13 @@ def test_a_block_is_entered_while_another_thread_generates():
         steps.append(1)
         if len(steps) == 5:
             inside.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
 
     hook = model.model.layers[0].mlp.register_forward_pre_hook(wait)
     results = []
     thread = threading.Thread(target=lambda: results.extend(in_threads(lambda: generate(model, ids))))
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE)
     with kvpatch.patched(model, "h2o", 0.5):
         go_on.set()
         thread.join()
@@ -291,7 +311,7 @@ def test_of_two_threads_that_patch_at_once_one_is_refused(monkeypatch):
 
     def meet(model):
         found = find(model)  # both have looked, and neither has changed anything
-        both.wait(20)
+        both.wait(PATIENCE)
         return found
 
     monkeypatch.setattr(kvpatch.patching.Target, "find", meet)

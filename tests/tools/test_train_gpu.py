@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 import sys
 import tarfile
@@ -377,40 +378,53 @@ def test_the_command_of_a_job_is_one_that_train_takes(tmp_path, monkeypatch):
 def test_jobs_run_side_by_side_and_the_late_are_killed(tmp_path):
     """Five jobs, two at a time: two hang until the limit, one ends, one fails, one comes too late."""
     jobs = [train_gpu.Job("llama-1k", seed) for seed in range(5)]
-    code = ["sleep 60", "echo fine", "echo why; exit 3", "sleep 60", "echo late"]
-    started = []
+    code = ["sleep 600", "echo fine", "echo why; exit 3", "sleep 600", "echo late"]
+    started, ticks = [], itertools.count()
 
     def command(job, seconds):
         started.append((job.seed, seconds))
         return ["sh", "-c", code[job.seed]]
 
-    fates = train_gpu.run(jobs, command, tmp_path, limit=2.0, parallel=2, reserve=1.0)
+    def clock():  # stands until the fourth has started, however long that takes
+        return next(ticks) / 4 if len(started) == 4 else 0.0
+
+    fates = train_gpu.run(jobs, command, tmp_path, limit=2.0, parallel=2, reserve=1.0, clock=clock)
     states = [fates[job.name]["state"] for job in jobs]
     assert states == ["killed", "done", "failed", "killed", "not started"]
     assert fates["llama-1k-2"]["log"] == ["why"]
-    assert [seed for seed, _ in started] == [0, 1, 2, 3]
-    assert all(0 < seconds <= 1.0 for _, seconds in started), "training ends a reserve before the limit"
+    assert started == [(seed, 1.0) for seed in range(4)], "training ends a reserve before the limit"
 
 
 def test_no_job_starts_when_only_the_reserve_is_left(tmp_path):
-    jobs = [train_gpu.Job("llama-1k", seed) for seed in range(2)]
-    fates = train_gpu.run(jobs, lambda *_: ["sleep", "0.5"], tmp_path, limit=20.0, parallel=1, reserve=19.7)
+    jobs, started = [train_gpu.Job("llama-1k", seed) for seed in range(2)], []
+
+    def command(job, seconds):
+        started.append(job)
+        return ["true"]
+
+    fates = train_gpu.run(jobs, command, tmp_path, 20.0, 1, reserve=19.7, clock=lambda: 0.5 if started else 0.0)
     assert [fates[job.name]["state"] for job in jobs] == ["done", "not started"]
 
 
 def test_a_killed_job_leaves_no_process_behind(tmp_path):
-    forks = "import os, time; pid = os.fork(); pid and print(pid, flush=True); time.sleep(60)"
-    train_gpu.run([train_gpu.Job("llama-1k", 0)], lambda *_: [sys.executable, "-c", forks], tmp_path, 1.0, 1, 0.1)
-    pid = int((tmp_path / "llama-1k-0.log").read_text())
-    assert not _runs(pid)
+    """Both processes hold a pipe open, whose end comes when they are dead."""
+    log, pipe = tmp_path / "llama-1k-0.log", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    code = f"""import os, time
+held = open({str(pipe)!r}, "w")
+os.fork() and print("forked", flush=True)
+time.sleep(600)
+held.write("lived")"""
 
+    def clock():
+        return 2.0 if log.exists() and "forked" in log.read_text() else 0.0
 
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    fates = train_gpu.run([train_gpu.Job("llama-1k", 0)], lambda *_: [sys.executable, "-c", code], tmp_path, 1.0, 1, 0.1, clock)
+    assert fates["llama-1k-0"]["state"] == "killed"
+    os.set_blocking(reader, True)
+    with open(reader) as held:
+        assert held.read() == ""
 
 
 def _folder(root, name, size):

@@ -95,16 +95,17 @@ def run(
     limit: float,
     parallel: int,
     reserve: float = RESERVE,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, dict[str, Any]]:
     """Run `command(job, seconds of training left)` for every job, `parallel` at a time; what became of each.
 
     None starts in the last `reserve` seconds, and what still runs when `limit` seconds have passed is killed.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running, fates, ends = list(jobs), {}, {}, time.monotonic() + limit
+    waiting, running, fates, ends = list(jobs), {}, {}, clock() + limit
     try:
         while waiting or running:
-            left = ends - time.monotonic()
+            left = ends - clock()
             if left <= reserve:
                 fates |= {job.name: {"state": "not started"} for job in waiting}
                 waiting = []
