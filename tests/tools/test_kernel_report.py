@@ -10,7 +10,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-from kvpatch.backends.kernel_report import ONE_SHAPE, SHAPES, TOOL
+from tools.bench.kernel_report import ONE_SHAPE, SHAPES, TOOL
 
 SHARED = 227 * 1024  # bytes that one block may have
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason=f"this Triton has no {TOOL.name}")
@@ -24,7 +24,7 @@ def python(*arguments, cache, **variables):
 
 
 def test_decode_kernels_fit_sm_90(tmp_path):
-    done = python("-m", "kvpatch.backends.kernel_report", "decode", cache=tmp_path)
+    done = python("-m", "tools.bench.kernel_report", "decode", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     header, *lines = (line.rsplit(maxsplit=13) for line in done.stdout.splitlines())
     rows = [dict(zip(header, line, strict=True)) for line in lines]
@@ -41,7 +41,7 @@ def test_decode_kernels_fit_sm_90(tmp_path):
 
 
 STARVED = """
-from kvpatch.backends import kernel_report as report
+from tools.bench import kernel_report as report
 kernel, args, kwargs = report.launches(report.CALLS[0], 128, 4)[0]
 row = report.measure("starved", 128, 4, "split_kernel", report.compiled(kernel, args, kwargs | {"maxnreg": 32}))
 print(row.spills, row.stack > 0, row.LDL > 0, row.STL > 0)
@@ -57,5 +57,5 @@ def test_a_spill_shows_and_a_wrong_name(tmp_path):
 
 
 def test_refuses_the_interpreter(tmp_path):
-    done = python("-m", "kvpatch.backends.kernel_report", "decode", cache=tmp_path, TRITON_INTERPRET="1")
+    done = python("-m", "tools.bench.kernel_report", "decode", cache=tmp_path, TRITON_INTERPRET="1")
     assert done.returncode != 0 and "unset TRITON_INTERPRET" in done.stderr.splitlines()[-1]

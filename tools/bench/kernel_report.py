@@ -1,9 +1,9 @@
-"""What the Triton kernels become on an sm_90 GPU: registers, shared memory, stack and spills, without such a GPU.
+"""Registers, shared memory, stack and spills of the Triton kernels as compiled for an sm_90 GPU, without such a GPU.
 
-`python -m kvpatch.backends.kernel_report [name ...]` compiles them for bfloat16 and prints a table; names select rows by
-their beginning. A row of CALLS names a function of a backend: it is called on CPU tensors while the kernels of its module
-only note what they would be launched with, and every launch is compiled with the very arguments, warps and stages it had. So
-there is no second description of a kernel that could go stale. Needs Triton with its NVIDIA tools, and TRITON_INTERPRET unset.
+`python -m tools.bench.kernel_report [name ...]` compiles them for bfloat16 and prints a table; names select rows by
+their beginning. A row of CALLS names a function of the backend: it is called on CPU tensors while stand-ins record the launches
+of its module's kernels, and every launch is compiled with the arguments, warps and stages that it had. No second description
+of a kernel can go stale. Needs Triton with its NVIDIA tools, and TRITON_INTERPRET unset.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..errors import KVPatchError
+from kvpatch.errors import KVPatchError
 
 SM_90 = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -35,7 +35,7 @@ ONE_SHAPE = ((128, 4),)
 
 @dataclass(frozen=True)
 class Call:
-    """Something that launches kernels of `module`; `run` gets the module, D and G."""
+    """A function that launches kernels of `module` of the Triton backend; `run` gets the module, D and G."""
 
     name: str
     module: str
@@ -110,13 +110,13 @@ def _columns(names: tuple[str, ...]) -> Callable[[Any, int, int], object]:
 
 
 CALLS = (
-    Call("decode", "triton_decode", _decode(("sum", "squares"), "mean")),
-    Call("decode gumbel", "triton_decode", _decode(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
-    Call("decode count window", "triton_decode", _decode(("count",), "count", sliding=1000), ONE_SHAPE),
-    Call("columns", "triton_columns", _columns(("sum",))),
-    Call("columns squares", "triton_columns", _columns(("sum", "squares")), ONE_SHAPE),
-    Call("columns count", "triton_columns", _columns(("count",)), ONE_SHAPE),
-    Call("rows noise", "triton_columns", _normalisers),
+    Call("decode", "decode", _decode(("sum", "squares"), "mean")),
+    Call("decode gumbel", "decode", _decode(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
+    Call("decode count window", "decode", _decode(("count",), "count", sliding=1000), ONE_SHAPE),
+    Call("columns", "columns", _columns(("sum",))),
+    Call("columns squares", "columns", _columns(("sum", "squares")), ONE_SHAPE),
+    Call("columns count", "columns", _columns(("count",)), ONE_SHAPE),
+    Call("rows noise", "columns", _normalisers),
 )
 
 
@@ -132,7 +132,7 @@ class _Noted:
 
 def launches(call: Call, D: int, G: int) -> list[tuple[triton.JITFunction, tuple, dict]]:
     """What `call` would start: kernels with their arguments and options."""
-    module = importlib.import_module(f"{__package__}.{call.module}")
+    module = importlib.import_module(f"kvpatch.backends.triton.{call.module}")
     kernels = {name: value for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
     if not kernels:
         raise KVPatchError("Triton's interpreter is on, which compiles nothing: unset TRITON_INTERPRET.")
