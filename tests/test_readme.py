@@ -10,10 +10,10 @@ from transformers import Jais2Config, Jais2ForCausalLM
 
 import kvpatch
 from kvpatch.arch.adapter import REGISTRY
-from kvpatch.cli import tables
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
 from tests.helpers import tiny
+from tools import readme_tables
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,13 +40,13 @@ def names(monkeypatch, tmp_path):
 
 
 def test_tables_are_the_registries():
-    assert tables.refresh(README) == README, "run python -m kvpatch.cli.tables"
+    assert readme_tables.refresh(README) == README, "run python -m tools.readme_tables"
 
 
 def test_a_new_policy_would_show(names):
-    assert "`every_other` |" not in tables.refresh(README)
+    assert "`every_other` |" not in readme_tables.refresh(README)
     kvpatch.register_policy("every_other", kvpatch.get_policy("h2o").with_options(recent=7))
-    row = next(line for line in tables.refresh(README).splitlines() if "`every_other` |" in line)
+    row = next(line for line in readme_tables.refresh(README).splitlines() if "`every_other` |" in line)
     assert row == "| `every_other` | accumulated | the newest 7 | `recent=7` | both | H2O |"
 
 

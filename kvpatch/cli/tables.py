@@ -1,4 +1,4 @@
-"""The registries as tables: for `kvpatch policies`, `kvpatch architectures` and the README."""
+"""Rows of the tables that `kvpatch policies` and `kvpatch architectures` print."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..policies import POLICIES, Policy
 
 POLICY_COLUMNS = ("policy", "score", "never evicted", "options", "when", "source")
 ARCHITECTURE_COLUMNS = ("architecture", "what it is", "attention classes")
-_COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}  # of every policy: shown where they differ
+_COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}  # options of every policy: shown where changed
 
 
 def policy_rows() -> list[tuple[str, ...]]:
-    """One row per registered policy, in POLICY_COLUMNS."""
+    """Return one row of POLICY_COLUMNS per registered policy."""
     return [_policy_row(policy) for policy in POLICIES.values()]
 
 
@@ -28,7 +28,7 @@ def _policy_row(policy: Policy) -> tuple[str, ...]:
 
 
 def _score(policy: Policy) -> str:
-    """The score and the parts beside the scope, by class name: "gumbel softmax"."""
+    """Name the score and the other parts of a policy, except its scope, after their classes: "gumbel softmax"."""
     parts = [getattr(policy, field.name) for field in dataclasses.fields(policy) if field.name != "scope"]
     return ", ".join(_spaced(type(part).__name__) for part in parts if dataclasses.is_dataclass(part))
 
@@ -38,17 +38,17 @@ def _spaced(name: str) -> str:
 
 
 def _kept(policy: Policy) -> str:
-    """What the scope protects, in words."""
-    scope, words = policy.scope, []
+    """Describe the tokens that the scope protects: "the first 4; the newest 10"."""
+    scope, protected = policy.scope, []
     if scope.sinks:
-        words.append(f"the first {scope.sinks}")
+        protected.append(f"the first {scope.sinks}")
     if scope.recent:
-        words.append(f"the newest {_size(scope.recent)}")
+        protected.append(f"the newest {_size(scope.recent)}")
     if policy.score is not None and policy.score.protects_tail:
-        words.append("the observation window")
+        protected.append("the observation window")
     if scope.deviation:
-        words.append(f"the top {_size(scope.deviation)} by standard deviation")
-    return "; ".join(words) or "-"
+        protected.append(f"the top {_size(scope.deviation)} by standard deviation")
+    return "; ".join(protected) or "-"
 
 
 def _size(value: Any) -> str:
@@ -56,41 +56,9 @@ def _size(value: Any) -> str:
 
 
 def architecture_rows() -> list[tuple[str, ...]]:
-    """One row per adapter, in ARCHITECTURE_COLUMNS."""
+    """Return one row of ARCHITECTURE_COLUMNS per adapter."""
     adapters = {id(adapter): adapter for adapter in REGISTRY.values()}
     return [
         (adapter.name, adapter.summary, ", ".join(qualified.rsplit(".", 1)[-1] for qualified in adapter.classes))
         for adapter in adapters.values()
     ]
-
-
-def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table for the README; the first column and the options are set as code."""
-
-    def cell(column: str, text: str) -> str:
-        return f"`{text}`" if text and column in ("policy", "architecture", "options") else text
-
-    lines = [columns, ("---",) * len(columns)]
-    lines += [tuple(cell(column, text) for column, text in zip(columns, row, strict=True)) for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def refresh(text: str) -> str:
-    """The README with its two generated tables as the registries have them now."""
-    tables = {
-        "policies": markdown(POLICY_COLUMNS, policy_rows()),
-        "architectures": markdown(ARCHITECTURE_COLUMNS, architecture_rows()),
-    }
-    for name, table in tables.items():
-        start, stop = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, _, rest = text.partition(start)
-        _, _, after = rest.partition(stop)
-        text = f"{before}{start}\n{table}\n{stop}{after}"
-    return text
-
-
-if __name__ == "__main__":
-    from pathlib import Path
-
-    readme = Path(__file__).parents[2] / "README.md"
-    readme.write_text(refresh(readme.read_text(encoding="utf-8")), encoding="utf-8")
