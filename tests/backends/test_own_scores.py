@@ -14,7 +14,7 @@ from kvpatch.backends.flash import flash_backend as flash
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
 from kvpatch.policies.statistics import _sum as plain_sum
-from tests.backends.test_backends import DEVICE, alike
+from tests.invariants.test_backends_agree import DEVICE, alike
 from tests.backends.test_flash import install  # noqa: F401
 from tests.helpers.comparing import same_tokens
 from tests.helpers.tiny import force, make, prompt

@@ -14,7 +14,7 @@ from kvpatch.errors import InvalidError
 from tests.helpers import tiny_families
 from tests.helpers.comparing import SMALL, combined
 from tests.helpers.tiny import force, left_pad, make, prompt
-from tests.invariants.test_eviction import kept
+from tests.helpers.running import kept
 
 WIDE = 4096  # tokens of a budget that no test reaches
 

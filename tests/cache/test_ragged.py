@@ -8,37 +8,13 @@ from hypothesis import strategies as st
 import kvpatch
 from kvpatch.backends.head_offsets import Extents
 from tests.helpers.comparing import agrees, certain, combined
+from tests.helpers.running import RAGGED, go_on, kept, uneven
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
-from tests.invariants.test_eviction import _go_on, kept
-
-RAGGED = {
-    "adakv": kvpatch.get_policy("adakv").with_options(window=5, kernel=3),
-    "critical_adakv": kvpatch.get_policy("critical_adakv").with_options(window=5, kernel=3),
-    "adaptive_roco": combined("roco", ("adaptive",)).with_options(recent=2, protected=0.2),
-    "critical_adaptive_keyformer": combined("keyformer", ("adaptive", "critical")),
-}
 
 
 @pytest.fixture(params=RAGGED)
 def policy(request):
     return RAGGED[request.param]
-
-
-def uneven(cache):
-    assert any(layer.extents is not None for layer in cache.layers), "no layer is ragged: the test shows nothing"
-    return cache
-
-
-def test_bytes_are_the_sum_of_what_heads_hold(policy):
-    model, ids, fed = make("llama_gqa"), prompt(2, 60), prompt(2, 40, seed=2)
-    mask = left_pad(ids, [60, 41])
-    with kvpatch.patched(model, policy, 0.4):
-        for steps in (0, 1, 7, 8, 9, 24):
-            _, cache = force(model, ids, fed[:, :steps], mask)
-            held = sum(uneven(cache).held(layer).sum() for layer in range(2))
-            free = 1 if policy.schedule == "both" else -steps % 8 if steps else 8  # room is made for eight at a time
-            assert cache.nbytes == (held + 8 * free) * 2 * 8 * 4
-            assert (held == 4 * (24 + 16)) == (policy.schedule == "both" or steps == 0)
 
 
 def test_heads_differ_and_their_sum_is_the_budget(policy):
@@ -57,7 +33,7 @@ def test_nothing_moves_while_there_is_room(policy):
         cache = patch.new_cache()
         force(model, ids, fed[:, :0], cache=cache)
         before = [(layer.keys.data_ptr(), layer.keys.clone()) for layer in uneven(cache).layers]
-        _go_on(model, fed, cache)
+        go_on(model, fed, cache)
         for layer, (pointer, keys) in zip(cache.layers, before, strict=True):
             assert layer.keys.data_ptr() == pointer
             changed = (layer.keys != keys).any(-1).sum()
@@ -68,94 +44,6 @@ def test_long_texts_agree_with_the_oracle():
     """Past the slack, where a layer that does not evict makes room and moves."""
     certain("llama_gqa", "adakv", 0.4, steps=70, window=5, kernel=3)
     certain("mpt", "h2o", 0.4, steps=40, wrap=("adaptive", "critical"))
-
-
-@pytest.mark.parametrize("name", FIVE)
-def test_a_padded_row_gives_what_it_gives_alone(name, policy):
-    model, ids, fed = make(name), prompt(3, 40), prompt(3, 8, seed=2)
-    lengths = [40, 23, 31]
-    with kvpatch.patched(model, policy, 0.4):
-        logits, cache = force(model, ids, fed, left_pad(ids, lengths))
-        for row, n in enumerate(lengths):
-            alone, one = force(model, ids[row : row + 1, 40 - n :], fed[row : row + 1])
-            torch.testing.assert_close(logits[row : row + 1], alone, atol=3e-5, rtol=0)
-            assert [layer[row] for layer in kept(uneven(cache))] == [layer[0] for layer in kept(one)]
-
-
-def test_rolling_back_restores_everything(policy):
-    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 50, seed=2)
-    with kvpatch.patched(model, policy, 0.4) as patch, torch.no_grad():
-        want, plain = force(model, ids, fed)
-        cache = patch.new_cache()
-        force(model, ids, fed[:, :28], cache=cache)
-        cache.activate_past_recording()
-        _go_on(model, prompt(2, 9, seed=9), uneven(cache))  # makes room and moves, where it does not evict
-        cache.crop(-7)
-        cache.crop(68)
-        logits, _ = _go_on(model, fed[:, 28:], cache)
-    torch.testing.assert_close(want[:, 29:], logits, atol=1e-5, rtol=0)
-    assert kept(plain) == kept(cache)
-
-
-def test_tokens_that_evicted_nothing_roll_back_without_a_record():
-    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 12, seed=2)
-    with kvpatch.patched(model, RAGGED["adakv"], 0.4) as patch:
-        want, plain = force(model, ids, fed)
-        cache = patch.new_cache()
-        force(model, ids, torch.cat([fed[:, :6], prompt(2, 3, seed=9)], 1), cache=cache)
-        uneven(cache).crop(-3)
-        logits, _ = _go_on(model, fed[:, 6:], cache)
-        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 13 tokens"):
-            cache.crop(-13)
-    torch.testing.assert_close(want[:, 7:], logits, atol=1e-5, rtol=0)
-    assert kept(plain) == kept(cache)
-
-
-def test_repeat_select_reorder_clone_and_reset(policy):
-    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 9, seed=2)
-    with kvpatch.patched(model, policy, 0.4) as patch:
-        want, _ = force(model, ids, fed)
-        cache = patch.new_cache()
-        force(model, ids, fed[:, :2], cache=cache)
-        uneven(cache).batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0]))
-        cache.reorder_cache(torch.tensor([1, 0]))
-        cache.reorder_cache(torch.tensor([1, 0]))
-        twin, swapped = cache.clone(), fed.flip(0)
-        logits, _ = _go_on(model, swapped[:, 2:], cache)
-        torch.testing.assert_close(want[:, 3:].flip(0), logits, atol=1e-5, rtol=0)
-        again, _ = _go_on(model, swapped[:, 2:], twin)
-        assert torch.equal(logits, again)
-        cache.reset()
-        assert cache.nbytes == 0
-        fresh, _ = force(model, ids, fed, cache=cache)
-        assert torch.equal(want, fresh)
-
-
-def test_beams_carry_their_own_history(policy):
-    model, ids = make("llama_gqa"), prompt(2, 40)
-    mask = left_pad(ids, [40, 29])
-    with kvpatch.patched(model, policy, 0.4) as patch:
-        out = model.generate(
-            ids, attention_mask=mask, num_beams=3, max_new_tokens=10, do_sample=False, pad_token_id=0,
-            num_return_sequences=3, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
-        sums = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices).sum(1)
-        for row in range(6):
-            text, source = out.sequences[row : row + 1, 40:], slice(row // 3, row // 3 + 1)
-            cache = patch.new_cache()
-            cache.request.new_tokens = 10
-            logits, _ = force(model, ids[source], text[:, :-1], mask[source], cache)
-            score = logits.log_softmax(-1).gather(2, text[..., None]).sum()
-            torch.testing.assert_close(score, sums[row], atol=2e-4, rtol=0)
-
-
-def test_assisted_decoding_gives_what_plain_decoding_gives(policy):
-    model, assistant, ids = make("llama_gqa"), make("llama", layers=1, seed=3), prompt(1, 40)
-    with kvpatch.patched(model, policy, 0.5):
-        plain = model.generate(ids, max_new_tokens=20, do_sample=False)
-        assert torch.equal(plain, model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4))
-        assert torch.equal(plain, model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=assistant))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -170,7 +58,7 @@ def test_half_precision(name, dtype, policy):
     with kvpatch.patched(half, policy, 0.25):
         _, cache = force(half, ids, fed[:, :0])
         wanted = force_over(single, ids, fed, cache)
-        logits, _ = _go_on(half, fed, uneven(cache))
+        logits, _ = go_on(half, fed, uneven(cache))
     assert cache.layers[0].keys.dtype == dtype
     assert torch.isfinite(logits).all()
     assert (logits[:, -1].float() - wanted).abs().mean() < 4 * exact + 1e-3

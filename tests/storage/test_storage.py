@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 import kvpatch
 from kvpatch import KVPatchError
 from tests.helpers.comparing import combined
+from tests.helpers.running import feed, go_on, kept
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
-from tests.invariants.test_eviction import _go_on, kept
 
 CASES = {
     "h2o": ("h2o", {}),
@@ -39,19 +39,19 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(name, case, tmp_path):
         cache = patch.new_cache()
         force(model, ids, fed[:, :3], mask, cache=cache)
         patch.save_cache(cache, tmp_path / "cache.safetensors")
-        want, _ = go_on(model, fed, cache, longer)
+        want, _ = rest_of(model, fed, cache, longer)
     with kvpatch.patched(model, policy, 0.4, **options) as patch:
         loaded = patch.load_cache(tmp_path / "cache.safetensors")
         assert loaded.get_seq_length() == 43
-        got, _ = go_on(model, fed, loaded, longer)
+        got, _ = rest_of(model, fed, loaded, longer)
     torch.testing.assert_close(want, got, atol=1e-5, rtol=0)
     assert kept(cache) == kept(loaded)
     assert cache.nbytes == loaded.nbytes
 
 
-def go_on(model, fed, cache, mask):
+def rest_of(model, fed, cache, mask):
     if mask is None or model.config.model_type == "mpt":
-        return _go_on(model, fed[:, 3:], cache)
+        return go_on(model, fed[:, 3:], cache)
     logits = []
     with torch.no_grad():
         for t in range(3, 12):
@@ -129,3 +129,42 @@ def test_what_cannot_be_saved(tmp_path):
         with pytest.raises(KVPatchError, match="in the middle of a prompt"):
             patch.save_cache(cache, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_head_that_got_nothing_of_a_shared_budget_is_saved(tmp_path):
+    """The loader wanted a token in every head."""
+    model, policies = make("llama_gqa"), kvpatch.policies
+    policy = policies.critical(policies.adaptive(policies.pyramid("random")))
+    empty = 0
+    for seed in range(4):
+        with torch.no_grad(), kvpatch.patched(model, policy, 0.3, block=1, schedule="both", seed=seed) as patch:
+            cache = feed(model, patch, prompt(1, 2))
+            empty += sum(int((cache.held(layer) == 0).sum()) for layer in range(2))
+            patch.save_cache(cache, tmp_path / "cache.safetensors")
+            again = patch.load_cache(tmp_path / "cache.safetensors")
+            step = prompt(1, 1, seed=2)
+            assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
+    assert empty
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv"])
+def test_what_was_rolled_back_is_not_saved(policy, tmp_path):
+    """Columns behind those in use kept the positions of tokens that were rolled back, which the loader refuses."""
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, policy, 40) as patch:
+        cache = feed(model, patch, prompt(1, 10))
+        cache.crop(-2)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        again, step = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 1, seed=2)
+        assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
+        assert torch.equal(cache.positions(0), again.positions(0))
+
+
+def test_a_shared_score_that_only_prompts_add_to_is_saved(tmp_path):
+    """The loader wanted room in it for generated tokens."""
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 0.5, shared=True, schedule="prompt", turns="first") as patch:
+        cache = feed(model, patch, prompt(1, 10), prompt(1, 1, seed=2))
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        again, turn = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 5, seed=3)
+        assert torch.equal(model(turn, past_key_values=cache).logits, model(turn, past_key_values=again).logits)

@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 import kvpatch
-from kvpatch.policies.policy import POLICIES
+from kvpatch.policies import POLICIES
 
 Line = dict[str, Any]
 K = 0.5

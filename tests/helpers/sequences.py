@@ -1,13 +1,11 @@
-"""Whatever is done to a cache, each row's text gives what it gives alone: random sequences of all that a cache can do."""
+"""Random sequences of what a cache can do, beside each row's text through a cache of its own."""
 
-import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 
-import kvpatch
 from tests.helpers.comparing import EVICTING, WINDOWED, combined, sorted_positions
-from tests.helpers.tiny import MODELS, make, prompt
+from tests.helpers.tiny import MODELS, prompt
 from tests.oracle.test_oracle_parts import fits
 
 DEEDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save")
@@ -84,25 +82,3 @@ class Texts:
             own = [alone.positions(layer)[0].tolist() for layer in range(2)]
             assert sorted_positions([layer[row] for layer in held]) == sorted_positions(own)
             torch.testing.assert_close(self.logits[row], logits[0], atol=1e-6, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tmp_path_factory.mktemp("sequences") / "cache.safetensors"
-
-
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(
-    chosen=settings_of_a_patch(),
-    rows=st.integers(1, 3),
-    n=st.integers(2, 30),
-    deeds=st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(1, 6)), max_size=9),
-)
-def test_any_sequence(path, chosen, rows, n, deeds):
-    name, policy, k, options = chosen
-    model = make(name, dtype=torch.float64)
-    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        texts = Texts(model, patch, rows, n, path)
-        for deed, number in deeds:
-            texts.do(deed, number)
-        texts.check()

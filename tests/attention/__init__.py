@@ -1,0 +1,1 @@
+"""Prefill, decode steps and stacks of alike layers."""

@@ -1,0 +1,86 @@
+"""What a cache can be asked to do: copies, rows that move, lengths, starting anew."""
+
+import inspect
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.cache import passes
+from kvpatch.cache.settings import CacheSettings
+from kvpatch.policies import get_policy
+from kvpatch.policies.budgets import Budget
+from tests.helpers.running import RAGGED, N, go_on, read, uneven
+from tests.helpers.tiny import force, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+@pytest.fixture(scope="module")
+def model():
+    return make("llama_gqa")
+
+
+def test_before_anything_was_read(model):
+    cache = kvpatch.EvictingCache(CacheSettings(get_policy("keyformer"), Budget((0.5, 0.5))))
+    assert (cache.settings.seed, cache.counters.steps, cache.turns.count, cache.get_seq_length()) == (0, 0, 0, 0)
+    assert inspect.signature(passes.begin).parameters["repeatable"].default is False
+    assert (cache.scratch, cache.stack_due) == (False, False)
+    assert (cache.settings.block, cache.settings.renumbered, cache.turns.open) == (None, False, False)
+    assert (cache.rows.joined, cache.rows.padded) == (False, False)
+
+
+def test_reset_starts_anew(model):
+    cache = read(model, "h2o", 0.5, steps=2)
+    cache.reset()
+    assert (cache.stack, cache.stack_due) == (None, False)
+    assert (cache.counters.steps, cache.turns.count, cache.turns.open) == (0, 0, False)
+    assert (cache.get_seq_length(), cache.seen_B) == (0, None)
+
+
+@pytest.mark.parametrize("policy", ["keyformer", *RAGGED])
+def test_repeat_select_reorder_clone_and_reset(policy):
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 9, seed=2)
+    options = {"shared": True} if policy == "keyformer" else {}
+    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4, **options) as patch:
+        want, _ = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :2], cache=cache)
+        (uneven(cache) if policy in RAGGED else cache).batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        twin, swapped = cache.clone(), fed.flip(0)
+        logits, _ = go_on(model, swapped[:, 2:], cache)
+        torch.testing.assert_close(want[:, 3:].flip(0), logits, atol=1e-5, rtol=0)
+        again, _ = go_on(model, swapped[:, 2:], twin)
+        assert torch.equal(logits, again), "a clone is independent of what happened to the original"
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert cache.nbytes == 0
+        fresh, _ = force(model, ids, fed, cache=cache)
+        assert torch.equal(want, fresh)
+
+
+def test_rows_that_move_leave_columns_and_the_clock(model):
+    mask = torch.ones(2, N, dtype=torch.long)
+    mask[0, :6] = mask[1, :4] = 0
+    with kvpatch.patched(model, "h2o", 0.5) as handle:
+        cache = handle.new_cache()
+        model(prompt(2, N), attention_mask=mask, past_key_values=cache)
+    clock = cache.counters.device
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.seen_B.tolist() == [N - 4, N - 6]
+    assert cache.get_seq_length() == N
+    assert cache.counters.device is clock
+    assert (cache.stack, cache.stack_due) == (None, False)
+
+
+def test_what_fails_before_anything_moved_changes_nothing(model):
+    cache = read(model, "h2o", 0.5)
+
+    def fail(tensor):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        cache._map_rows("reorder_cache()", fail)
+    assert not cache.unfinished

@@ -1,0 +1,164 @@
+"""Rolling back tokens: exactly, or not at all."""
+
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch import KVPatchError
+from tests.helpers.running import RAGGED, SEVERAL, N, feed, go_on, kept, read, run, uneven
+from tests.helpers.tiny import force, left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+@pytest.fixture(scope="module")
+def model():
+    return make("llama_gqa")
+
+
+@pytest.mark.parametrize("policy", [*SEVERAL, "snapkv", "full", *RAGGED])
+def test_rolling_back_restores_everything(policy):
+    """Ragged layers that do not evict make room and move in between."""
+    ragged = policy in RAGGED
+    n, steps, right, wrong = (40, 50, 28, 9) if ragged else (30, 14, 5, 6)
+    model, ids, fed = make("llama_gqa"), prompt(2, n), prompt(2, steps, seed=2)
+    options = {"shared": True} if policy == "keyformer" else {}
+    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4, **options) as patch:
+        want, plain = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :right], cache=cache)
+        cache.activate_past_recording()
+        go_on(model, prompt(2, wrong, seed=9), uneven(cache) if ragged else cache)
+        assert cache.get_seq_length() == n + right + wrong
+        cache.crop(2 - wrong)
+        cache.crop(n + right)
+        assert cache.get_seq_length() == n + right
+        logits, _ = go_on(model, fed[:, right:], cache)
+    torch.testing.assert_close(want[:, right + 1 :], logits, atol=1e-5 if ragged else 0, rtol=0)
+    assert kept(plain) == kept(cache)
+
+
+def test_tokens_that_evicted_nothing_roll_back_without_a_record():
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 12, seed=2)
+    with kvpatch.patched(model, RAGGED["adakv"], 0.4) as patch:
+        want, plain = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, torch.cat([fed[:, :6], prompt(2, 3, seed=9)], 1), cache=cache)
+        uneven(cache).crop(-3)
+        logits, _ = go_on(model, fed[:, 6:], cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 13 tokens"):
+            cache.crop(-13)
+    torch.testing.assert_close(want[:, 7:], logits, atol=1e-5, rtol=0)
+    assert kept(plain) == kept(cache)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer"])
+def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
+    """Under schedule "prompt" generated rows count when a later turn evicts; rolled back, they went on counting."""
+    model, ids, fed, more = make("llama_gqa", dtype=torch.float64), prompt(1, 12), prompt(1, 5, seed=2), prompt(1, 6, seed=3)
+    steps = fed.split(1, 1)
+    with torch.no_grad(), kvpatch.patched(model, policy, 6, schedule="prompt") as patch:
+        cache = feed(model, patch, ids, *steps)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 4 tokens: .* Call cache.activate_past_recording"):
+            cache.crop(-4)
+        recorded = patch.new_cache()
+        recorded.activate_past_recording()
+        for one in (ids, *steps):
+            model(one, past_key_values=recorded)
+        recorded.crop(-4)
+        model(more, past_key_values=recorded)
+        want = feed(model, patch, ids, steps[0], more)
+        for layer in range(2):
+            assert torch.equal(recorded.positions(layer).sort(-1).values, want.positions(layer).sort(-1).values)
+        for state, other in zip(recorded.layers, want.layers, strict=True):
+            for name, tensor in state.state.items():
+                torch.testing.assert_close(tensor.sum(-1), other.state[name].sum(-1), msg=name)
+
+
+def test_steps_that_are_rolled_back_were_not_taken(model):
+    cache = read(model, "h2o", 0.5, steps=3, record=True)
+    cache.crop(-2)
+    assert (cache.counters.steps, cache.stack, cache.stack_due) == (1, None, False)
+    cache.crop(-1)
+    assert cache.counters.steps == 0
+
+
+def test_a_shared_score_is_rolled_back(model):
+    options = {"shared": True, "noise": "none"}
+    cache, want = (read(model, "keyformer", 0.5, steps, record=True, **options) for steps in (3, 1))
+    assert not torch.equal(cache.shared[..., : N + 1], want.shared[..., : N + 1])
+    cache.crop(-2)
+    torch.testing.assert_close(cache.shared[..., : N + 1], want.shared[..., : N + 1])
+
+
+def test_nothing_is_rolled_back(model):
+    cache = read(model, "h2o", 0.5, steps=2)
+    clock, deck = cache.counters.device, cache.stack
+    cache.crop(0)
+    assert cache.counters.device is clock
+    assert cache.stack is deck is not None
+
+
+def test_one_token_behind_a_prompt_is_not_recorded(model):
+    """In the pass that ends it: a journal costs memory, and is what activate_past_recording() is for."""
+    with kvpatch.patched(model, "h2o", 0.5) as handle:
+        for extra, held in ((1, 0), (2, 2)):
+            cache = handle.new_cache()
+            cache.request.prompt_len = N
+            model(prompt(2, N + extra), past_key_values=cache)
+            assert [len(layer.journal) for layer in cache.layers] == [held] * len(cache.layers)
+    with pytest.raises(KVPatchError, match="was not recorded"):
+        read(model, "h2o", 0.5, steps=1).crop(-1)
+
+
+def test_rolling_back_what_was_not_recorded_is_refused():
+    model, ids, fed = make("llama_gqa"), prompt(1, 30), prompt(1, 4, seed=2)
+    _, cache = run(model, ids, fed, "h2o", 0.4)
+    with pytest.raises(kvpatch.KVPatchError, match="activate_past_recording"):
+        cache.crop(-1)
+    _, cache = run(model, ids, fed, "snapkv", 0.4)
+    with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 5 tokens"):
+        cache.crop(-5)
+
+
+def test_a_later_prompt_cannot_be_rolled_back_into_the_steps_before_it():
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(ids[:, :20], past_key_values=cache)
+        cache.activate_past_recording()
+        for t in range(20, 23):
+            model(ids[:, t : t + 1], past_key_values=cache)
+        model(ids[:, 23:28], past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 2 tokens"):
+            cache.crop(-2)
+
+
+def test_a_padded_prompt_read_in_blocks_cannot_be_cropped_into():
+    """A row's last columns are not its last tokens there."""
+    model, ids = make("llama_gqa"), prompt(2, 20)
+    with kvpatch.patched(model, "h2o", 1.0, block=8) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(ids, attention_mask=left_pad(ids, [20, 11]), past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 2 tokens"):
+            cache.crop(-2)
+
+
+def test_padding_is_not_rolled_back_as_if_it_were_tokens():
+    """Rows lost as many tokens as columns went, also where some of these columns were their padding."""
+    model, ids, more = make("llama_gqa", dtype=torch.float64), prompt(2, 6), prompt(2, 6, seed=2)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    with torch.no_grad(), kvpatch.patched(model, "full") as patch:
+        for first in (True, False):
+            cache = patch.new_cache()
+            if not first:
+                model(ids, past_key_values=cache)
+            places = mask.cumsum(1) - 1 + (0 if first else 6)
+            model(more, past_key_values=cache, attention_mask=mask, position_ids=places.clamp(min=0))
+            before = [cache.positions(layer) for layer in range(2)]
+            with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 5 tokens"):
+                cache.crop(-5)
+            assert all(torch.equal(held, cache.positions(layer)) for layer, held in enumerate(before))
+            cache.crop(-4)
+            seen = [2, 0] if first else [8, 6]
+            assert cache.next_positions()[:, 0].tolist() == seen and cache.held(0).tolist() == [[n, n] for n in seen]

@@ -1,0 +1,36 @@
+"""CacheSettings: which layers evict, by which policy, and how many tokens each may keep."""
+
+
+import pytest
+
+import kvpatch
+from kvpatch.cache.settings import CacheSettings
+from kvpatch.policies import get_policy
+from kvpatch.policies.budgets import Budget
+from tests.helpers.running import N
+from tests.helpers.tiny import make
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+@pytest.fixture(scope="module")
+def model():
+    return make("llama_gqa")
+
+
+def test_layers_that_bound_themselves_always_act():
+    """By their sliding window, whatever the policy of the others does."""
+    for name, acting in (("h2o", [True, True]), ("full", [False, True])):
+        cache = kvpatch.EvictingCache(CacheSettings(get_policy(name), Budget((0.5, 0.5)), bounds=(None, 4)))
+        assert list(cache.settings.evicts) == acting
+        assert [policy.name for policy in cache.settings.policies] == [name, "window"]
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("prompt", N), ("both", N), ("decode", 2 * N)])
+def test_a_pyramid_gives_no_layer_more_than_its_prompt(model, schedule, most):
+    """Unless tokens are to come that may fill it."""
+    with kvpatch.patched(model, "pyramid(h2o)", 0.9, schedule=schedule) as handle:
+        cache = handle.new_cache()
+    shares = [cache.settings.tokens(layer, N) for layer in range(2)]
+    assert sum(shares) == 2 * int(0.9 * N)
+    assert (shares[0] > N) == (schedule == "decode")
+    assert shares[0] <= most

@@ -1,0 +1,71 @@
+"""What tests run again and again: a prompt and a continuation, under a policy."""
+
+import torch
+
+import kvpatch
+from tests.helpers.comparing import combined
+from tests.helpers.tiny import force, prompt
+
+N = 20  # tokens of the prompt of `read`
+SEVERAL = ("random", "streaming_llm", "scissorhands", "tova", "roco", "keyformer")
+RAGGED = {
+    "adakv": kvpatch.get_policy("adakv").with_options(window=5, kernel=3),
+    "critical_adakv": kvpatch.get_policy("critical_adakv").with_options(window=5, kernel=3),
+    "adaptive_roco": combined("roco", ("adaptive",)).with_options(recent=2, protected=0.2),
+    "critical_adaptive_keyformer": combined("keyformer", ("adaptive", "critical")),
+}
+
+
+def kept(cache):
+    """Per layer, row and head the sorted positions held."""
+    return [
+        [[sorted(p for p in head if p >= 0) for head in row] for row in cache.positions(layer).tolist()]
+        for layer in range(len(cache.layers))
+    ]
+
+
+def run(model, ids, fed, policy, k, mask=None, **options):
+    """Logits after a prompt and of each token fed behind it, and the cache."""
+    with kvpatch.patched(model, policy, k, **options):
+        logits, cache = force(model, ids, fed, mask)
+    return logits, cache
+
+
+def go_on(model, fed, cache):
+    """Logits of tokens that are fed one by one, and the cache."""
+    with torch.no_grad():
+        steps = [model(fed[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(fed.shape[1])]
+    return torch.cat(steps, 1), cache
+
+
+def read(model, policy, k, steps=0, record=False, room=None, **options):
+    """A cache that has read a prompt of N tokens and so many more, and its patch, which is gone."""
+    with kvpatch.patched(model, policy, k, **options) as handle:
+        cache = handle.new_cache(**({} if room is None else {"room": room}))
+        if record:
+            cache.activate_past_recording()
+        model(prompt(2, N), past_key_values=cache)
+        for t in range(steps):
+            model(prompt(2, 9, seed=3)[:, t : t + 1], past_key_values=cache)
+    return cache
+
+
+def logits_of(model, ids, mask=None, **kwargs):
+    """Logits of one forward, with positions that leave padding out."""
+    if mask is not None and model.config.model_type != "mpt":
+        kwargs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(ids, attention_mask=mask, **kwargs).logits
+
+
+def uneven(cache):
+    """The cache, of which some layer is ragged."""
+    assert any(layer.extents is not None for layer in cache.layers), "no layer is ragged: the test shows nothing"
+    return cache
+
+
+def feed(model, patch, *passes):
+    """A cache that these passes went through."""
+    cache = patch.new_cache()
+    for ids in passes:
+        model(ids, past_key_values=cache)
+    return cache

@@ -1,0 +1,41 @@
+"""generate() of a patched model."""
+
+import itertools
+
+import pytest
+import torch
+
+import kvpatch
+from tests.helpers.running import RAGGED
+from tests.helpers.tiny import FIVE, make, prompt
+
+CASES = [*itertools.product(FIVE, ("h2o", "keyformer", "tova")), *(("llama_gqa", policy) for policy in RAGGED)]
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
+def test_assisted_decoding_gives_what_plain_decoding_gives(name, policy):
+    model, assistant, ids = make(name), make("llama", layers=1, seed=3), prompt(1, 40 if policy in RAGGED else 25)
+    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.5) as patch:
+        plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+        held = [p.sort(-1).values for p in patch.report().positions]
+        lookup = model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
+        assisted = model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=assistant)
+        for one, other in zip(held, patch.report().positions, strict=True):
+            # the last accepted token may not have been fed yet, so compare where both have seen the same
+            if patch.report().seen == ids.shape[1] + 19:
+                assert torch.equal(one, other.sort(-1).values)
+    assert torch.equal(plain, assisted)
+    assert torch.equal(plain, lookup)
+
+
+def test_mpt_evicts_although_its_config_says_no_cache():
+    """MptConfig's default is use_cache=False; generate() inside the block uses one unless the caller said no."""
+    model, ids = make("mpt"), prompt(1, 30)
+    model.config.use_cache = model.generation_config.use_cache = False
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert patch.report().held().unique().tolist() == [15]
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
+        with pytest.raises(kvpatch.KVPatchError, match="Nothing to report"):
+            patch.report()

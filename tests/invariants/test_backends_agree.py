@@ -1,0 +1,150 @@
+"""Law 8: every backend computes what the torch backend computes."""
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.backends.dispatch import Choice
+from tests.helpers.comparing import SMALL, certain, same_tokens
+from tests.helpers.joined import Loop, same_kept
+from tests.helpers.tiny import force, make, prompt
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+MODELS = ("llama_gqa", "mistral_sliding", "mpt", "gptj", "gpt2")
+POLICIES = (
+    "full", "window", "streaming_llm", "random", "key_attention", "h2o", "scissorhands", "tova", "roco", "keyformer", "snapkv",
+    "key_norm", "critical_adakv", "critical(adaptive(roco))", "adaptive(keyformer)",
+)  # fmt: skip
+
+
+def run(model, policy, backend, ids, fed, mask=None, **options):
+    """Logits of a prompt and of forced tokens, kept positions and report."""
+    settings = {"k": 0.4, "backend": backend} | options
+    with kvpatch.patched(model, policy, **settings) as patch:
+        logits, cache = force(model, ids, fed, mask=mask)
+        held = [cache.positions(layer).sort(-1).values.cpu() for layer in range(len(cache.layers))]
+        return logits.cpu(), held, patch.report()
+
+
+def alike(name, policy, padded=False, steps=8, **options):
+    model = make(name).to(DEVICE)
+    ids, fed = prompt(2, 37).to(DEVICE), prompt(2, steps, seed=4).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, : 9 if padded else 0] = 0
+    want = run(model, policy, "torch", ids, fed, mask, **options)
+    got = run(model, policy, "triton", ids, fed, mask, **options)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
+    assert same_tokens(got[1], want[1])
+    return got[2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_on_the_kernels(policy):
+    report = alike("llama_gqa", policy)
+    if policy not in ("full", "window", "streaming_llm", "random", "key_norm"):
+        assert report.backends["statistics"][0] == "triton"
+    if report.schedule == "both" and policy != "full":  # the others append
+        assert {name for task, (name, _) in report.backends.items() if task in ("decode", "ragged")} == {"triton"}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["roco", "keyformer"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_on_the_kernels(name, policy, padded):
+    alike(name, policy, padded, steps=6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("scissorhands", {"k": 30}),  # fills up while it decodes
+        ("keyformer", {"tau": (1.0, 3.0), "damping": 0.9}),
+        ("keyformer", {"noise": "none"}),
+        ("keyformer", {"noise": "gaussian", "schedule": "decode", "k": 4}),
+        ("roco", {"schedule": "decode", "k": 5}),
+        ("h2o", {"sinks": 3, "recent": 4}),
+        ("h2o", {"protect": [5, 7]}),
+        ("scissorhands", {"block": 16}),
+        ("snapkv", {"block": 16, "window": 4}),
+        ("tova", {"heads": "each"}),
+        ("h2o", {"positions": "renumbered"}),
+    ],
+    ids=str,
+)
+def test_options_on_the_kernels(policy, options):
+    for name in ("mpt", "mistral_sliding") if "positions" in options else ("mistral_sliding",):
+        alike(name, policy, padded=True, **options)
+
+
+@pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
+@pytest.mark.parametrize(("name", "policy"), [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), strict=True)])
+def test_the_kernels_and_the_oracle(name, policy):
+    certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton")
+
+
+def test_turns_and_roll_back_on_the_kernels():
+    model, ids, more = make("llama_gqa").to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 12, seed=3).to(DEVICE)
+
+    def turns(name):
+        with torch.no_grad(), kvpatch.patched(model, "scissorhands", 0.4, backend=name) as patch:
+            cache, outs = patch.new_cache(), []
+            model(ids, past_key_values=cache)
+            for t in range(3):
+                outs.append(model(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+            cache.activate_past_recording()
+            for t in range(3, 6):
+                model(more[:, t : t + 1], past_key_values=cache)
+            cache.crop(-3)
+            for t in range(3, 5):
+                outs.append(model(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+            outs.append(model(more[:, 5:10], past_key_values=cache).logits[:, -1])
+            for t in range(10, 12):
+                outs.append(model(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+            return torch.stack(outs), [cache.positions(layer).sort(-1).values for layer in range(2)]
+
+    want, got = turns("torch"), turns("triton")
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
+    assert same_tokens(got[1], want[1])
+
+
+@pytest.mark.parametrize("policy", ["keyformer", "roco", "critical(adaptive(roco))"])
+def test_compiled_steps_on_the_kernels(policy):
+    """torch.compile sees the kernels as one operator."""
+    model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 6, seed=3).to(DEVICE)
+    torch._dynamo.reset()
+
+    def steps(name, compiled):
+        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, backend=name) as patch:
+            cache, outs = patch.new_cache(room=6), []
+            model(ids, past_key_values=cache)
+            step = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model
+            for t in range(6):
+                outs.append(step(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
+            return torch.stack(outs), [cache.positions(0).sort(-1).values]
+
+    want = steps("torch", False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = steps("triton", True)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
+    assert same_tokens(got[1], want[1])
+
+
+@pytest.mark.parametrize("policy", ["h2o", "keyformer", "adakv"])
+def test_the_triton_backend_takes_joined_rows(policy):
+    """Keyformer's rows have temperatures of their own, which its kernel does not; torch takes these steps."""
+    pytest.importorskip("triton")
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})) as patch:
+        loop = Loop(model, patch)
+        loop.add((20, 0), (9, 3))
+        loop.cache.choice = Choice("triton")
+        fed = prompt(2, 2)
+        for t in range(2):
+            got = model(fed[:, t : t + 1], past_key_values=loop.cache).logits
+            want = [model(fed[r : r + 1, t : t + 1], past_key_values=one).logits for r, one in enumerate(loop.alone)]
+            torch.testing.assert_close(got, torch.cat(want), atol=2e-5, rtol=0)
+            for row, one in enumerate(loop.alone):
+                same_kept(loop.cache, row, one)
+        ran = {task: by for task, (by, _) in loop.cache.choice.ran.items()}
+        assert set(ran.values()) == {"torch" if policy == "keyformer" else "triton"}

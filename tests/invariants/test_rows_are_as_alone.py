@@ -1,0 +1,148 @@
+"""Law 5: a row of a batch gives what it gives alone, whatever happens beside it; rows and heads may be permuted."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvpatch
+from tests.helpers import joined, sequences
+from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, combined
+from tests.helpers.joined import Loop, do, scenario
+from tests.helpers.running import RAGGED, kept, run, uneven
+from tests.helpers.sequences import settings_of_a_patch
+from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+
+
+@pytest.mark.parametrize("policy", [*(name for name in EVICTING if name not in RAGGED), *RAGGED])
+@pytest.mark.parametrize("name", FIVE)
+def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):
+    model, ids, fed = make(name), prompt(3, 36), prompt(3, 8, seed=2)
+    lengths = [36, 23, 30]
+    options, ragged = {"window": 5} if policy in WINDOWED and policy not in RAGGED else {}, policy in RAGGED
+    policy = RAGGED.get(policy, policy)
+    logits, cache = run(model, ids, fed, policy, 0.4, left_pad(ids, lengths), **options)
+    together = kept(uneven(cache) if ragged else cache)
+    for row, n in enumerate(lengths):
+        alone, one = run(model, ids[row : row + 1, 36 - n :], fed[row : row + 1], policy, 0.4, **options)
+        torch.testing.assert_close(logits[row : row + 1], alone, atol=3e-5, rtol=0)
+        assert [layer[row] for layer in together] == [layer[0] for layer in kept(one)]
+    order = torch.tensor([2, 0, 1])
+    turned, cache = run(
+        model, ids[order], fed[order], policy, 0.4, left_pad(ids, [lengths[i] for i in order.tolist()]), **options
+    )
+    torch.testing.assert_close(logits[order], turned, atol=3e-5, rtol=0)
+    assert [[layer[i] for i in order.tolist()] for layer in together] == kept(cache)
+
+
+def test_permuting_kv_heads_permutes_what_they_keep():
+    model, ids, fed = make("llama_gqa"), prompt(1, 36), prompt(1, 8, seed=2)
+    logits, cache = run(model, ids, fed, "roco", 0.4)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for proj, heads in ((attention.q_proj, 4), (attention.k_proj, 2), (attention.v_proj, 2)):
+                weight = proj.weight.view(2, heads // 2 * 8, 32).flip(0).reshape(heads * 8, 32)
+                proj.weight.copy_(weight)
+            attention.o_proj.weight.copy_(attention.o_proj.weight.view(32, 2, 16).flip(1).reshape(32, 32))
+    turned, other = run(model, ids, fed, "roco", 0.4)
+    torch.testing.assert_close(logits, turned, atol=3e-5, rtol=0)
+    assert [[row[::-1] for row in layer] for layer in kept(cache)] == kept(other)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "keyformer", "tova", "roco", *RAGGED])
+def test_beams_carry_their_own_history(policy):
+    """A beam's logits are those of its own text fed through a cache of its own."""
+    n = 40 if policy in RAGGED else 30
+    model, ids = make("llama_gqa"), prompt(2, n)
+    mask = left_pad(ids, [n, n - 9])
+    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4) as patch:
+        out = model.generate(
+            ids, attention_mask=mask, num_beams=4, max_new_tokens=12, do_sample=False, pad_token_id=0,
+            num_return_sequences=4, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        sums = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices).sum(1)
+        for row in range(8):
+            text, source = out.sequences[row : row + 1, n:], slice(row // 4, row // 4 + 1)
+            cache = patch.new_cache()
+            cache.request.new_tokens = 12
+            logits, _ = force(model, ids[source], text[:, :-1], mask[source], cache)
+            score = logits.log_softmax(-1).gather(2, text[..., None]).sum()
+            torch.testing.assert_close(score, sums[row], atol=2e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("sequences") / "cache.safetensors"
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    chosen=settings_of_a_patch(),
+    rows=st.integers(1, 3),
+    n=st.integers(2, 30),
+    deeds=st.lists(st.tuples(st.sampled_from(sequences.DEEDS), st.integers(1, 6)), max_size=9),
+)
+def test_any_sequence_of_one_cache(path, chosen, rows, n, deeds):
+    name, policy, k, options = chosen
+    model = make(name, dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
+        texts = sequences.Texts(model, patch, rows, n, path)
+        for deed, number in deeds:
+            texts.do(deed, number)
+        texts.check()
+
+
+@pytest.mark.parametrize("policy", kvpatch.list_policies())
+def test_joined_rows_of_every_policy_and_architecture(policy):
+    """Joined, dropped and added between steps, each row gives what it gives alone; rows of one budget, and of their own."""
+    options = dict(SMALL.get(policy, {}))
+    if policy == "keyformer":
+        options["generation_length"] = 9
+    for index, name in enumerate(FIVE, kvpatch.list_policies().index(policy)):
+        model = make(name, dtype=torch.float64)
+        with torch.no_grad(), kvpatch.patched(model, policy, (0.4, 6)[index % 2], **options) as patch:
+            scenario(Loop(model, patch))
+
+
+@pytest.mark.parametrize("policy", [name for name in EVICTING if name not in SMALL])
+def test_joined_rows_under_other_schedules(policy):
+    for schedule in ("prompt", "decode"):
+        model = make("llama_gqa", dtype=torch.float64)
+        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, schedule=schedule) as patch:
+            scenario(Loop(model, patch))
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("keyformer", {"shared": True, "generation_length": 9}),
+        ("keyformer", {"resample": True, "damping": 0.9, "generation_length": 9}),
+        ("keyformer", {"positions": "renumbered"}),
+        ("h2o", {"block": 5, "sinks": 2}),
+        (combined("roco", ("pyramid", "adaptive", "critical")), {"protected": 0.2, "recent": 1}),
+    ],
+    ids=["shared", "resample", "renumbered", "block", "pyramid+adaptive+critical"],
+)
+def test_joined_rows_with_options(policy, options):
+    model = make("llama_gqa", dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **options) as patch:
+        scenario(Loop(model, patch))
+
+
+@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    chosen=settings_of_a_patch(),
+    texts=st.lists(st.tuples(st.integers(2, 24), st.integers(0, 5)), min_size=1, max_size=3),
+    deeds=st.lists(st.tuples(st.sampled_from(joined.DEEDS), st.integers(1, 5)), max_size=7),
+)
+def test_any_sequence_of_joined_rows(tmp_path_factory, chosen, texts, deeds):
+    name, policy, k, options = chosen
+    path = tmp_path_factory.mktemp("batches") / "cache.safetensors"
+    model = make(name, dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
+        loop = Loop(model, patch)
+        loop.add(*texts)
+        for deed, number in deeds:
+            do(loop, deed, number, path)
+        loop.step()

@@ -1,0 +1,82 @@
+"""Policies are data: their options, their parts, and what follows from them."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from kvpatch import KVPatchError
+from kvpatch.policies import Policy, get_policy, scores
+from kvpatch.policies.allocation import Adaptive, Pyramid
+from kvpatch.policies.budgets import Budget
+from kvpatch.policies.scopes import DeviationScope, Scope
+from kvpatch.policies.selection import TwoStage
+
+NOT_NUMBERS = [True, "0.5", None, math.nan]
+OPTIONS = [  # part, option, what is refused, what is just allowed
+    (Adaptive, "floor", [*NOT_NUMBERS, -0.01, 1.01, 2], [0, 1, 0.0, 1.0, 0.5]),
+    (Pyramid, "beta", [*NOT_NUMBERS, 0, 0.99, math.inf, -1], [1, 1.0, 20, 1e9]),
+    (TwoStage, "alpha", [*NOT_NUMBERS, -0.01, 1.01, 2], [0, 1, 0.5]),
+    (TwoStage, "eps", [*NOT_NUMBERS, -0.01, 1.01, 2], [0, 1, 1e-9]),
+    (TwoStage, "norm", [True, 0, 3, "1", None], [1, 2]),
+    (scores.DilatedRecency, "dilation", [-1, 1.0, "1", None], [0, 1, 50]),
+    (scores.Last, "heads", ["all", None, 1], ["layer", "each"]),
+    (scores.ObservationWindow, "window", [0, -1, 1.0, "3", None], [1, 2, 1000]),
+    (scores.ObservationWindow, "kernel", [0, -1, 2, 6, 3.0, "3", None], [1, 3, 7]),
+    (scores.ObservationWindow, "pooling", ["min", "", 1, False], ["max", "avg", None]),
+    (scores.GumbelSoftmax, "noise", ["uniform", None, ""], ["gumbel", "gaussian", "constant", "none"]),
+    (scores.GumbelSoftmax, "tau", [(1.0,), (0.0, 1.0), (1.0, -1.0), 1.0, (1.0, 2.0, 3.0), None], [(1, 2), [0.5, 0.5]]),
+    (scores.GumbelSoftmax, "generation_length", [0, -1, 1.5, "9", None], [1, 9]),
+    (scores.GumbelSoftmax, "damping", [-0.01, 1.01, math.nan], [0.0, 1.0, 0.5]),
+    (Scope, "sinks", [-1, 1.0, "4", None, True], [0, 1, 100]),
+    (Scope, "recent", [*NOT_NUMBERS, -1, -0.1, 1.01], [0, 1, 0.0, 1.0, 100]),
+    (Scope, "turns", ["every", None, 1], ["all", "each", "first"]),
+    (Scope, "protect", ["x", 1.5, [[1], [1, 2]], torch.zeros(2), torch.zeros(1, 1, 1).bool(), torch.zeros(2, 2).long()],
+     [[True, False], [[True], [False]], [3, 4], 5, torch.tensor([1], dtype=torch.int32)]),
+    (DeviationScope, "protected", [*NOT_NUMBERS, -1, -0.1, 1.01], [0, 1, 0.0, 1.0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "option", "refused", "allowed"), OPTIONS, ids=[f"{p.__name__}-{o}" for p, o, _, _ in OPTIONS])
+def test_options(part, option, refused, allowed):
+    for value in allowed:
+        part(**{option: value}).check()
+    for value in refused:
+        with pytest.raises(KVPatchError, match=f"^{option}="):
+            part(**{option: value}).check()
+
+
+def test_a_share_above_one_is_told_as_tokens():
+    with pytest.raises(KVPatchError, match=r"recent=12\.5 is more than the whole budget; write 12 for 12 tokens"):
+        Scope(recent=12.5).check()
+
+
+@pytest.mark.parametrize("part", ["score", "over_layers", "over_heads", "selection"])
+def test_parts_that_may_be_missing(part):
+    Policy("mine", **{"score": scores.Recency(), part: None})
+
+
+def test_a_policy_has_a_scope():
+    with pytest.raises(KVPatchError, match="scope"):
+        Policy("mine", scores.Recency(), scope=None)
+
+
+PARTS = {part for part, *_ in OPTIONS} | {Budget, Policy, scores.Score, *scores.Score.__subclasses__()}
+
+
+@pytest.mark.parametrize("part", sorted(PARTS, key=str))
+def test_a_policy_is_data(part):
+    """Frozen and comparable: two policies with the same parts are one, and nobody changes one in use."""
+    assert part.__dataclass_params__.frozen
+    assert part.__dataclass_params__.eq
+
+
+def test_who_remembers_generated_tokens():
+    assert get_policy("h2o").remembers is False
+    assert dataclasses.replace(get_policy("h2o"), schedule="prompt").remembers is True
+
+
+def test_heads_that_hold_the_same_tokens():
+    for name, aligned in {"tova": True, "h2o": True, "adaptive(tova)": False, "critical(tova)": False, "adakv": False}.items():
+        assert get_policy(name).aligned is aligned

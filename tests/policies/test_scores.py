@@ -1,0 +1,132 @@
+"""Scores: the values of each in a context, and what each says of itself."""
+
+import inspect
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.policies import POLICIES, Score, scores
+from kvpatch.policies.context import Limits, Moment
+from tests.helpers.contexts import small_context
+from tests.helpers.running import kept, run
+from tests.helpers.tiny import left_pad, make, prompt
+from tests.policies.test_noise import drawn
+
+
+def test_declarations():
+    """What a score says of itself decides what is computed for it; all of it, in one table."""
+    said = {
+        name: (one.rows, one.statistics, one.protects_tail, one.signed, one.is_weight, one.stored, one.fresh, one.tail)
+        for name, one in ((n, p.score) for n, p in POLICIES.items()) if one is not None
+    }  # fmt: skip
+    assert said["random"] == ("none", (), False, False, True, None, False, 0)
+    assert said["window"] == said["streaming_llm"] == ("none", (), False, False, False, "recency", False, 0)
+    assert said["dilated_window"] == ("none", (), False, True, False, None, False, 0)
+    assert said["key_attention"] == said["h2o"] == ("all", ("sum",), False, False, True, "sum", False, 0)
+    assert said["scissorhands"] == ("all", ("count",), False, False, True, "count", False, 0)
+    assert said["tova"] == ("tail", (), False, False, True, None, False, 1)
+    assert said["roco"] == ("all", ("sum",), False, False, True, "mean", False, 0)
+    assert said["keyformer"] == ("all", ("gumbel",), False, False, True, "gumbel", False, 0)
+    assert said["snapkv"] == said["adakv"] == ("tail", (), True, False, True, None, False, 32)
+    assert said["key_norm"] == ("none", (), False, True, False, None, False, 0)
+    assert scores.Last(heads="each").stored == "tail"
+    for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
+        assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
+    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_tail] == ["prompt"] * 6
+    assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
+    entries = {scores.Score.entry, scores.GumbelSoftmax.entry, scores.KeyNorm.entry}
+    assert [inspect.signature(entry).parameters["first"].default for entry in entries] == [0] * 3
+
+
+def test_values():
+    moment = small_context(2, None)
+    moment.state |= {name: torch.rand(1, 1, 4) for name in ("count", "gumbel", "key_norm")}
+    moment.state["tail"] = torch.rand(1, 2, 4)
+    assert torch.equal(scores.Accumulated().value(moment), moment.state["sum"])
+    assert torch.equal(scores.AccumulatedQuantized().value(moment), moment.state["count"] / 2)
+    assert torch.equal(scores.Mean().value(moment), moment.mean)
+    assert torch.equal(scores.GumbelSoftmax().value(moment), moment.state["gumbel"])
+    assert torch.equal(scores.KeyNorm().value(moment), -moment.state["key_norm"])
+    assert torch.equal(scores.Last(heads="".join("each")).value(moment), moment.state["tail"])
+    assert scores.Recency().value(moment).tolist() == [[[0.0, 3.0, 5.0, 9.0]]]
+    # the lattice by recency, behind all others by recency
+    ranked = scores.DilatedRecency().value(moment)[0, 0]
+    assert ranked.argsort().tolist() == [1, 2, 3, 0]
+    ranked = scores.DilatedRecency(dilation=2).value(moment)[0, 0]
+    assert ranked.argsort().tolist() == [2, 0, 1, 3]
+
+
+def test_temperatures_move_linearly_and_stop():
+    score = scores.GumbelSoftmax(tau=(1.0, 3.0), generation_length=8)
+    assert [score.temperature(step, None) for step in (0, 2, 8, 20)] == [1.0, 1.5, 3.0, 3.0]
+    assert [score.temperature(step, 4) for step in (0, 1, 4, 9)] == [1.0, 1.5, 3.0, 3.0]
+    steps, span = torch.tensor([0.0, 1.0, 4.0, 9.0]), torch.tensor(4.0)
+    assert score.temperature(steps, span).tolist() == [1.0, 1.5, 3.0, 3.0]
+    assert scores.GumbelSoftmax(tau=(2.0, 2.0)).temperature(steps, span) == 2.0
+    assert scores.Score().temperature(5, 9) == 1.0
+    assert scores.Score().decay == 1.0
+
+
+def test_noise_is_noted_where_it_is_drawn_once():
+    keys, positions = torch.zeros(1, 2, 3, 4), torch.arange(3)[None]
+    for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
+        noted = scores.GumbelSoftmax(noise=kind, resample=resample).entry(keys, positions, 2, 0, 0)
+        assert list(noted) == [] if kind == "none" or (resample and kind != "constant") else ["noise"]
+        assert all(one.shape == (1, 2, 3, 2) for one in noted.values())
+    one, other = (scores.GumbelSoftmax(noise=name).entry(keys, positions, 2, 0, 0) for name in ("gumbel", "".join("gumbel")))
+    assert torch.equal(one["noise"], other["noise"])
+
+
+@pytest.mark.parametrize("pooling", ["max", "avg", None])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_pooling_over_neighbours(pooling, kernel):
+    """In slots of any order, with empty ones: neighbours are those that are held, and the window's own tokens are none."""
+    order = torch.tensor([4, 0, 6, 2, 7, 1, 5, 3])
+    tail = torch.rand(1, 1, 8, generator=torch.Generator().manual_seed(3))
+    places = torch.tensor([10, 11, 14, 15, 17, 20, 21, -1])  # the last two real ones are the window
+    limits = Limits.of([(0, 0, 0, 0, 2, 0)], torch.device("cpu"))
+
+    def value(empty):
+        given = order if empty else torch.arange(7)
+        moment = Moment(
+            layer=0, seed=0, positions_BHS=places[given][None, None], newest_B11=torch.tensor([[[21]]]),
+            recent_B11=torch.tensor([[[21]]]), state={"tail": tail[..., given]}, limits=limits, group=1, sliding=None,
+            empty=empty,
+        )  # fmt: skip
+        return scores.ObservationWindow(window=2, kernel=kernel, pooling=pooling).value(moment)[0, 0], given
+
+    want = []
+    for i in range(5):
+        near = [tail[0, 0, j].item() for j in range(i - kernel // 2, i + kernel // 2 + 1) if 0 <= j < 5]
+        want.append({"max": max(near), "avg": sum(near) / kernel, None: tail[0, 0, i].item()}[pooling])
+    for empty in (False, True):
+        got, given = value(empty)
+        for slot, i in enumerate(given.tolist()):
+            if i < 5:
+                assert got[slot].item() == pytest.approx(want[i], abs=1e-6)
+
+
+def test_random_scores_belong_to_the_newest_token_and_the_head():
+    moment = small_context(1, None)
+    moment.positions_BHS = moment.positions_BHS.expand(1, 3, 4)
+    got = scores.Random().value(moment)
+    want = [[drawn(0, 0, head, 9, key) for key in (0, 3, 5, 9)] for head in range(3)]
+    torch.testing.assert_close(got[0].double(), torch.tensor(want, dtype=torch.float64), atol=1e-7, rtol=0)
+
+
+def test_scores_below_zero_are_in_order():
+    """A user's own score may be negative: its order is kept, and it is never taken for an empty slot."""
+
+    @dataclass(frozen=True)
+    class Oldest(Score):
+        def value(self, moment):
+            return -moment.positions_BHS.float() - 0.5
+
+    policy = kvpatch.Policy("oldest", Oldest())
+    model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 5, seed=2)
+    for mask in (None, left_pad(ids, [30, 20])):
+        _, cache = run(model, ids, fed, policy, 7, mask)
+        assert kept(cache) == [[[list(range(7))] * 2] * 2] * 2

@@ -1,0 +1,29 @@
+"""Statistics of attention probabilities, beside their definitions."""
+
+import pytest
+import torch
+
+from kvpatch.policies import scores
+from kvpatch.policies.context import Block
+from kvpatch.policies.statistics import STATISTICS
+
+
+def _block(p, tau=1.0, noise_NMG=None):
+    keys = (p[:, 0] > 0).sum(-1)
+    return Block(p, keys, noise_NMG, lambda: None, tau, 0, 0)
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.7, 2.0, 0.5, torch.tensor(1.7), torch.tensor([1.7, 0.6])[:, None, None, None]])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_statistics_are_their_definitions(tau, noisy):
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    p = x.softmax(-1)
+    zeta = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    block = _block(p.clone(), tau, zeta.exp() if noisy else None)
+    score = scores.GumbelSoftmax()
+    torch.testing.assert_close(STATISTICS["sum"](block, score), p.sum(1).sum(1))
+    torch.testing.assert_close(STATISTICS["squares"](block, score), (p.sum(1) / 3).square().sum(1))
+    assert torch.equal(STATISTICS["count"](block, score), (p > 1 / 5).double().sum((1, 2)))
+    shifted = (x + zeta.permute(0, 2, 1)[:, :, None]) if noisy else x
+    want = (shifted / tau).softmax(-1).sum((1, 2))
+    torch.testing.assert_close(STATISTICS["gumbel"](_block(p.clone(), tau, block.noise_NMG), score), want)
