@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 from transformers import Cache
 
-from .arch.bound import Site
+from .arch.bound import BoundAdapter
 from .backends.dispatch import check, check_name
 from .cache import from_dynamic
 from .cache.cache import EvictingCache
@@ -36,7 +36,7 @@ from .hooks.state import MISSING, Mark, PatchState
 from .hooks.target import Target, already_patched
 from .hooks.versions import check_versions
 from .policies import Policy, get_policy
-from .policies.budgets import Budget, whole
+from .policies.budgets import Budget, check_count
 from .report import Report
 from .storage.save_load import load, save
 
@@ -161,7 +161,7 @@ SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY
 def _check_block(block: object, policy: Policy) -> None:
     if block is None:
         return
-    whole("block", block, "tokens")
+    check_count("block", block, "tokens")
     assert isinstance(block, int)
     if policy.schedule == "decode":
         raise KVPatchError(
@@ -282,7 +282,7 @@ class Patch:
             KVPatchError: the policy needs attention rows that `past` does not hold, or `room` is no number of tokens.
         """
         if room is not None:
-            whole("room", room, "tokens")
+            check_count("room", room, "tokens")
         cache = self._state.new_cache()
         cache.request.room = room
         if past is not None and isinstance(past, Cache):
@@ -310,7 +310,7 @@ class Patch:
         cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
         with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
             for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
-                layer.geometry = Site(adapter, module, layer.positions.shape[1]).geometry(layer.device)
+                layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
         return cache
 
     def report(self) -> Report:

@@ -25,7 +25,7 @@ class Panel:
     """One policy's share of heads that kept each token, [L,n], with a title above it."""
 
     title: str
-    share_LN: Tensor
+    share_LT: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ def new_figure(**options: Any) -> Any:
     return figure
 
 
-def every_head(kept_LHN: Tensor, title: str) -> Any:
+def every_head(kept_LHT: Tensor, title: str) -> Any:
     """A line per layer and head, a column per token, filled where the head holds the token."""
-    L, H, n = kept_LHN.shape
+    L, H, n = kept_LHT.shape
     axes = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained").add_subplot()
     from matplotlib.colors import ListedColormap
 
     turn = torch.arange(L) % 2 + 1
     axes.imshow(
-        (kept_LHN * turn[:, None, None]).reshape(L * H, n).numpy(),
+        (kept_LHT * turn[:, None, None]).reshape(L * H, n).numpy(),
         cmap=ListedColormap(["white", *_BLUES]),
         vmin=0,
         vmax=2,
@@ -96,9 +96,9 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     image = None
     for axes, panel in ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column)):
         image = axes.imshow(
-            panel.share_LN.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+            panel.share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest"
         )
-        L = panel.share_LN.shape[0]
+        L = panel.share_LT.shape[0]
         axes.set_yticks(range(L), [f"layer {layer}" for layer in range(L)], fontsize=7)
         axes.set_title(panel.title, loc="left", fontsize=9, pad=11)
         axes.tick_params(length=0, labelsize=7)

@@ -15,7 +15,7 @@ from .cache.cache import EvictingCache
 from .errors import KVPatchError
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-"""Eighths of a character cell: none of the tokens of a stretch kept ... all of them."""
+"""Eighths of a character cell: none of the tokens of a segment kept ... all of them."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Report:
         return words[0] + (", counting generated tokens only" if self.schedule == "decode" else "")
 
     def strip(self, row: int = 0, width: int = 64) -> str:
-        """One line per layer for a terminal: which share of heads and tokens was kept, stretch by stretch of the text.
+        """One line per layer for a terminal: which share of heads and tokens was kept, segment by segment of the text.
 
         Args:
             row: of the batch.

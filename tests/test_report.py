@@ -71,7 +71,7 @@ def test_budget_in_words(k, schedule, words):
 
 
 def test_strip(window):
-    # row 0 in 6 stretches of 4 tokens: 10 and 5 newest of 24 are kept
+    # row 0 in 6 segments of 4 tokens: 10 and 5 newest of 24 are kept
     assert window.strip(0, width=6) == "layer  0 |   ▄██| 42%\nlayer  1 |    ▂█| 21%"
     # a text of 16 tokens gets 16 characters at most
     assert window.strip(1) == f"layer  0 |{' ' * 10}{'█' * 6}| 38%\nlayer  1 |{' ' * 13}{'█' * 3}| 19%"

@@ -47,7 +47,7 @@ def _shown(module: Any, inputs: int) -> Tensor | None:
     return weight if weight.shape[0] == inputs else None  # a part of it, whose module splits what it is given
 
 
-class Site:
+class BoundAdapter:
     """A module and its adapter. H is the module's number of KV heads. autocast: the module is called under it."""
 
     def __init__(self, adapter: Adapter, attn: Any, H: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..arch.bound import Site
+from ..arch.bound import BoundAdapter
 from ..cache import passes
 from ..cache.state import TextState
 from . import anomaly, blockwise, decode, prefill
@@ -17,7 +17,7 @@ from .layer_call import Call
 from .stacked import Deck
 
 
-def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
+def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     """Attention of new tokens through the cache; evicts what the policy says.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
@@ -26,23 +26,23 @@ def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: 
     """
     device = q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        site.autocast = True
+        bound_adapter.autocast = True
         with torch.autocast(device, enabled=False):
-            return _writable(cache, layer, q, k, v, site)
-    return _writable(cache, layer, q, k, v, site)
+            return _writable(cache, layer, q, k, v, bound_adapter)
+    return _writable(cache, layer, q, k, v, bound_adapter)
 
 
-def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
+def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         # what the cache allocates must stay writable where this mode is off again
         with torch.inference_mode(False), torch.no_grad():
-            return _attend(cache, layer, q, k, v, site)
-    return _attend(cache, layer, q, k, v, site)
+            return _attend(cache, layer, q, k, v, bound_adapter)
+    return _attend(cache, layer, q, k, v, bound_adapter)
 
 
-def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, site: Site) -> Tensor:
+def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     assert cache.now is not None, "passes.begin() runs in the decoder's pre-hook"
-    call = Call(cache, cache.now, layer, site, group=q.shape[1] // k.shape[1], device=q.device)
+    call = Call(cache, cache.now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)
     slots = call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:

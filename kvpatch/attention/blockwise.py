@@ -26,7 +26,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     outs, start = [], 0
     for one in now.blocks:
         columns = slice(start, start + one.prompt)
-        part = Call(call.cache, one, call.layer, call.site, call.group, q_BHGQD.device)
+        part = Call(call.cache, one, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
         outs.append(prefill.attend(part, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
         start += one.prompt
     out = torch.cat(outs, 3)

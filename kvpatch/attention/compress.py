@@ -41,12 +41,12 @@ def end_prompt(call: Call, past: int) -> None:
         count_BH, order = held_BH, slots.positions[:, :, : slots.used]
     elif bool(over_B.any()):
         empty = slots.positions[:, :, : slots.used] < 0
-        moment = call.moment(newest(call), -1)
+        context = call.eviction_context(newest(call), -1)
         if call.policy.over_heads is not None:
             assert slots.limits is not None
-            moment.keep_BH1 = None  # heads share by score alone
+            context.keep_BH1 = None  # heads share by score alone
             shared_BH = call.policy.over_heads.counts(
-                call.policy.order(moment, empty),
+                call.policy.eviction_keys(context, empty),
                 empty,
                 fixed_BH,
                 budget_B,
@@ -54,8 +54,8 @@ def end_prompt(call: Call, past: int) -> None:
                 everyone,
             )
             count_BH = torch.where(over_B[:, None], shared_BH, held_BH)
-        moment.keep_BH1 = everyone.own(count_BH)[..., None]
-        order = call.policy.order(moment, empty)
+        context.keep_BH1 = everyone.own(count_BH)[..., None]
+        order = call.policy.eviction_keys(context, empty)
         _note_mass(call, order, everyone.own(count_BH))
     elif slots.holes:
         order = slots.positions[:, :, : slots.used]

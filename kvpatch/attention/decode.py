@@ -53,10 +53,10 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Who takes the step. A kernel writes into slots; where tokens are appended it is torch."""
     task, case = _case(call, q_BHGD)
     if call.slots.free_BH is None or (call.score is not None and call.score.across_layers):
-        call.cache.choice.note(task, "torch", "tokens are appended, or layers share a score")
+        call.cache.choice.record(task, "torch", "tokens are appended, or layers share a score")
         return "torch"
     if call.cache.counters.lag_B is not None and call.observes:
-        call.cache.choice.note(task, "torch", "rows have temperatures of their own")
+        call.cache.choice.record(task, "torch", "rows have temperatures of their own")
         return "torch"
     return call.cache.choice.of(task, case)
 
@@ -70,7 +70,7 @@ def foresee(call: Call, q_BHGD: Tensor) -> None:
 
 
 def _task(call: Call) -> Task:
-    return "decode" if call.slots.extents is None else "ragged"
+    return "decode" if call.slots.head_offsets is None else "ragged"
 
 
 def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
@@ -102,7 +102,7 @@ def _by_kernel(
             slots.forget_places()
         elif evicting:
             why = backend("triton").torch_evicts(call.policy, slots)
-            call.cache.choice.note(_task(call), "triton", f"torch names who goes: {why}")
+            call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
             _evict(call, positions_B1[:, None], t)
         else:
             slots.advance()
@@ -114,7 +114,7 @@ def _observe(call: Call, p_BHGT: Tensor, keys: Keys, newest_B11: Tensor, t: int)
     score, policy = call.score, call.policy
     assert score is not None
     B, H, _, T = p_BHGT.shape
-    if score.tail:
+    if score.observed_rows:
         call.slots.statistic("tail")[:, :, :T] = p_BHGT.mean(2)
     if not policy.statistics:
         return
@@ -139,10 +139,10 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     if not slots.holes and slots.filling:
         slots.filling -= 1
         return
-    moment = call.moment(newest_B11, t)
-    positions = moment.positions_BHS
+    context = call.eviction_context(newest_B11, t)
+    positions = context.positions_BHT
     empty = positions < 0 if slots.holes else None
-    lowest = victim(call.policy.order(moment, None), empty)
+    lowest = victim(call.policy.eviction_keys(context, None), empty)
     if not slots.holes:
         slots.free(lowest)
         return

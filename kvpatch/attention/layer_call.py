@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..arch.bound import Site
+from ..arch.bound import BoundAdapter
 from ..backends.protocol import Case, Geometry, Keys, Task
 from ..backends.torch_backend import Rows
 from ..backends.value_norms import projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.state import TextState
-from ..policies.context import Block, Moment
+from ..policies.context import Block, EvictionContext
 from ..policies.statistics import STATISTICS
 
 AHEAD = 64  # decode steps
@@ -24,13 +24,13 @@ class Call:
     """A forward pass (`now`) reaching one layer of a cache. score is None where the layer never evicts."""
 
     def __init__(
-        self, cache: TextState, now: Forward, layer: int, site: Site, group: int, device: torch.device
+        self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        self.cache, self.now, self.layer, self.site, self.group = cache, now, layer, site, group
+        self.cache, self.now, self.layer, self.bound_adapter, self.group = cache, now, layer, bound_adapter, group
         self.settings = cache.settings
         self.slots: SlotLayer = cache.layers[layer]
         if self.slots.geometry is None:
-            self.slots.geometry = site.geometry(device)
+            self.slots.geometry = bound_adapter.geometry(device)
         self.geometry: Geometry = self.slots.geometry
         self.policy = self.settings.policies[layer]
         self.score = self.policy.score if self.settings.evicts[layer] else None
@@ -72,7 +72,7 @@ class Call:
         assert self.policy.selection is not None
         rows = self.slots.output_rows
         if rows is None:
-            rows, worked_out = self.site.output_rows(v_BHQD, self.group, self.settings.parallel)
+            rows, worked_out = self.bound_adapter.output_rows(v_BHQD, self.group, self.settings.parallel)
             self.slots.output_rows = rows if worked_out else None
         return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
 
@@ -98,7 +98,7 @@ class Call:
             grown = None  # known to the positions alone
         else:
             grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
-        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.extents, grown)
+        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.head_offsets, grown)
 
     def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
         """Who does it: chosen once for each kind of call."""
@@ -139,16 +139,16 @@ class Call:
             places = rows_BQ.amax(-1)[:, None, None] - behind
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
         table = self.now.table
-        q = self.site.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
+        q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
         k = keys.k_BHTD
-        if keys.extents is None:
-            k = self.site.rotate(k, ranks, table)
+        if keys.head_offsets is None:
+            k = self.bound_adapter.rotate(k, ranks, table)
         else:
-            head, column = keys.extents.places()
-            k = self.site.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
+            head, column = keys.head_offsets.places()
+            k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k)
 
-    def moment(self, newest_B11: Tensor, t: int) -> Moment:
+    def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """What scores and scopes are read from. t: column of the pass, for what all layers share."""
         slots, score = self.slots, self.score
         assert slots.limits is not None and score is not None
@@ -162,10 +162,10 @@ class Call:
             recent_B11 = newest_B11 - slots.limits.newest
             if shared is not None:
                 shared[id(slots.limits), t] = recent_B11
-        return Moment(
+        return EvictionContext(
             layer=self.layer,
             seed=self.settings.seed,
-            positions_BHS=positions,
+            positions_BHT=positions,
             newest_B11=newest_B11,
             recent_B11=recent_B11,
             state=state,

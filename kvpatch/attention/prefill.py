@@ -45,8 +45,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     else:
         out, lse = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
-        if call.score is not None and call.score.tail:
-            _observe_tail(call, q_BHGQD, keys, rows_BQ, lse)
+        if call.score is not None and call.score.observed_rows:
+            _observe_window(call, q_BHGQD, keys, rows_BQ, lse)
         if now.ends_prompt:
             end_prompt(call, past)
     return out
@@ -64,7 +64,7 @@ def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[T
                 return flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
             except flash_backend.Refused as error:  # said in the log already
                 why = str(error)
-        call.cache.choice.note("prompt", "torch", f"flash: {why}")
+        call.cache.choice.record("prompt", "torch", f"flash: {why}")
     return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
 
 
@@ -103,14 +103,14 @@ def _observed_prompt(
     return out, lse
 
 
-def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
+def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
     """The prompt's last rows: kept until the prompt ends, then their mean attention becomes the state "tail"."""
     assert call.score is not None
     slots, rows_BW = call.slots, rows_BQ
-    if slots.tail_rows is not None:
-        q_BHGQD = torch.cat([slots.tail_rows[0], q_BHGQD], 3)
-        rows_BW, lse = torch.cat([slots.tail_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
-    width = min(call.score.tail, rows_BW.shape[1])
+    if slots.window_rows is not None:
+        q_BHGQD = torch.cat([slots.window_rows[0], q_BHGQD], 3)
+        rows_BW, lse = torch.cat([slots.window_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
+    width = min(call.score.observed_rows, rows_BW.shape[1])
     # the newest rows of each text, wherever its padding lies
     index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
     rows_BW = rows_BW.gather(1, index_BW)
@@ -118,14 +118,14 @@ def _observe_tail(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse:
     q_BHGWD = rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BW]
     q_BHGWD = rearrange(q_BHGWD, "b w h g d -> b h g w d")
     if not call.now.ends_prompt:
-        slots.tail_rows = (q_BHGWD, rows_BW)
+        slots.window_rows = (q_BHGWD, rows_BW)
         return
-    slots.tail_rows = None
+    slots.window_rows = None
     assert slots.limits is not None
-    tail = slots.limits.tail
-    counted = rows_BW > newest(call)[:, 0] - tail[:, 0]
+    observed = slots.limits.observed
+    counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     name = call.backend("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: who makes these
     if lse is not None:
         lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
-    total = backend(name).tail(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)
-    slots.statistic("tail")[:, :, : slots.used] = total / tail.clamp(min=1)
+    total = backend(name).window_sums(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)
+    slots.statistic("tail")[:, :, : slots.used] = total / observed.clamp(min=1)

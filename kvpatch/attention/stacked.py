@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends import torch_backend
 from ..cache.state import TextState
-from ..policies.context import Block, Limits, Moment
+from ..policies.context import Block, EvictionContext, Limits
 from ..policies.selection import victim
 from ..policies.statistics import STATISTICS
 from .layer_call import AHEAD, Call
@@ -138,10 +138,10 @@ class Deck:
         assert self.score is not None
         if self.p is not None:
             self._observe(call)
-        moment = Moment(
+        context = EvictionContext(
             layer=self.layer_of[:, None, None],
             seed=self.seed,
-            positions_BHS=self.positions,
+            positions_BHT=self.positions,
             newest_B11=self.newest_B11,
             recent_B11=self.newest_B11 - self.limits.newest,
             state=self.state,
@@ -154,12 +154,12 @@ class Deck:
             keep_BH1=self.keep_B11,
             norms=lambda known, out: self.state["norm"],
         )
-        self._free(call.cache, victim(self.policy.order(moment, None), None))
+        self._free(call.cache, victim(self.policy.eviction_keys(context, None), None))
         self.positions.view(-1).index_fill_(0, self.at, -1)
 
     def _observe(self, call: Call) -> None:
         assert self.score is not None and self.p is not None
-        if self.score.tail:
+        if self.score.observed_rows:
             self.state["tail"].copy_(self.p.mean(2))
         if not self.policy.statistics:
             return

@@ -65,7 +65,7 @@ class Choice:
         self.ran[task] = self._found(task, case)
         return self.ran[task][0]
 
-    def note(self, task: Task, name: str, why: str) -> None:
+    def record(self, task: Task, name: str, why: str) -> None:
         """What ran for a reason of the caller's."""
         if not torch.compiler.is_compiling():
             self.ran[task] = (name, why)

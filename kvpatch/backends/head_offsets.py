@@ -1,7 +1,7 @@
-"""Heads that hold different numbers of tokens: flat keys and values in which every head has a stretch of its own.
+"""Heads that hold different numbers of tokens: flat keys and values in which every head has a segment of its own.
 
-Keys and values are rows [R,D]; R is the sum of what the heads hold and of the free slots that each head needs. Dense slots
-[B,H,C,D] are the case of equal stretches, and they stay a layout of their own, since everything but attention and the write is
+Keys and values are entries [F,D]; R is the sum of what the heads hold and of the free slots that each head needs. Dense slots
+[B,H,C,D] are the case of equal segments, and they stay a layout of their own, since everything but attention and the write is
 the same for both: positions and scores are kept as [B,H,C], C the longest head, with -1 behind a head's own end. (They
 are 8 to 24 bytes a token beside the 256 to 1024 of a key and a value; padding these alone keeps one set of score, scope and
 selection functions for all layers.) Pages were the alternative: they spare the copy when a layer that does not evict outgrows
@@ -22,9 +22,9 @@ SPARE = 50  # a layer becomes ragged where dense slots would waste more than a f
 
 @dataclass
 class Run:
-    """Heads (of the flattened B*H) of one capacity whose stretches follow each other from row `begin` on.
+    """Heads (of the flattened B*H) of one capacity whose segments follow each other from row `begin` on.
 
-    filled: slots that each of them had in use when the extents were made; None where they differ.
+    filled: slots that each of them had in use when the head_offsets were made; None where they differ.
     """
 
     heads: Tensor | slice
@@ -33,9 +33,9 @@ class Run:
     capacity: int
     filled: int | None
 
-    def of(self, rows_RD: Tensor) -> Tensor:
+    def of(self, entries_FD: Tensor) -> Tensor:
         """The run's part of flat keys or values, as a view [heads, capacity, D]."""
-        return rows_RD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
+        return entries_FD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
 
 
 def wasteful(needs: list[int], least: int = 0) -> bool:
@@ -44,7 +44,7 @@ def wasteful(needs: list[int], least: int = 0) -> bool:
     return waste * SPARE > sum(needs) and waste > least * len(needs)
 
 
-class Extents:
+class HeadOffsets:
     """Where the slots of each head lie.
 
     capacities: slots of each head of the flattened B*H, rounded up where there are many heads unless `exactly`. filled:
@@ -102,28 +102,28 @@ class Extents:
         real = kept_BHK.flatten(0, 1)[head, at] & (column == at)
         return rows.masked_fill_(~real[:, None], 0)
 
-    def unpack(self, rows_RD: Tensor, B: int, H: int, width: int) -> Tensor:
+    def unpack(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
         """[B,H,width,D], zero behind each head's end."""
         head, column = self.places()
-        padded = rows_RD.new_zeros(B * H * width, rows_RD.shape[-1])
-        padded[head * width + column] = rows_RD
+        padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
+        padded[head * width + column] = entries_FD
         return padded.view(B, H, width, -1)
 
-    def select(self, heads_N: Tensor) -> tuple[Extents, Tensor]:
-        """The extents of these heads, in this order and repeatedly where asked, and the rows [R'] to take for them."""
+    def select(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
+        """The head_offsets of these heads, in this order and repeatedly where asked, and the rows [R'] to take for them."""
         mine = heads_N.tolist()
-        new = Extents([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device, exactly=True)
+        new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device, exactly=True)
         head, column = new.places()
         return new, self.begin_N[heads_N[head]] + column
 
-    def resized(self, capacities: list[int], filled: list[int]) -> Extents:
-        """The extents of the same heads with other capacities."""
-        return Extents(capacities, filled, self.begin_N.device, exactly=True)
+    def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
+        """The head_offsets of the same heads with other capacities."""
+        return HeadOffsets(capacities, filled, self.begin_N.device, exactly=True)
 
-    def move(self, rows_RD: Tensor, new: Extents) -> Tensor:
-        """The rows in the stretches of `new`, whose heads are the same; what finds no room there was empty."""
+    def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
+        """The rows in the segments of `new`, whose heads are the same; what finds no room there was empty."""
         head, column = self.places()
         stays = column < new.capacity_N[head]
-        moved = rows_RD.new_zeros(new.rows, rows_RD.shape[-1])
-        moved[(new.begin_N[head] + column)[stays]] = rows_RD[stays]
+        moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])
+        moved[(new.begin_N[head] + column)[stays]] = entries_FD[stays]
         return moved

@@ -4,7 +4,7 @@ There are four tasks. A backend is a module that does some of them, and says of 
 
     prompt      torch, flash: attend() -> output and, where the kernel gives it, the log-sum-exp of every row
     statistics  triton: statistics() -> sums of the probabilities beside each key; torch: observe() hands the probabilities
-                over block by block instead, for what only a policy can sum; both: tail(), of a few rows
+                over block by block instead, for what only a policy can sum; both: window_sums(), of a few rows
     decode      one token over dense slots. triton: step() writes, attends, observes and evicts; torch: step() attends
     ragged      one token over heads that hold different numbers of tokens: the same, and flash: ragged_step() attends
 """
@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .head_offsets import Extents
+from .head_offsets import HeadOffsets
 
 Task = Literal["prompt", "statistics", "decode", "ragged"]
 TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")
@@ -26,9 +26,9 @@ TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")
 @dataclass
 class Keys:
     """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
-    prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `extents` heads hold
-    different numbers of tokens, and keys and values are rows [R,D] (ragged.py); each has taken `grown` more slots since
-    the extents were made, or None where they fill up unevenly."""
+    prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `head_offsets` heads hold
+    different numbers of tokens, and keys and values are entries [F,D] (ragged.py); each has taken `grown` more slots since
+    the head_offsets were made, or None where they fill up unevenly."""
 
     k_BHTD: Tensor
     v_BHTD: Tensor
@@ -36,7 +36,7 @@ class Keys:
     holes: bool
     past: int
     ordered: bool
-    extents: Extents | None = None
+    head_offsets: HeadOffsets | None = None
     grown: int | None = None
 
 

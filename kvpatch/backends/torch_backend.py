@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..policies.context import accumulator
-from .head_offsets import Extents
+from .head_offsets import HeadOffsets
 from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"
@@ -284,7 +284,7 @@ class _Mask:
             p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
 
 
-def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
+def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
     """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
     The log-sum-exp of the rows is not needed here."""
     dtype = accumulator(q_BHGWD.dtype)
@@ -311,8 +311,8 @@ def step(
     buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T] (in `buffer`)."""
-    if keys.extents is not None:
-        return _ragged_step(q_BHGD, keys, keys.extents, newest_B11, geometry, probabilities)
+    if keys.head_offsets is not None:
+        return _ragged_step(q_BHGD, keys, keys.head_offsets, newest_B11, geometry, probabilities)
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
     out = None
@@ -333,16 +333,16 @@ def step(
 
 
 def _ragged_step(
-    q_BHGD: Tensor, keys: Keys, extents: Extents, newest_B11: Tensor, geometry: Geometry, probabilities: bool
+    q_BHGD: Tensor, keys: Keys, head_offsets: HeadOffsets, newest_B11: Tensor, geometry: Geometry, probabilities: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`step` over heads of different lengths: heads of one length are attended together, without padding."""
     (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
     masked = keys.grown is None or geometry.slopes_HG is not None or geometry.sliding is not None
     D = q_BHGD.shape[-1]
-    if len(extents.runs) > 4 and B * H * T * D <= SMALL:
-        k, v = (extents.unpack(rows_RD, B, H, T) for rows_RD in (keys.k_BHTD, keys.v_BHTD))
-        return step(q_BHGD, replace(keys, k_BHTD=k, v_BHTD=v, extents=None), newest_B11, geometry, probabilities)
-    masked = masked or extents.uneven
+    if len(head_offsets.runs) > 4 and B * H * T * D <= SMALL:
+        k, v = (head_offsets.unpack(entries_FD, B, H, T) for entries_FD in (keys.k_BHTD, keys.v_BHTD))
+        return step(q_BHGD, replace(keys, k_BHTD=k, v_BHTD=v, head_offsets=None), newest_B11, geometry, probabilities)
+    masked = masked or head_offsets.uneven
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
     bias = None if bias is None else bias.flatten(0, 1)
     # a half cannot hold ALiBi's bias
@@ -350,7 +350,7 @@ def _ragged_step(
     sinks_NG1 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[..., None]
     q_NGD = q_NGD if exact and q_BHGD.dtype != dtype else q_NGD * geometry.scale
     out, p = torch.empty_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
-    for run in extents.runs:
+    for run in head_offsets.runs:
         used = run.capacity if run.filled is None or keys.grown is None else run.filled + keys.grown
         k, v, q = run.of(keys.k_BHTD)[:, :used], run.of(keys.v_BHTD)[:, :used], q_NGD[run.heads]
         mask = None if bias is None else bias[run.heads, :, :used]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from ..policies.budgets import whole
+from ..policies.budgets import check_count
 from . import checks, concat, invariants
 from .state import TextState, writable
 
@@ -61,7 +61,7 @@ class EvictingCache(TextState):
             KVPatchError: the cache is empty, or Q is no number of tokens.
         """
         checks.filled(self.seen_B is not None)
-        whole("Q", Q, "tokens")
+        check_count("Q", Q, "tokens")
         assert self.seen_B is not None
         return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
 
@@ -156,7 +156,7 @@ class EvictingCache(TextState):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put `repeats` copies of each row in its place."""
         self.check_whole()
-        whole("repeats", repeats, "copies of each row")
+        check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _shrinks(self, before_B: Tensor | None) -> bool:

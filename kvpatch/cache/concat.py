@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends.head_offsets import Extents
+from ..backends.head_offsets import HeadOffsets
 from ..policies.context import Limits
 from .compatibility import check
 from .growth import plan
@@ -152,8 +152,8 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
     capacities, ragged = plan(counts, goals)
     if ragged:
         filled = counts if goals is None else list(map(min, capacities, goals))
-        new.extents = Extents(capacities, filled, like.positions.device)
-        C, rows = new.extents.width, [new.extents.rows]
+        new.head_offsets = HeadOffsets(capacities, filled, like.positions.device)
+        C, rows = new.head_offsets.width, [new.head_offsets.rows]
     else:
         C = max(capacities)
         rows = [B, H, C]
@@ -166,7 +166,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
 
 
 def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Move what each head holds to the front of its stretch, in text order."""
+    """Move what each head holds to the front of its segment, in text order."""
     assert new.keys is not None and new.values is not None
     heads, C = 0, new.positions.shape[2]
     for part in parts:
@@ -187,8 +187,8 @@ def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 def _begin(layer: SlotLayer) -> Tensor:
     """The row of keys and values, flattened, at which each head's slots begin [B*H]."""
-    if layer.extents is not None:
-        return layer.extents.begin_N
+    if layer.head_offsets is not None:
+        return layer.head_offsets.begin_N
     assert layer.keys is not None
     return torch.arange(layer.positions.shape[:2].numel(), device=layer.positions.device) * layer.keys.shape[2]
 
@@ -196,8 +196,8 @@ def _begin(layer: SlotLayer) -> Tensor:
 def _open(new: SlotLayer, counts: list[int]) -> None:
     """Where the next token goes."""
     C, held = new.positions.shape[2], max(counts)
-    if new.evicting or new.extents is not None:
-        new.holes = new.extents is not None or new.filling > 0 or min(counts) + 1 < C
+    if new.evicting or new.head_offsets is not None:
+        new.holes = new.head_offsets is not None or new.filling > 0 or min(counts) + 1 < C
         new.open(torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2]))
     else:
         new.used, new.holes = held, min(counts) < held

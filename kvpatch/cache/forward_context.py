@@ -52,7 +52,7 @@ class Forward:
     @cached_property
     def padding(self) -> tuple[int, bool]:
         """Columns up to the prompt's last padding, and whether some padding comes behind a token of its row: what a sliding
-        window reaches is then no stretch of columns."""
+        window reaches is then no segment of columns."""
         pad_BP = self.positions_BQ[:, : self.prompt] < 0
         last = pad_BP.any(0).nonzero()[-1] + 1
         reach, gapped = torch.stack([last[0], (pad_BP[:, 1:] & ~pad_BP[:, :-1]).any().long()]).tolist()

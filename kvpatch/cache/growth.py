@@ -37,5 +37,5 @@ def plan(
     if not ragged:
         return capacities(counts, goals, more(max(counts))), False
     free = more(sum(counts) // len(counts))
-    # of many heads capacities are rounded up (ragged.Extents), which takes its part of the sixteenth
+    # of many heads capacities are rounded up (ragged.HeadOffsets), which takes its part of the sixteenth
     return capacities(counts, goals, free if exactly or len(counts) <= FEW else -(-free // 2)), True

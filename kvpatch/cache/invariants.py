@@ -101,12 +101,12 @@ class _LayerState:
         self.real = layer.positions >= 0
         self.held_BH = self.real.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        if layer.extents is None:
+        if layer.head_offsets is None:
             self.limit_BH = torch.full_like(self.held_BH, layer.used)
         elif layer.evicting:
-            self.limit_BH = torch.tensor(layer.extents.filled, device=layer.device).view_as(self.held_BH)
+            self.limit_BH = torch.tensor(layer.head_offsets.filled, device=layer.device).view_as(self.held_BH)
         else:
-            self.limit_BH = layer.extents.capacity_N.view_as(self.held_BH)
+            self.limit_BH = layer.head_offsets.capacity_N.view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
         """Raise InvalidError where the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
@@ -171,10 +171,10 @@ class _LayerState:
         must(layer.growing and layer.holes and layer.used == len(self.column), "unused columns between slots")
         must(layer.grown <= layer.slack, f"{layer.grown} of {layer.slack} free slots are taken")
         must(self.limit_BH - free_BH >= layer.slack - layer.grown, "fewer slots are free than it says")
-        if layer.extents is None:
+        if layer.head_offsets is None:
             must(free_BH == layer.taken, "free_BH is not behind what was taken")
         else:
-            filled = torch.tensor(layer.extents.filled, device=layer.device).view_as(free_BH)
+            filled = torch.tensor(layer.head_offsets.filled, device=layer.device).view_as(free_BH)
             must(free_BH == filled + layer.grown, "free_BH is not behind what was taken")
         behind = free_BH[..., None] - self.column  # 1 at the newest
         must(~self.real | (behind > 0), "a free slot is taken")
@@ -193,8 +193,8 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
     """
     B, H, C = layer.positions.shape
     counts = layer.counts()
-    if layer.extents is not None:
-        held, slots = sum(counts), layer.extents.rows
+    if layer.head_offsets is not None:
+        held, slots = sum(counts), layer.head_offsets.rows
         allowed = held + len(counts) * max(slack(held // len(counts)), ahead)
     else:  # columns are as many as the longest row's
         held = max(counts) if layer.free_BH is not None else layer.used
@@ -207,7 +207,7 @@ def _first(positions: Tensor) -> Tensor:
     return positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).amin(-1, keepdim=True)
 
 
-def must(condition: object, words: str) -> None:
+def must(condition: object, message: str) -> None:
     """Raise InvalidError with these words unless the condition (all of it, of a tensor) holds."""
     if not (bool(condition.all()) if isinstance(condition, Tensor) else condition):
-        raise InvalidError(words)
+        raise InvalidError(message)

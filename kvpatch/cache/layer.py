@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..backends.head_offsets import Extents
+from ..backends.head_offsets import HeadOffsets
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
 from .growth import capacities, slack
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, [B,H,C,D], of which the first `used` columns count.
 
-    Where heads hold different numbers of tokens the layer is ragged: keys and values are rows [R,D] in which `extents` gives
-    each head a stretch of its own (ragged.py), and everything below stays [B,H,C], C the longest stretch.
+    Where heads hold different numbers of tokens the layer is ragged: keys and values are entries [F,D] in which `head_offsets`
+    gives each head a segment of its own (head_offsets.py), and everything below stays [B,H,C], C the longest segment.
 
     positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or [B,H,C,G] beside the keys. free_BH: the
     slot of each head that the next token goes to (behind a head's last slot where all are taken), or None while tokens are
@@ -62,7 +62,7 @@ class SlotLayer(CacheLayerMixin):
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.limits: Limits | None = None
         # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
-        self.tail_rows: tuple[Tensor, Tensor] | None = None
+        self.window_rows: tuple[Tensor, Tensor] | None = None
         # entries of coming tokens, and the number of columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         # computed from the shape and from free_BH, and kept with what they were computed from
@@ -72,7 +72,7 @@ class SlotLayer(CacheLayerMixin):
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
         self.traced = False  # the pass is a traced step (compiled.py)
-        self.extents: Extents | None = None
+        self.head_offsets: HeadOffsets | None = None
         self.growing = False
         self.slack = self.grown = 0
         # keys and values of the used columns with their graph, while a pass computes gradients
@@ -119,22 +119,22 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         assert self.keys is not None and self.values is not None
-        if self.extents is None:
+        if self.head_offsets is None:
             self.keys, self.values = change(self.keys), change(self.values)
         else:
             heads_BH = torch.arange(self.positions.shape[:2].numel(), device=self.device).view(self.positions.shape[:2])
-            self.extents, rows = self.extents.select(change(heads_BH).reshape(-1))
+            self.head_offsets, rows = self.head_offsets.select(change(heads_BH).reshape(-1))
             self.keys, self.values = self.keys[rows], self.values[rows]
         self.positions = change(self.positions)
         self.state = {name: change(tensor) for name, tensor in self.state.items()}
-        if self.extents is not None and self.extents.width < self.positions.shape[2]:  # the longest row has gone
-            C = self.used = self.extents.width
+        if self.head_offsets is not None and self.head_offsets.width < self.positions.shape[2]:  # the longest row has gone
+            C = self.used = self.head_offsets.width
             self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
         self.free_BH = None if self.free_BH is None else change(self.free_BH)
-        if self.tail_rows is not None:
-            self.tail_rows = (change(self.tail_rows[0]), change(self.tail_rows[1]))
+        if self.window_rows is not None:
+            self.window_rows = (change(self.window_rows[0]), change(self.window_rows[1]))
         self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
         self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
@@ -210,7 +210,7 @@ class SlotLayer(CacheLayerMixin):
 
     def trim(self) -> None:
         """Show no spare columns, to whoever looks at a cache that holds everything."""
-        if not self.is_initialized or self.extents is not None or self.free_BH is not None or self.journal:
+        if not self.is_initialized or self.head_offsets is not None or self.free_BH is not None or self.journal:
             return  # what is recorded stands in columns of its own
         assert self.keys is not None and self.values is not None
         T = self.used
@@ -260,10 +260,10 @@ class SlotLayer(CacheLayerMixin):
 
     def free_rows(self) -> Tensor:
         """free_BH as indices [B*H] into the rows of keys and values."""
-        if self.extents is None:
+        if self.head_offsets is None:
             return self.free_slots()
         assert self.free_BH is not None
-        return self.extents.begin_N + self.free_BH.reshape(-1)
+        return self.head_offsets.begin_N + self.free_BH.reshape(-1)
 
     def _heads(self) -> Tensor:
         """Where each head's slots begin, flattened [B*H]."""
@@ -276,10 +276,10 @@ class SlotLayer(CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions of the used slots; keys and values of a ragged layer are rows [R,D]."""
+        """Keys, values and positions of the used slots; keys and values of a ragged layer are entries [F,D]."""
         assert self.keys is not None and self.values is not None
         T = self.used
-        if self.extents is not None or T == self.positions.shape[2]:
+        if self.head_offsets is not None or T == self.positions.shape[2]:
             return self.keys, self.values, self.positions
         return self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
 
@@ -304,16 +304,16 @@ class SlotLayer(CacheLayerMixin):
             self.positions[:, :, : self.used].masked_fill_(~kept_BHK, -1)
 
     def settle_ragged(self, index_BHK: Tensor, kept_BHK: Tensor, capacities: list[int], filled: list[int]) -> None:
-        """End of a prompt whose heads keep different numbers of tokens: a stretch of `capacities` slots for each, of which
+        """End of a prompt whose heads keep different numbers of tokens: a segment of `capacities` slots for each, of which
         `filled` are in use while a query attends."""
         assert self.keys is not None and self.values is not None
         with torch.no_grad():
-            extents = Extents(capacities, filled, self.keys.device)
-            self.keys, self.values = (extents.pack(t, index_BHK, kept_BHK) for t in (self.keys, self.values))
-            K, C = index_BHK.shape[-1], extents.width
+            head_offsets = HeadOffsets(capacities, filled, self.keys.device)
+            self.keys, self.values = (head_offsets.pack(t, index_BHK, kept_BHK) for t in (self.keys, self.values))
+            K, C = index_BHK.shape[-1], head_offsets.width
             self.positions = _padded(self.positions.gather(2, index_BHK).masked_fill(~kept_BHK, -1), C, -1)
             self.state = {name: _padded(_taken(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
-        self.extents, self.used, self.floor = extents, C, K
+        self.head_offsets, self.used, self.floor = head_offsets, C, K
         self.contiguous, self.holes = False, True
         self.free_BH = kept_BHK.sum(-1)
         self.measure()
@@ -322,11 +322,11 @@ class SlotLayer(CacheLayerMixin):
         """Columns again, some of them empty, for a prompt that goes on behind them."""
         if self.free_BH is None:
             return
-        if self.extents is not None:
+        if self.head_offsets is not None:
             B, H, C = self.positions.shape
-            self.keys, self.values = (self.extents.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
+            self.keys, self.values = (self.head_offsets.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
         self.used, self.holes = self.taken, True
-        self.extents = self.free_BH = None
+        self.head_offsets = self.free_BH = None
         self.growing, self.slack, self.grown = False, 0, 0
 
     def open(self, next_BH: Tensor | None = None) -> None:
@@ -349,7 +349,7 @@ class SlotLayer(CacheLayerMixin):
     def capacities(self) -> list[int]:
         """Slots that each head of the flattened B*H has."""
         B, H, C = self.positions.shape
-        return [C] * (B * H) if self.extents is None else self.extents.capacities
+        return [C] * (B * H) if self.head_offsets is None else self.head_offsets.capacities
 
     def counts(self) -> list[int]:
         """Slots that each head has taken; waits for the device."""
@@ -402,14 +402,14 @@ class SlotLayer(CacheLayerMixin):
     def _wanted(self) -> list[int]:
         """Slots of each head, were buffers made now."""
         counts, goals = self.counts(), self.goals()
-        if self.extents is not None:
+        if self.head_offsets is not None:
             return capacities(counts, goals, slack(sum(counts) // len(counts)))
         return [max(capacities(counts, goals, slack(max(counts))))] * len(counts)
 
     def _allowed(self) -> int:
         """Slots of all heads that are not too many."""
         counts = self.counts()
-        if self.extents is None:
+        if self.head_offsets is None:
             return sum(self._wanted())
         return sum(counts) + len(counts) * slack(sum(counts) // len(counts))
 
@@ -418,15 +418,15 @@ class SlotLayer(CacheLayerMixin):
     def _move(self, capacities: list[int]) -> None:
         """New buffers of these capacities; what lies where is as before."""
         assert self.keys is not None and self.values is not None
-        if self.extents is None:
+        if self.head_offsets is None:
             self._resize(max(capacities))
             self.used = self.positions.shape[2]
         else:
             goals = self.goals()
-            filled = self.extents.filled if goals is None else list(map(min, capacities, goals))
-            old, self.extents = self.extents, self.extents.resized(capacities, filled)
-            self.keys, self.values = (old.move(tensor, self.extents) for tensor in (self.keys, self.values))
-            C = self.used = self.extents.width
+            filled = self.head_offsets.filled if goals is None else list(map(min, capacities, goals))
+            old, self.head_offsets = self.head_offsets, self.head_offsets.resized(capacities, filled)
+            self.keys, self.values = (old.move(tensor, self.head_offsets) for tensor in (self.keys, self.values))
+            C = self.used = self.head_offsets.width
             self.positions = _padded(self.positions, C, -1)
             self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
         self.floor = min(self.floor, self.used)
@@ -435,7 +435,7 @@ class SlotLayer(CacheLayerMixin):
     @property
     def taken(self) -> int:
         """Columns in use."""
-        opened = self.free_BH is not None and not self.evicting and self.extents is None
+        opened = self.free_BH is not None and not self.evicting and self.head_offsets is None
         return self.used - self.slack + self.grown if opened else self.used
 
     def advance(self) -> None:

@@ -44,7 +44,7 @@ class Asked:
 
 def run(asked: Asked, model: Any, tokenizer: Any, prompt: str, own: str | None, name: str) -> None:
     """Measure and show; `name` is the model's. Raises KVPatchError as `text_ids`, and where a file cannot be written."""
-    ids_1N, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
+    ids_1T, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
     for note in notes:
         print(note, file=sys.stderr)
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -53,7 +53,7 @@ def run(asked: Asked, model: Any, tokenizer: Any, prompt: str, own: str | None, 
         def on_row(row: Row) -> None:
             progress.update(task, advance=1, description=f"{row.policy} k={row.k}")
 
-        result = Comparison(model, ids_1N, n, asked.schedule, asked.seed).run(asked.policies, asked.ks, on_row)
+        result = Comparison(model, ids_1T, n, asked.schedule, asked.seed).run(asked.policies, asked.ks, on_row)
     fed = f"{result.fed:,} tokens of {'its own greedy text' if own is None else 'the continuation'}"
     title = f"{name}: a prompt of {n:,} tokens, then {fed}, fed one by one"
     # wrapped by a narrow terminal rather than cut
@@ -167,19 +167,19 @@ def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int)
     return torch.cat([ids, fed], 1), n, [note] * bool(note) + notes
 
 
-def _continue(model: Any, ids_1N: Tensor, new: int) -> Tensor:
+def _continue(model: Any, ids_1T: Tensor, new: int) -> Tensor:
     """The model's own greedy text, [1,m], without the token that ends it."""
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]
-    out_1N = model.generate(
-        ids_1N,
-        attention_mask=torch.ones_like(ids_1N),
+    out_1T = model.generate(
+        ids_1T,
+        attention_mask=torch.ones_like(ids_1T),
         max_new_tokens=new,
         do_sample=False,
         num_beams=1,
         pad_token_id=0 if padding is None else padding,
     )
-    fed = out_1N[:, ids_1N.shape[1] :]
+    fed = out_1T[:, ids_1T.shape[1] :]
     if int(fed[0, -1]) in ends:  # what would come after the end of a text says nothing about it
         fed = fed[:, :-1]
     if not fed.numel():

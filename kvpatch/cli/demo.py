@@ -112,7 +112,7 @@ def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
     if "source" not in stages:
         return outcome
     text, source = stages["source"].text, fed["source"]
-    logits_BSV, next_BS = source.logits_BSV[:, :-1], text.ids_BN[:, text.n :]
+    logits_BSV, next_BS = source.logits_BSV[:, :-1], text.ids_BT[:, text.n :]
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), next_BS.flatten())
     nbytes = source.nbytes
     return replace(outcome, nbytes=nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1), seconds=source.seconds)
@@ -122,17 +122,17 @@ def _feed(stage: Stage, policy: str, k: float) -> Fed:
     """The unpatched model for "full": what a user has today."""
     text = stage.text
     if policy == "full":
-        feed(stage.model, text.ids_BN[:, : text.n + 2], text.n, None)  # what is slow once should not count
-        return feed(stage.model, text.ids_BN, text.n, text.mask_BN)
+        feed(stage.model, text.ids_BT[:, : text.n + 2], text.n, None)  # what is slow once should not count
+        return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
     with patched(stage.model, policy, k, **POLICIES[policy]):
-        return feed(stage.model, text.ids_BN, text.n, text.mask_BN)
+        return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
 
 
 def _after_prompt(policy: str, k: float, stage: Stage) -> Report:
     """What is left of the first prompt when its first answer token is about to be fed."""
     text = stage.text
-    ids_1N = text.ids_BN[:1, : text.n]
-    if text.mask_BN is not None:
-        ids_1N = ids_1N[:, text.mask_BN[0, : text.n].bool()]
+    ids_1T = text.ids_BT[:1, : text.n]
+    if text.mask_BT is not None:
+        ids_1T = ids_1T[:, text.mask_BT[0, : text.n].bool()]
     with patched(stage.model, policy, k, **POLICIES[policy]):
-        return Report.of(feed(stage.model, ids_1N, ids_1N.shape[1]).cache)
+        return Report.of(feed(stage.model, ids_1T, ids_1T.shape[1]).cache)

@@ -80,7 +80,7 @@ _LEGEND = {
 
 
 def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> None:
-    """A line per policy at the smallest budget: the share of all heads that kept each stretch of the first prompt."""
+    """A line per policy at the smallest budget: the share of all heads that kept each segment of the first prompt."""
     k = min(share for _, share in reports)
     kept = {policy: report.kept().float().mean((0, 1)) for (policy, share), report in reports.items() if share == k}
     n = len(next(iter(kept.values())))

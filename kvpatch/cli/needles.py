@@ -42,9 +42,9 @@ class Text:
     """
 
     what: str
-    ids_BN: Tensor
+    ids_BT: Tensor
     n: int
-    mask_BN: Tensor | None = None
+    mask_BT: Tensor | None = None
     answer: tuple[int, int] | None = None
     marks: Marks = field(default_factory=Marks)
 
@@ -52,7 +52,7 @@ class Text:
         """Which rows greedy decoding would answer right, bool [B], from the logits of the true tokens fed."""
         assert self.answer is not None
         start, stop = self.answer
-        return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BN[:, self.n + start : self.n + stop]).all(-1)
+        return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 
 
 def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
@@ -128,6 +128,6 @@ def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fe
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = prompt + fed - len(first)
     starts = [i * (len(ids) - length) // max(rows - 1, 1) for i in range(rows)]
-    rows_BN = torch.tensor([first + ids[start : start + length] for start in starts], device=model.device)
-    what = f"{rows} stretches of {SOURCE}, {prompt} tokens of prompt and {fed} more"
-    return Text(what, rows_BN, prompt)
+    rows_BT = torch.tensor([first + ids[start : start + length] for start in starts], device=model.device)
+    what = f"{rows} segments of {SOURCE}, {prompt} tokens of prompt and {fed} more"
+    return Text(what, rows_BT, prompt)

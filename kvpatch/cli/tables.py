@@ -44,7 +44,7 @@ def _kept(policy: Policy) -> str:
         protected.append(f"the first {scope.sinks}")
     if scope.recent:
         protected.append(f"the newest {_size(scope.recent)}")
-    if policy.score is not None and policy.score.protects_tail:
+    if policy.score is not None and policy.score.protects_window:
         protected.append("the observation window")
     if scope.deviation:
         protected.append(f"the top {_size(scope.deviation)} by standard deviation")

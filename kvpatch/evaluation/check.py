@@ -108,7 +108,7 @@ class Checks:
         self.n = min(_PROMPT, limit - _NEW)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
-        self.ids_BN = ids.to(model.device)
+        self.ids_BT = ids.to(model.device)
         self.tolerance = TOLERANCE.get(model.dtype, 1e-1)
 
     def run(self) -> list[Result]:
@@ -138,9 +138,9 @@ class Checks:
         return Result(name, difference <= self.tolerance, f"off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
     def full(self) -> tuple[Tensor, Tensor]:
-        expected = self._feed(self.ids_BN)
+        expected = self._feed(self.ids_BT)
         with patched(self.model, self.policy, 1.0, seed=self.seed):
-            return self._feed(self.ids_BN), expected
+            return self._feed(self.ids_BT), expected
 
     def masking(self) -> tuple[Tensor, Tensor] | None:
         """The first _SINKS and the newest tokens, against one unpatched forward whose mask hides all others."""
@@ -149,8 +149,8 @@ class Checks:
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
         with patched(self.model, "window", budget, sinks=sinks):
-            got = self._feed(self.ids_BN)
-        total = self.ids_BN.shape[1]
+            got = self._feed(self.ids_BT)
+        total = self.ids_BT.shape[1]
         query, key = torch.arange(total)[:, None], torch.arange(total)[None]
         seen = key <= query
         # a generated token meets what was kept before it came, and itself
@@ -164,23 +164,23 @@ class Checks:
             masks = self._mask(kept & (key > query - window))
         places = {}
         if "position_ids" in inspect.signature(type(self.model).forward).parameters:
-            places["position_ids"] = torch.arange(total, device=self.model.device)[None].expand(len(self.ids_BN), -1)
-        expected = self.model(self.ids_BN, attention_mask=masks, use_cache=False, **places)
+            places["position_ids"] = torch.arange(total, device=self.model.device)[None].expand(len(self.ids_BT), -1)
+        expected = self.model(self.ids_BT, attention_mask=masks, use_cache=False, **places)
         return got, wide(predictions(expected)[:, self.n - 1 :])
 
     def _mask(self, seen_QK: Tensor) -> Tensor:
         """[B,1,Q,K], to be added to logits."""
         smallest = torch.finfo(self.model.dtype).min
         mask = torch.zeros(seen_QK.shape, dtype=self.model.dtype).masked_fill(~seen_QK, smallest)
-        return mask[None, None].expand(len(self.ids_BN), 1, -1, -1).to(self.model.device)
+        return mask[None, None].expand(len(self.ids_BT), 1, -1, -1).to(self.model.device)
 
     def padding(self) -> tuple[Tensor, Tensor]:
         """Row 1 without its first third, padded on the left beside row 0, and alone."""
         pads = self.n // 3
-        mask = torch.ones_like(self.ids_BN)
+        mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            return self._feed(self.ids_BN, mask)[1:], self._feed(self.ids_BN[1:, pads:], skipped=pads)
+            return self._feed(self.ids_BT, mask)[1:], self._feed(self.ids_BT[1:, pads:], skipped=pads)
 
     def seeded(self) -> str:
         first, second = (self._patched_logits() for _ in range(2))
@@ -188,7 +188,7 @@ class Checks:
 
     def restored(self) -> str:
         """Attributes and hooks by identity, logits bit for bit; after a block that ended and after one that raised."""
-        before, logits = _snapshot(self.model), self._feed(self.ids_BN)
+        before, logits = _snapshot(self.model), self._feed(self.ids_BT)
         self._patched_logits()
         try:
             with patched(self.model, self.policy, self.k):
@@ -199,15 +199,15 @@ class Checks:
         changed = [where for where in before.keys() | after.keys() if before.get(where) != after.get(where)]
         if changed:
             return f"changed: {', '.join('.'.join(where).lstrip('.') for where in sorted(changed)[:3])}"
-        return "" if torch.equal(self._feed(self.ids_BN), logits) else "attributes are as before, but the logits differ"
+        return "" if torch.equal(self._feed(self.ids_BT), logits) else "attributes are as before, but the logits differ"
 
     def _patched_logits(self) -> Tensor:
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            return self._feed(self.ids_BN)
+            return self._feed(self.ids_BT)
 
-    def _feed(self, ids_BN: Tensor, mask_BN: Tensor | None = None, skipped: int = 0) -> Tensor:
+    def _feed(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
         """Logits [B,1+_NEW,V] of the prompt's last token and of each further one, fed one by one."""
-        return feed(self.model, ids_BN, self.n - skipped, mask_BN).logits_BSV
+        return feed(self.model, ids_BT, self.n - skipped, mask_BT).logits_BSV
 
 
 def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:

@@ -69,12 +69,12 @@ class Result:
 class Comparison:
     """One text on one model. ids [1,n+m]: a prompt of n tokens, and m that are fed one by one."""
 
-    def __init__(self, model: Any, ids_1N: Tensor, n: int, schedule: str | None = None, seed: int = 0) -> None:
-        self.model, self.ids_1N, self.n, self.schedule, self.seed = model, ids_1N, n, schedule, seed
+    def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0) -> None:
+        self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
         with patched(model, "random", 0.5):  # a model without an adapter ends here; what is slow once should not count
-            feed(model, ids_1N[:, : n + 1], n)
-        feed(model, ids_1N[:, : n + 1], n)
-        full = feed(model, ids_1N, n)
+            feed(model, ids_1T[:, : n + 1], n)
+        feed(model, ids_1T[:, : n + 1], n)
+        full = feed(model, ids_1T, n)
         self.nbytes, self.seconds = full.nbytes, [full.seconds]
         self.log_p_SV = _log_probabilities(full)
 
@@ -84,11 +84,11 @@ class Comparison:
         """Every policy under every budget; the unpatched model takes its turn once per budget."""
         rows = []
         for text, k in ks.items():
-            self.seconds.append(feed(self.model, self.ids_1N, self.n).seconds)
+            self.seconds.append(feed(self.model, self.ids_1T, self.n).seconds)
             for name, policy in policies.items():
                 rows.append(self._row(name, policy, text, k))
                 on_row(rows[-1])
-        return Result(rows, self.nbytes, median(self.seconds), self.n, self.ids_1N.shape[1] - self.n)
+        return Result(rows, self.nbytes, median(self.seconds), self.n, self.ids_1T.shape[1] - self.n)
 
     def _row(self, name: str, policy: Policy, text: str, k: Any) -> Row:
         try:
@@ -99,10 +99,10 @@ class Comparison:
     def figures(self, policy: Policy, k: Any) -> Figures:
         """Raises KVPatchError for what the policy refuses, and where its predictions are no numbers."""
         with patched(self.model, policy, k, schedule=self.schedule, seed=self.seed) as patch:
-            fed = feed(self.model, self.ids_1N, self.n)
+            fed = feed(self.model, self.ids_1T, self.n)
         log_q_SV, held = _log_probabilities(fed), Report.of(fed.cache).held()
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
-        own_S1 = self.ids_1N[0, self.n + 1 :, None].cpu()  # the last fed token's successor is not known
+        own_S1 = self.ids_1T[0, self.n + 1 :, None].cpu()  # the last fed token's successor is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)
         return Figures(
             budget=min(patch.settings.budget.tokens(0, self.n), self.n),
@@ -140,7 +140,7 @@ def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
         budget = cache.settings.tokens(index, n)
         if score is None or layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
-        tail, recent = score.tail if score.protects_tail else 0, share(scope.recent, budget)
+        tail, recent = score.observed_rows if score.protects_window else 0, share(scope.recent, budget)
         newest, limits = "window" if tail > recent else "recent", layer.limits
         asked = {"sinks": scope.sinks, newest: max(tail, recent), "protected": share(scope.deviation, budget)}
         left = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}

@@ -28,22 +28,22 @@ class Fed:
 
 
 @torch.no_grad()
-def feed(model: Any, ids_BN: Tensor, n: int, mask_BN: Tensor | None = None) -> Fed:
-    """`ids_BN[:, :n]` in one forward, the rest one by one. `mask_BN` marks left padding with 0."""
+def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> Fed:
+    """`ids_BT[:, :n]` in one forward, the rest one by one. `mask_BT` marks left padding with 0."""
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    mask_BN = torch.ones_like(ids_BN) if mask_BN is None else mask_BN
-    positions_BN = (mask_BN.cumsum(1) - 1).clamp(min=0)
+    mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+    positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
     past, logits, started = None, [], 0.0
-    for start, stop in [(0, n), *((t, t + 1) for t in range(n, ids_BN.shape[1]))]:
+    for start, stop in [(0, n), *((t, t + 1) for t in range(n, ids_BT.shape[1]))]:
         if start == n:
-            started = _now(ids_BN)
-        extra = {"position_ids": positions_BN[:, start:stop]} if takes_positions else {}
+            started = _now(ids_BT)
+        extra = {"position_ids": positions_BT[:, start:stop]} if takes_positions else {}
         out = model(
-            ids_BN[:, start:stop], attention_mask=mask_BN[:, :stop], past_key_values=past, use_cache=True, **extra
+            ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], past_key_values=past, use_cache=True, **extra
         )
         past = out.past_key_values
         logits.append(wide(predictions(out)[:, -1:]))
-    return Fed(torch.cat(logits, 1), _now(ids_BN) - started if started else 0.0, past)
+    return Fed(torch.cat(logits, 1), _now(ids_BT) - started if started else 0.0, past)
 
 
 def predictions(out: Any) -> Tensor:

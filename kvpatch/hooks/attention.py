@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
-from ..arch.bound import Site
+from ..arch.bound import BoundAdapter
 from ..attention.attend import attend
 from ..cache import compiled
 from ..cache.cache import EvictingCache
@@ -39,7 +39,7 @@ def attention_forward(
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             run = attend if cache.now is not None and cache.now.traced else attend_untraced
-            return run(cache, self.layer_idx, q, k, v, Site(adapter, self, k.shape[1])).to(v.dtype)
+            return run(cache, self.layer_idx, q, k, v, BoundAdapter(adapter, self, k.shape[1])).to(v.dtype)
 
         # a bound method belongs to the model that was patched, not to a copy of it
         bound = previous is not None and getattr(previous, "__func__", None) is not cls.forward

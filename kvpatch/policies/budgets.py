@@ -34,7 +34,7 @@ def parse_bytes(text: str) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def whole(name: str, value: object, unit: str, least: int = 1) -> None:
+def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
     """Raise KVPatchError unless `value` is a number of `unit` that a text can have."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_POSITION:
         most = f", at most {MAX_POSITION}" if isinstance(value, int) and value > MAX_POSITION else ""

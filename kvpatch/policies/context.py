@@ -1,4 +1,4 @@
-"""What scores, scopes and selection read: a moment at which something is chosen, the sizes that hold in it, and a block of
+"""What scores, scopes and selection read: a context at which something is chosen, the sizes that hold in it, and a block of
 attention rows to be summed.
 
 Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block, M keys of a block, S slots.
@@ -22,23 +22,23 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass
-class Moment:
+class EvictionContext:
     """What is known when scores are read: of one layer, at the end of a prompt or of a decode step. (Or of several layers
     stacked along B; then layer is [B,1,1].)
 
-    positions_BHS (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
+    positions_BHT (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
     prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
     in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
     tokens, or None. empty: some slots may be empty. aligned: all heads hold the same tokens in the same slots where their
     scores are the same. parallel: whose heads these are, of a model that several processes share.
 
     For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
-    [B,H,S], which need not be right where a mask says that they are not wanted.
+    [B,H,T], which need not be right where a mask says that they are not wanted.
     """
 
     layer: int | Tensor
     seed: int
-    positions_BHS: Tensor
+    positions_BHT: Tensor
     newest_B11: Tensor
     recent_B11: Tensor
     state: dict[str, Tensor]
@@ -55,22 +55,22 @@ class Moment:
 
     @property
     def rows_seen(self) -> Tensor:
-        """c [B,H,S]: how many query rows could see each token so far, its own included; of the sums' dtype."""
+        """c [B,H,T]: how many query rows could see each token so far, its own included; of the sums' dtype."""
         if self._rows_seen is None:
-            seen = (self.newest_B11 + 1 - self.positions_BHS).to(self.state["sum"].dtype)
+            seen = (self.newest_B11 + 1 - self.positions_BHT).to(self.state["sum"].dtype)
             self._rows_seen = seen if self.sliding is None else seen.clamp(max=self.sliding)
         return self._rows_seen
 
     @property
     def mean(self) -> Tensor:
-        """Mean probability [B,H,S] that each token got from the rows that could see it."""
+        """Mean probability [B,H,T] that each token got from the rows that could see it."""
         if self._mean is None:
             mean = self.state["sum"] / self.rows_seen
             self._mean = mean if self.group == 1 else mean.div_(self.group)
         return self._mean
 
 
-SIZES = ("first", "newest", "prompt", "deviation", "tail", "nominal")
+SIZES = ("first", "newest", "prompt", "deviation", "observed", "nominal")
 FLAGS = ("any_first", "any_newest", "any_prompt")
 
 
@@ -79,7 +79,7 @@ class Limits:
     """Sizes in tokens, clamped row by row so that the kept set is exactly the budget; int64 [B,1,1].
 
     first: tokens below this position are protected (sinks, or a prompt that is kept whole). newest: so many newest ones
-    are. prompt: positions below it take no part in rankings (schedule "decode"). deviation: RoCo's r. tail: rows of the
+    are. prompt: positions below it take no part in rankings (schedule "decode"). deviation: RoCo's r. observed: rows of the
     observation window. The rest is known to the host, so that nothing is computed for a size of zero; deviation_count is
     r where it is one for all rows.
     """
@@ -88,7 +88,7 @@ class Limits:
     newest: Tensor
     prompt: Tensor
     deviation: Tensor
-    tail: Tensor
+    observed: Tensor
     nominal: Tensor
     any_first: bool
     any_newest: bool
@@ -97,7 +97,7 @@ class Limits:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """From one tuple (first, newest, prompt, deviation, tail, nominal) per row."""
+        """From one tuple (first, newest, prompt, deviation, observed, nominal) per row."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..errors import KVPatchError, suggest
 from .allocation import Adaptive, Pyramid
-from .context import Moment
+from .context import EvictionContext
 from .scopes import Scope
 from .scores import Score
-from .selection import FIRST, TwoStage, order, tiers
+from .selection import FIRST, TwoStage, eviction_keys, score_keys
 from .statistics import check_names, kernel_of
 
 SCHEDULES = ("prompt", "decode", "both")
@@ -113,7 +113,7 @@ class Policy:
 
     @property
     def rows(self) -> str:
-        """Which query rows of the prompt the policy must see: "none", "tail" or "all"."""
+        """Which query rows of the prompt the policy must see: "none", "window" or "all"."""
         assert self.score is not None
         return "all" if self.statistics else self.score.rows
 
@@ -127,19 +127,19 @@ class Policy:
         """Heads whose scores are the same hold the same tokens."""
         return self.over_heads is None and self.selection is None
 
-    def order(self, moment: Moment, empty: Tensor | None) -> Tensor:
-        """One int64 per cached token [B,H,S]: the lowest goes first (selection.py)."""
+    def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
+        """One int64 per cached token [B,H,T]: the lowest goes first (selection.py)."""
         assert self.score is not None
-        position = moment.positions_BHS
-        value, protected = self.score.value(moment), self.scope.mask(moment)
+        position = context.positions_BHT
+        value, protected = self.score.value(context), self.scope.mask(context)
         dead = None
-        if moment.sliding is not None:
+        if context.sliding is not None:
             # out of the sliding window of every later query: it can never be attended to again
-            dead = moment.newest_B11 + 1 - position >= moment.sliding
-        ranked = tiers(order(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
-        if self.selection is None or moment.keep_BH1 is None:
+            dead = context.newest_B11 + 1 - position >= context.sliding
+        ranked = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
+        if self.selection is None or context.keep_BH1 is None:
             return ranked
-        ranked = self.selection.order(moment, value, ranked, protected, dead)
+        ranked = self.selection.eviction_keys(context, value, ranked, protected, dead)
         return ranked if empty is None else ranked.masked_fill(empty, FIRST)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
-from .context import Moment
+from .context import EvictionContext
 from .scores import Score
-from .selection import in_top, order
+from .selection import in_top, score_keys
 
 TURNS = ("all", "each", "first")
 
@@ -77,18 +77,18 @@ class Scope:
         while first - start + sum(p >= first for p in own) > budget:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in own)
-        tail = min(score.tail, free, rows) if score.protects_tail else score.tail
+        observed = min(score.observed_rows, free, rows) if score.protects_window else score.observed_rows
         recent = min(share(self.recent, budget), free)
         deviation = min(share(self.deviation, budget), free - recent)
-        newest = max(recent, tail) if score.protects_tail else recent
-        return first, newest, fixed, deviation, tail, budget - free + newest + deviation
+        newest = max(recent, observed) if score.protects_window else recent
+        return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
-    def mask(self, moment: Moment) -> Tensor | None:
-        """bool [B,H,S]: the tokens that must stay; None where there are none."""
-        position, limits = moment.positions_BHS, moment.limits
-        protected = moment.state.get("protect")
+    def mask(self, context: EvictionContext) -> Tensor | None:
+        """bool [B,H,T]: the tokens that must stay; None where there are none."""
+        position, limits = context.positions_BHT, context.limits
+        protected = context.state.get("protect")
         if limits.any_newest:
-            recent = position > moment.recent_B11
+            recent = position > context.recent_B11
             protected = recent if protected is None else protected | recent
         if limits.any_first:
             first = position < limits.first
@@ -116,15 +116,15 @@ class DeviationScope(Scope):
     def deviation(self) -> int | float:
         return self.protected
 
-    def mask(self, moment: Moment) -> Tensor | None:
-        position, limits = moment.positions_BHS, moment.limits
-        mean, seen = moment.mean, moment.rows_seen
+    def mask(self, context: EvictionContext) -> Tensor | None:
+        position, limits = context.positions_BHT, context.limits
+        mean, seen = context.mean, context.rows_seen
         # the order of variances is that of deviations
-        variance = (moment.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
-        ranked = order(variance, position, signed=False)
+        variance = (context.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
+        ranked = score_keys(variance, position, signed=False)
         if limits.any_prompt:  # an empty slot is at -1 already, for its position is
             ranked = ranked.masked_fill(position < limits.prompt, -1)
-        steady, others = in_top(ranked, limits.deviation, limits.deviation_count), super().mask(moment)
+        steady, others = in_top(ranked, limits.deviation, limits.deviation_count), super().mask(context)
         return steady if others is None else steady | others
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
-from .budgets import whole
-from .context import Block, Moment, accumulator
+from .budgets import check_count
+from .context import Block, EvictionContext, accumulator
 from .selection import MAX_POSITION
 
-Rows = Literal["none", "tail", "all"]
+Rows = Literal["none", "window", "all"]
 Form = str | None
 Value = TypeVar("Value", bound=Callable[..., Tensor])
 
@@ -30,7 +30,7 @@ Value = TypeVar("Value", bound=Callable[..., Tensor])
 def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
     """Declare the form in which a fused decode kernel finds what a score's `value` computes.
 
-    form: a state's name, "mean" (moment.mean), "recency" (the position) or None; or a function of the score that gives one
+    form: a state's name, "mean" (context.mean), "recency" (the position) or None; or a function of the score that gives one
     of these. It is bound to the decorated function: a subclass with a `value` of its own is unknown to kernels, and torch
     asks it.
     """
@@ -46,9 +46,9 @@ def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]
 class Score:
     """Base: a score that needs no attention and keeps nothing. Subclasses are frozen; their fields are their options.
 
-    rows: which query rows of the prompt it must see: none, the last few ("tail"), or all.
+    rows: which query rows of the prompt it must see: none, the last few ("window"), or all.
     statistics: names in statistics.STATISTICS, summed over those rows beside each key.
-    schedules: when the score is defined. protects_tail: the rows of the tail are kept. entry_by_position: `entry` looks
+    schedules: when the score is defined. protects_window: the rows of the tail are kept. entry_by_position: `entry` looks
     at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
     a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
     """
@@ -56,14 +56,14 @@ class Score:
     rows: ClassVar[Rows] = "none"
     statistics: ClassVar[tuple[str, ...]] = ()
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
-    protects_tail: ClassVar[bool] = False
+    protects_window: ClassVar[bool] = False
     entry_by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = True
     is_weight: ClassVar[bool] = False
 
     @property
-    def tail(self) -> int:
-        """How many of the last rows `rows == "tail"` wants."""
+    def observed_rows(self) -> int:
+        """How many of the last rows `rows == "window"` wants."""
         return 0
 
     @property
@@ -105,8 +105,8 @@ class Score:
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
 
-    def value(self, moment: Moment) -> Tensor:
-        """Scores [B,H,S]; whatever stands in empty slots is ignored."""
+    def value(self, context: EvictionContext) -> Tensor:
+        """Scores [B,H,T]; whatever stands in empty slots is ignored."""
         raise NotImplementedError
 
 
@@ -120,10 +120,10 @@ class Random(Score):
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
 
-    def value(self, moment: Moment) -> Tensor:
-        H = moment.positions_BHS.shape[1]
-        head = moment.parallel.first(H) + torch.arange(H, device=moment.positions_BHS.device)
-        return noise.uniform(moment.seed, moment.layer, head[None, :, None], moment.newest_B11, moment.positions_BHS)
+    def value(self, context: EvictionContext) -> Tensor:
+        H = context.positions_BHT.shape[1]
+        head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
+        return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class Recency(Score):
     signed: ClassVar[bool] = False
 
     @kernel_value("recency")
-    def value(self, moment: Moment) -> Tensor:
-        return moment.positions_BHS.float()
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.positions_BHT.float()
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class DilatedRecency(Score):
         if isinstance(self.dilation, bool) or not isinstance(self.dilation, int) or not 0 <= self.dilation <= MAX_POSITION:
             raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 to {MAX_POSITION}.")
 
-    def value(self, moment: Moment) -> Tensor:
-        position = moment.positions_BHS
+    def value(self, context: EvictionContext) -> Tensor:
+        position = context.positions_BHT
         on_lattice = position % (self.dilation + 1) == 0
-        return torch.where(on_lattice, position, position - moment.newest_B11 - 1).float()
+        return torch.where(on_lattice, position, position - context.newest_B11 - 1).float()
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Accumulated(Score):
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
     @kernel_value("sum")
-    def value(self, moment: Moment) -> Tensor:
-        return moment.state["sum"]
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.state["sum"]
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class AccumulatedQuantized(Score):
     statistics: ClassVar[tuple[str, ...]] = ("count",)
 
     @kernel_value("count")
-    def value(self, moment: Moment) -> Tensor:
-        return moment.state["count"] / moment.group
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.state["count"] / context.group
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class Mean(Score):
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
     @kernel_value("mean")
-    def value(self, moment: Moment) -> Tensor:
-        return moment.mean
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.mean
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ class Last(Score):
     heads: str = "layer"
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "tail"
+    rows: ClassVar[Rows] = "window"
 
     @property
-    def tail(self) -> int:
+    def observed_rows(self) -> int:
         return 1
 
     def check(self) -> None:
@@ -230,18 +230,18 @@ class Last(Score):
             raise KVPatchError(f"heads={self.heads!r} must be 'layer' (one kept set per layer) or 'each'.")
 
     @kernel_value(lambda score: "tail" if score.heads == "each" else None)
-    def value(self, moment: Moment) -> Tensor:
-        last = moment.state["tail"]
+    def value(self, context: EvictionContext) -> Tensor:
+        last = context.state["tail"]
         if self.heads == "each":
             return last
         last = last.nan_to_num(0.0)  # a head without a number has no say in the layer's mean
-        everyone = moment.parallel
-        if moment.aligned:
+        everyone = context.parallel
+        if context.aligned:
             return everyone.heads(last).mean(1, keepdim=True).expand_as(last)
         # heads hold different tokens: added up by position, in as many bins as there are slots
         S, last = last.shape[-1], everyone.heads(last, empty=0)
         B, H, _ = last.shape
-        position, index = everyone.heads(moment.positions_BHS, empty=-1).flatten(1).sort(-1)
+        position, index = everyone.heads(context.positions_BHT, empty=-1).flatten(1).sort(-1)
         change = position != position.roll(1, -1)
         bins = torch.empty_like(index).scatter_(-1, index, change.long().cumsum(-1) - 1)
         bins = bins.clamp(min=0)
@@ -264,16 +264,16 @@ class ObservationWindow(Score):
     pooling: str | None = "max"
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "tail"
+    rows: ClassVar[Rows] = "window"
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
-    protects_tail: ClassVar[bool] = True
+    protects_window: ClassVar[bool] = True
 
     @property
-    def tail(self) -> int:
+    def observed_rows(self) -> int:
         return self.window
 
     def check(self) -> None:
-        whole("window", self.window, "rows")
+        check_count("window", self.window, "rows")
         if type(self.kernel) is not int or not 1 <= self.kernel <= MAX_POSITION or self.kernel % 2 == 0:
             raise KVPatchError(
                 f"kernel={self.kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay."
@@ -281,18 +281,18 @@ class ObservationWindow(Score):
         if self.pooling not in ("max", "avg", None):
             raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
 
-    def value(self, moment: Moment) -> Tensor:
-        score, position = moment.state["tail"], moment.positions_BHS
+    def value(self, context: EvictionContext) -> Tensor:
+        score, position = context.state["tail"], context.positions_BHT
         if self.pooling is None:
             return score
-        if not moment.empty:
-            return self._pooled(score, position, moment)
+        if not context.empty:
+            return self._pooled(score, position, context)
         order = position.argsort(-1)  # neighbours in what is held, with no empty slots between them
-        pooled = self._pooled(score.gather(-1, order), position.gather(-1, order), moment)
+        pooled = self._pooled(score.gather(-1, order), position.gather(-1, order), context)
         return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
-    def _pooled(self, score: Tensor, position: Tensor, moment: Moment) -> Tensor:
-        candidate = (position >= 0) & (position <= moment.newest_B11 - moment.limits.tail)
+    def _pooled(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
+        candidate = (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
         # F.max_pool1d pads with -inf, so padding never wins; neither do pads, nor the window's own tokens
@@ -340,7 +340,7 @@ class GumbelSoftmax(Score):
             raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
         if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(map(_is_temperature, self.tau))):
             raise KVPatchError(f"tau={self.tau!r} must be two positive temperatures (init, end), such as (1.0, 2.0).")
-        whole("generation_length", self.generation_length, "tokens")
+        check_count("generation_length", self.generation_length, "tokens")
         for name, value in (("resample", self.resample), ("shared", self.shared)):
             if not isinstance(value, bool):
                 raise KVPatchError(f"{name}={value!r} must be True or False.")
@@ -378,8 +378,8 @@ class GumbelSoftmax(Score):
         return {"noise": self._distributed(u).exp()}  # that is how it is used, at every step
 
     @kernel_value("gumbel")
-    def value(self, moment: Moment) -> Tensor:
-        return moment.state["gumbel"]
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.state["gumbel"]
 
 
 def _is_temperature(value: object) -> bool:
@@ -395,5 +395,5 @@ class KeyNorm(Score):
     ) -> dict[str, Tensor]:
         return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}
 
-    def value(self, moment: Moment) -> Tensor:
-        return -moment.state["key_norm"]
+    def value(self, context: EvictionContext) -> Tensor:
+        return -context.state["key_norm"]

@@ -19,14 +19,14 @@ from torch import Tensor
 from ..errors import KVPatchError
 
 if TYPE_CHECKING:
-    from .context import Moment
+    from .context import EvictionContext
 
 _TIER = 1 << 62
 LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 MAX_POSITION = (1 << 30) - 1
 
 
-def order(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
+def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
     """int64 in [0, 2**62), ascending in (score, position). `score` float, `positions` int64 >= 0, same shape.
 
     signed: some scores may be negative. (The bits of floats that are not are in their own order already.) NaN is the lowest,
@@ -41,7 +41,7 @@ def order(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
     return (bits.long() << 30) | positions
 
 
-def tiers(order: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
+def eviction_keys(order: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
     """Protected tokens above all, tokens that no later query can see (`dead`) below the rest, empty slots last."""
     if dead is not None:
         order = torch.where(dead, order - _TIER, order)
@@ -108,11 +108,13 @@ class TwoStage:
         if self.norm not in (1, 2) or isinstance(self.norm, bool):
             raise KVPatchError(f"norm={self.norm!r} must be 1 or 2: which norm of the projected values bounds the loss.")
 
-    def order(self, moment: Moment, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None) -> Tensor:
-        """The order [B,H,T] whose top `moment.keep_BH1` are the kept set; `first` is the order by scores alone."""
-        assert moment.keep_BH1 is not None and moment.norms is not None
-        empty = moment.positions_BHS < 0 if moment.empty else None
-        keep_BH1 = moment.keep_BH1
+    def eviction_keys(
+        self, context: EvictionContext, value: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
+    ) -> Tensor:
+        """The order [B,H,T] whose top `context.keep_BH1` are the kept set; `first` is the order by scores alone."""
+        assert context.keep_BH1 is not None and context.norms is not None
+        empty = context.positions_BHT < 0 if context.empty else None
+        keep_BH1 = context.keep_BH1
         if protected is not None:
             held = protected if empty is None else protected & ~empty
             keep_BH1 = keep_BH1 - held.sum(-1, keepdim=True)
@@ -125,8 +127,8 @@ class TwoStage:
             critical = critical & ~out
         score = score.nan_to_num(0.0, posinf=torch.inf)  # or one would make NaN of all shares
         share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)
-        bound = order((share + self.eps) * moment.norms(critical, out), moment.positions_BHS, signed=False)
-        return tiers(bound, protected=critical if protected is None else critical | protected, dead=dead, empty=None)
+        bound = score_keys((share + self.eps) * context.norms(critical, out), context.positions_BHT, signed=False)
+        return eviction_keys(bound, protected=critical if protected is None else critical | protected, dead=dead, empty=None)
 
 
 def _one_for_all(count: Tensor) -> int | None:

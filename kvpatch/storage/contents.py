@@ -32,10 +32,10 @@ def check(cache: EvictingCache) -> None:
 def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """No number of a token that is held is infinite or none, and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
-    if layer.extents is None:
+    if layer.head_offsets is None:
         slots = real
     else:
-        head, column = layer.extents.places()
+        head, column = layer.head_offsets.places()
         slots = real.flatten(0, 1)[head, column]
     for name in ("keys", "values"):
         finite = getattr(layer, name).isfinite().all(-1) | ~slots

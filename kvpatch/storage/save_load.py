@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.head_offsets import Extents
+from ..backends.head_offsets import HeadOffsets
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
 from ..cache.state import Rows, Turns, writable
@@ -26,7 +26,7 @@ from ..policies.context import SIZES, Limits
 from . import contents, schema
 from .header import InvalidError, entries, parse, read
 
-FORMAT = "kvpatch cache 1"
+FORMAT = "kvpatch cache 2"
 _ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
 
 
@@ -56,9 +56,9 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        extents = None if layer.extents is None else [layer.extents.capacities, layer.extents.filled]
+        head_offsets = None if layer.head_offsets is None else [layer.head_offsets.capacities, layer.head_offsets.filled]
         layers.append(
-            {name: getattr(layer, name) for name in _LAYER} | {"extents": extents, "limits": _rows(layer.limits)}
+            {name: getattr(layer, name) for name in _LAYER} | {"head_offsets": head_offsets, "limits": _rows(layer.limits)}
         )
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     about = {
@@ -141,7 +141,7 @@ def load(
 
 
 def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
-    extents, limits = described.pop("extents"), described.pop("limits")
+    head_offsets, limits = described.pop("head_offsets"), described.pop("limits")
     for name, value in described.items():
         setattr(layer, name, value)
     for name, tensor in tensors.items():
@@ -150,8 +150,8 @@ def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], de
         else:
             setattr(layer, name, tensor)
     layer.is_initialized, layer.dtype, layer.device = True, tensors["keys"].dtype, tensors["keys"].device
-    if extents is not None:
-        layer.extents = Extents(extents[0], extents[1], layer.device, exactly=True)
+    if head_offsets is not None:
+        layer.head_offsets = HeadOffsets(head_offsets[0], head_offsets[1], layer.device, exactly=True)
     if limits is not None:
         layer.limits = cache.limits(limits, layer.device)
 

@@ -73,7 +73,7 @@ class _Layer:
         self.cuts = cache.settings.evicts[index] and ended
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
-        own = table(self.where, described, (*LAYER, "extents", "limits"))
+        own = table(self.where, described, (*LAYER, "head_offsets", "limits"))
         for name in _COUNTS:
             _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
         for name in _FLAGS:
@@ -84,7 +84,7 @@ class _Layer:
         C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
         free = f"{self.index}.free_BH" in left
-        keys = self._keys(own["extents"], C, left, free and own["holes"])
+        keys = self._keys(own["head_offsets"], C, left, free and own["holes"])
         if free:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         if self.cuts:
@@ -97,16 +97,17 @@ class _Layer:
     def _tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
         return _take(left, f"{self.index}.{name}", dtypes, shape)
 
-    def _keys(self, extents: object, C: int, left: dict[str, Entry], open_to_ragged: bool) -> Entry:
+    def _keys(self, head_offsets: object, C: int, left: dict[str, Entry], open_to_ragged: bool) -> Entry:
         shape: tuple[int, ...] = (self.B, self.H, C, self.D)
-        if extents is not None:
-            pair = isinstance(extents, list) and len(extents) == 2 and all(are_counts(part) for part in extents)
-            _must(pair and open_to_ragged, f"{self.where}: extents are {extents!r:.60}")
-            assert isinstance(extents, list)
-            capacities, filled = extents
+        if head_offsets is not None:
+            pair = isinstance(head_offsets, list) and len(head_offsets) == 2 and all(are_counts(part) for part in head_offsets)
+            _must(pair and open_to_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
+            assert isinstance(head_offsets, list)
+            capacities, filled = head_offsets
             fits = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
             fits = fits and all(some <= all_ for some, all_ in zip(filled, capacities, strict=True))
-            _must(fits, f"{self.where}: extents {extents!r:.60} are not those of {self.B * self.H} heads of up to {C} slots")
+            slots = f"{self.B * self.H} heads of up to {C} slots"
+            _must(fits, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
             shape = (sum(capacities), self.D)
         keys = self._tensor(left, "keys", FLOATS, shape)
         self._tensor(left, "values", (keys.dtype,), shape)
@@ -134,7 +135,7 @@ class _Layer:
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
         if self.policy.selection is not None and self.policy.schedule != "prompt":
             self._tensor(left, "state.norm", wide, shape)
-        if score.tail and (evicting or f"{self.index}.state.tail" in left):
+        if score.observed_rows and (evicting or f"{self.index}.state.tail" in left):
             self._tensor(left, "state.tail", wide, shape)
         if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
             self._tensor(left, "state.protect", (torch.bool,), shape)

@@ -4,7 +4,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import kvpatch
-from kvpatch.arch.bound import Site
+from kvpatch.arch.bound import BoundAdapter
 from kvpatch.arch.llama import LlamaAdapter
 from tests.helpers.tiny import force, make, prompt
 
@@ -25,11 +25,11 @@ def test_two_stage_selection_sees_the_projection_that_runs():
     torch.manual_seed(0)
     wrapped = get_peft_model(make("llama_gqa"), config).eval()
     attn = wrapped.base_model.model.model.layers[0].self_attn
-    values, site = torch.zeros(1, 2, 1, 8), Site(LlamaAdapter(), attn, 2)
-    rows, worked_out = site.output_rows(values, 2)
+    values, bound_adapter = torch.zeros(1, 2, 1, 8), BoundAdapter(LlamaAdapter(), attn, 2)
+    rows, worked_out = bound_adapter.output_rows(values, 2)
     assert worked_out
     wrapped.train()
-    assert torch.equal(rows, site.output_rows(values, 2)[0]), "LoRA's dropout is no part of the weight"
+    assert torch.equal(rows, bound_adapter.output_rows(values, 2)[0]), "LoRA's dropout is no part of the weight"
     assert attn.o_proj.training
     wrapped.eval()
     logits, held = run(wrapped)

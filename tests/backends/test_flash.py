@@ -19,7 +19,7 @@ import kvpatch
 from kvpatch.backends import torch_backend
 from kvpatch.backends.flash import flash_backend as flash
 from kvpatch.backends.flash import kernels as flash_kernels
-from kvpatch.backends.head_offsets import Extents
+from kvpatch.backends.head_offsets import HeadOffsets
 from kvpatch.backends.protocol import Case, Geometry, Keys
 from tests.helpers.tiny import force, make, prompt
 
@@ -593,20 +593,20 @@ SIZES = [7, 30, 12, 12, 19, 3]
 def ragged(dtype=torch.float16, device="cpu"):
     """Queries and keys of 2 rows, 3 KV heads and groups of 2; a slot is grown, and two behind each head's own are junk."""
     generator = torch.Generator().manual_seed(0)
-    extents = Extents([n + 3 for n in SIZES], SIZES, torch.device(device))
-    k, v = (torch.randn(extents.rows, 16, generator=generator).to(device, dtype) for _ in range(2))
+    head_offsets = HeadOffsets([n + 3 for n in SIZES], SIZES, torch.device(device))
+    k, v = (torch.randn(head_offsets.rows, 16, generator=generator).to(device, dtype) for _ in range(2))
     q = torch.randn(2, 3, 2, 16, generator=generator).to(device, dtype)
-    positions = torch.full((2, 3, extents.width), -1)
+    positions = torch.full((2, 3, head_offsets.width), -1)
     for n, size in enumerate(SIZES):
         positions.view(6, -1)[n, : size + 1] = torch.arange(size + 1)
-    return q, Keys(k, v, positions.to(device), True, 0, False, extents, grown=1)
+    return q, Keys(k, v, positions.to(device), True, 0, False, head_offsets, grown=1)
 
 
 def ragged_twin(q_BHGD, keys, scale):
     """Head by head in float64."""
     out = torch.empty(q_BHGD.shape, dtype=torch.float64, device=q_BHGD.device).flatten(0, 1)
     for n, size in enumerate(SIZES):
-        own = slice(int(keys.extents.begin_N[n]), int(keys.extents.begin_N[n]) + size + 1)
+        own = slice(int(keys.head_offsets.begin_N[n]), int(keys.head_offsets.begin_N[n]) + size + 1)
         p = (q_BHGD.flatten(0, 1)[n].double() @ keys.k_BHTD[own].double().T * scale).softmax(-1)
         out[n] = p @ keys.v_BHTD[own].double()
     return out.view(q_BHGD.shape)
@@ -632,7 +632,7 @@ def test_ragged_heads_that_are_not_taken(install, what, caplog):
     install(*(["torch"] if what != "no kernel" else ["flash_attn"]))
     q, keys = ragged()
     keys.grown = None if what == "uneven" else 1
-    keys.extents = None if what == "dense" else keys.extents
+    keys.head_offsets = None if what == "dense" else keys.head_offsets
     q.requires_grad_(what == "gradients")
     slopes = torch.ones(3, 2) if what == "slopes" else None
     assert flash.ragged_step(q, keys, Geometry(0.3, slopes, 9 if what == "window" else None)) is None
@@ -663,7 +663,7 @@ def test_steps_whose_scores_count_are_not_flash_s(install, monkeypatch, kernel):
     with kvpatch.patched(model, "adaptive(h2o)", 0.4) as patch:
         _, cache = force(model, ids, fed)
         assert patch.report().backends["ragged"][0] == "torch"
-        ragged = [layer for layer in cache.layers if layer.extents is not None]
+        ragged = [layer for layer in cache.layers if layer.head_offsets is not None]
         newest = cache.get_seq_length() - 1
         for layer in ragged:  # the newest token has been attended to by itself
             assert bool((layer.state["sum"][layer.positions == newest] > 0).all())

@@ -14,10 +14,10 @@ from kvpatch.backends.flash import flash_backend as flash
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
 from kvpatch.policies.statistics import _sum as plain_sum
-from tests.invariants.test_backends_agree import DEVICE, alike
 from tests.backends.test_flash import install  # noqa: F401
 from tests.helpers.comparing import same_tokens
 from tests.helpers.tiny import force, make, prompt
+from tests.invariants.test_backends_agree import DEVICE, alike
 
 
 def cubes(block, score):
@@ -37,8 +37,8 @@ class Cubes(Score):
     statistics: ClassVar = ("cubes",)
     is_weight: ClassVar = True
 
-    def value(self, moment):
-        return moment.state["cubes"]
+    def value(self, context):
+        return context.state["cubes"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Both(Cubes):
 
     statistics: ClassVar = ("sum", "cubes")
 
-    def value(self, moment):
-        return moment.state["sum"] - 2 * moment.state["cubes"]
+    def value(self, context):
+        return context.state["sum"] - 2 * context.state["cubes"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Tail(Cubes):
     def tail(self):
         return 1
 
-    def value(self, moment):
-        return moment.state["cubes"] + moment.state["tail"]
+    def value(self, context):
+        return context.state["cubes"] + context.state["tail"]
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Naming(Scope):
 
     statistics: ClassVar = ("cubes",)
 
-    def mask(self, moment):
-        mask, cubed = super().mask(moment), moment.state["cubes"]
+    def mask(self, context):
+        mask, cubed = super().mask(context), context.state["cubes"]
         own = cubed >= cubed.amax(-1, keepdim=True)
         return own if mask is None else mask | own
 
@@ -104,9 +104,9 @@ class Naming(Scope):
 class Backwards(Policy):
     """An order of its own: by age."""
 
-    def order(self, moment, empty):
-        turned = (moment.newest_B11 + 1 - moment.positions_BHS).clamp(min=0)
-        ranked = torch.where(moment.positions_BHS > moment.newest_B11 - 2, turned + 1000, turned)
+    def eviction_keys(self, context, empty):
+        turned = (context.newest_B11 + 1 - context.positions_BHT).clamp(min=0)
+        ranked = torch.where(context.positions_BHT > context.newest_B11 - 2, turned + 1000, turned)
         return ranked if empty is None else ranked.masked_fill(empty, -1)
 
 
@@ -116,8 +116,8 @@ def reversed_value(kind):
     class Reversed(kind):
         signed = True
 
-        def value(self, moment):
-            return -super().value(moment)
+        def value(self, context):
+            return -super().value(context)
 
     return Reversed
 
@@ -129,8 +129,8 @@ def wrapped_value(kind):
         signed = True
 
         @functools.wraps(kind.value)
-        def value(self, moment):
-            return -kind.value(self, moment)
+        def value(self, context):
+            return -kind.value(self, context)
 
     return Wrapped
 
@@ -208,7 +208,7 @@ def test_a_replaced_statistic_is_the_one_that_is_computed(name, monkeypatch):
 
 def test_a_replaced_value_is_the_one_that_is_computed(monkeypatch):
     value = scores.Accumulated.value
-    monkeypatch.setattr(scores.Accumulated, "value", lambda self, moment: 1.0 / (1e-3 + value(self, moment)))
+    monkeypatch.setattr(scores.Accumulated, "value", lambda self, context: 1.0 / (1e-3 + value(self, context)))
     alike("llama_gqa", "h2o", steps=6)
 
 

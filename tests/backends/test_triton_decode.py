@@ -307,11 +307,11 @@ def test_splits_for_a_gpu():
     for C in (1, 63, 64, 65, 1000, 8192):
         for heads in (1, 8, 300):
             for splits in (None, 1, 2, 3, 50):
-                span, parts = kernels._stretches(C, heads, 64, splits)
+                span, parts = kernels._segments(C, heads, 64, splits)
                 assert span % 64 == 0 and (parts - 1) * span < C <= parts * span
                 assert parts <= (splits or max(264 // heads, 1))
-    assert kernels._stretches(8192, 8, 64, None)[1] > 16
-    assert kernels._stretches(8192, 300, 64, None)[1] == 1
+    assert kernels._segments(8192, 8, 64, None)[1] > 16
+    assert kernels._segments(8192, 300, 64, None)[1] == 1
 
 
 # ---- victims, bit for bit ----
@@ -330,8 +330,8 @@ def torch_victim(slots, value, G, sliding, first, recent):
     if recent is not None:
         protected = protected | (position > newest - recent[:, None, None])
     dead = None if sliding is None else newest + 1 - position >= sliding
-    order = selection.order(score, position.clamp(min=0), signed=False)
-    return selection.victim(selection.tiers(order, protected=protected, dead=dead, empty=None), position < 0)
+    order = selection.score_keys(score, position.clamp(min=0), signed=False)
+    return selection.victim(selection.eviction_keys(order, protected=protected, dead=dead, empty=None), position < 0)
 
 
 @pytest.mark.parametrize("value", kernels.VALUES)

@@ -13,8 +13,8 @@ from kvpatch.cache.growth import capacities, plan
 from kvpatch.errors import InvalidError
 from tests.helpers import tiny_families
 from tests.helpers.comparing import SMALL, combined
-from tests.helpers.tiny import force, left_pad, make, prompt
 from tests.helpers.running import kept
+from tests.helpers.tiny import force, left_pad, make, prompt
 
 WIDE = 4096  # tokens of a budget that no test reaches
 
@@ -100,7 +100,7 @@ def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
     ids, fed = prompt(2, 26), prompt(2, 26, seed=2)
     with kvpatch.patched(model, "h2o", 28, backend="triton"):
         logits, cache = go(model, ids, fed, left_pad(ids, lengths))
-        assert cache.layers[0].extents is not None
+        assert cache.layers[0].head_offsets is not None
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
@@ -323,5 +323,5 @@ def test_every_layout_is_seen():
     for lengths, k in itertools.product(((25, 25), (25, 22), (25, 6)), (WIDE, 0.5)):
         with kvpatch.patched(model, "h2o", k):
             layer = force(model, ids, ids[:, :1], left_pad(ids, lengths))[1].layers[0]
-        seen.add((layer.free_BH is None, layer.extents is None, layer.growing))
+        seen.add((layer.free_BH is None, layer.head_offsets is None, layer.growing))
     assert seen == {(True, True, False), (False, True, True), (False, True, False), (False, False, True), (False, False, False)}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from kvpatch.backends.head_offsets import Extents
+from kvpatch.backends.head_offsets import HeadOffsets
 from tests.helpers.comparing import agrees, certain, combined
 from tests.helpers.running import RAGGED, go_on, kept, uneven
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
@@ -88,18 +88,18 @@ def force_over(model, ids, fed, cache):
     heads=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     order=st.lists(st.integers(0, 7), min_size=1, max_size=8),
 )
-def test_extents_pack_select_grow_and_unpack(heads, order):
-    """What goes into a head's stretch comes out of it, whatever happens to the stretches in between."""
+def test_head_offsets_pack_select_grow_and_unpack(heads, order):
+    """What goes into a head's segment comes out of it, whatever happens to the segments in between."""
     H, K = len(heads), max(heads)
     padded = torch.arange(H * K, dtype=torch.float32).view(1, H, K, 1) + 1
     index = torch.arange(K).expand(1, H, K)
     kept_BHK = index < torch.tensor(heads)[None, :, None]
-    extents = Extents([n + 2 for n in heads], heads, torch.device("cpu"))
-    rows = extents.pack(padded, index, kept_BHK)
+    head_offsets = HeadOffsets([n + 2 for n in heads], heads, torch.device("cpu"))
+    rows = head_offsets.pack(padded, index, kept_BHK)
     assert len(rows) == sum(heads) + 2 * H
     assert sorted(rows[rows > 0].tolist()) == padded[kept_BHK].flatten().tolist()
     chosen = torch.tensor([i % H for i in order])
-    one, at = extents.select(chosen)
+    one, at = head_offsets.select(chosen)
     grown = one.resized([capacity + 3 for capacity in one.capacities], one.filled)
     moved = one.move(rows[at], grown)
     back = grown.unpack(moved, 1, len(order), K + 5)
@@ -112,9 +112,9 @@ def test_extents_pack_select_grow_and_unpack(heads, order):
 
 def test_many_heads_make_few_runs():
     sizes = torch.randint(200, 2000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
-    extents = Extents(sizes, sizes, torch.device("cpu"))
-    assert len(extents.runs) < 120
-    assert extents.rows < 1.02 * sum(sizes)
+    head_offsets = HeadOffsets(sizes, sizes, torch.device("cpu"))
+    assert len(head_offsets.runs) < 120
+    assert head_offsets.rows < 1.02 * sum(sizes)
 
 
 def test_small_waste_stays_dense():
@@ -122,7 +122,7 @@ def test_small_waste_stays_dense():
     model, ids = make("llama_gqa"), prompt(1, 60)
     with torch.no_grad(), kvpatch.patched(model, combined("h2o", ("adaptive",)), 0.4, floor=1.0):
         cache = model(ids).past_key_values
-    assert all(layer.extents is None for layer in cache.layers)
+    assert all(layer.head_offsets is None for layer in cache.layers)
     assert agrees("llama_gqa", "h2o", 0.4, wrap=("adaptive",), floor=1.0)
 
 
@@ -137,6 +137,6 @@ def test_small_layers_padded_for_a_step_give_the_same(name, policy, monkeypatch)
         monkeypatch.setattr(backend, "SMALL", small)
         with kvpatch.patched(model, policy, 0.25):
             outs.append(force(model, ids, fed, mask))
-    assert any(len(layer.extents.runs) > 4 for layer in uneven(outs[0][1]).layers if layer.extents)
+    assert any(len(layer.head_offsets.runs) > 4 for layer in uneven(outs[0][1]).layers if layer.head_offsets)
     torch.testing.assert_close(outs[0][0], outs[1][0], atol=3e-5, rtol=0)
     assert kept(outs[0][1]) == kept(outs[1][1])

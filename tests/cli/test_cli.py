@@ -290,7 +290,7 @@ def test_needles_are_where_the_marks_say(folder):
     model, tokenizer = _llama(2048), load_tokenizer(str(folder))
     text = text_needles(model, tokenizer, rows=3)
     assert len(text.marks.needles) == 3
-    row = text.ids_BN[0][text.mask_BN[0].bool()]
+    row = text.ids_BT[0][text.mask_BT[0].bool()]
     (asked,), (question,) = text.marks.asked, text.marks.question
     record, asking = tokenizer.decode(row[slice(*asked)]), tokenizer.decode(row[slice(*question)])
     office = asking.split()[-3]
@@ -302,7 +302,7 @@ def test_needles_are_where_the_marks_say(folder):
 
 def test_right_answers_are_counted_on_the_answer_alone(folder):
     text = text_needles(_llama(2048), load_tokenizer(str(folder)), rows=3)
-    logits = torch.nn.functional.one_hot(text.ids_BN[:, text.n :], 256).float()
+    logits = torch.nn.functional.one_hot(text.ids_BT[:, text.n :], 256).float()
     logits = torch.cat([logits, torch.zeros(3, 1, 256)], 1)
     assert text.right(logits).tolist() == [True] * 3
     logits[1, 2] = 0

@@ -2,13 +2,13 @@
 
 import torch
 
-from kvpatch.policies.context import Limits, Moment
+from kvpatch.policies.context import EvictionContext, Limits
 
 
 def small_context(group, sliding):
     positions = torch.tensor([[[0, 3, 5, 9]]])
-    return Moment(
-        layer=0, seed=0, positions_BHS=positions, newest_B11=torch.tensor([[[9]]]), recent_B11=torch.tensor([[[9]]]),
+    return EvictionContext(
+        layer=0, seed=0, positions_BHT=positions, newest_B11=torch.tensor([[[9]]]), recent_B11=torch.tensor([[[9]]]),
         state={"sum": torch.tensor([[[6.0, 3.0, 2.0, 1.0]]]), "squares": torch.tensor([[[8.0, 2.0, 1.5, 1.0]]])},
         limits=Limits.of([(0, 0, 0, 2, 0, 0)], torch.device("cpu")), group=group, sliding=sliding, empty=False,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 
 import kvpatch
-from kvpatch.arch.bound import Site
+from kvpatch.arch.bound import BoundAdapter
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.accelerate import device_of
 from tests.helpers.elsewhere import SECOND, move, second_device
@@ -293,8 +293,8 @@ def test_output_rows_of_eight_bit_weights(eight_bits, dtype, atol):
     rows = []
     for model in eight_bits(dtype=dtype):
         attn = model.model.layers[0].self_attn
-        site = Site(kvpatch.arch.adapter.adapter_of(attn), attn, 2)
-        rows.append(site.output_rows(torch.zeros(1, 2, 3, attn.head_dim, dtype=dtype), 2))
+        bound_adapter = BoundAdapter(kvpatch.arch.adapter.adapter_of(attn), attn, 2)
+        rows.append(bound_adapter.output_rows(torch.zeros(1, 2, 3, attn.head_dim, dtype=dtype), 2))
     assert [worked_out for _, worked_out in rows] == [True, False]
     assert rows[1][0].abs().max() > 0.5
     torch.testing.assert_close(rows[0][0], rows[1][0], atol=atol, rtol=0)
@@ -403,8 +403,8 @@ def test_linears_that_hold_no_parameters(no_parameters, name, tmp_path):
 
 def test_output_rows_of_linears_that_hold_no_parameters(no_parameters):
     attn = no_parameters("llama_gqa").model.layers[0].self_attn
-    site = Site(kvpatch.arch.adapter.adapter_of(attn), attn, 2)
-    rows, worked_out = site.output_rows(torch.zeros(1, 2, 3, attn.head_dim), 2)
+    bound_adapter = BoundAdapter(kvpatch.arch.adapter.adapter_of(attn), attn, 2)
+    rows, worked_out = bound_adapter.output_rows(torch.zeros(1, 2, 3, attn.head_dim), 2)
     assert worked_out
     want = attn.o_proj.weight().dequantize().T.reshape(2, 2, attn.head_dim, -1)
     torch.testing.assert_close(rows, want, atol=1e-2, rtol=0)

@@ -10,7 +10,7 @@ from tests.helpers.contexts import small_context
 def test_limits():
     rows = [(1, 2, 0, 4, 0, 6), (0, 0, 0, 4, 1, 2)]
     one = Limits.of(rows, torch.device("cpu"))
-    names = ("first", "newest", "prompt", "deviation", "tail", "nominal")
+    names = ("first", "newest", "prompt", "deviation", "observed", "nominal")
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
         assert getattr(one, name).shape == (2, 1, 1)
         assert getattr(one, name).flatten().tolist() == list(column)
@@ -30,18 +30,18 @@ def test_rows_and_means():
     assert small_context(1, None).aligned
     assert accumulator(torch.float16) == accumulator(torch.bfloat16) == accumulator(torch.float32) == torch.float32
     assert accumulator(torch.float64) == torch.float64
-    moment = small_context(1, None)
-    assert moment.rows_seen.flatten().tolist() == [10.0, 7.0, 5.0, 1.0]
-    torch.testing.assert_close(moment.mean.flatten(), torch.tensor([0.6, 3 / 7, 0.4, 1.0]))
-    assert moment.rows_seen is moment.rows_seen
-    assert moment.mean is moment.mean
+    context = small_context(1, None)
+    assert context.rows_seen.flatten().tolist() == [10.0, 7.0, 5.0, 1.0]
+    torch.testing.assert_close(context.mean.flatten(), torch.tensor([0.6, 3 / 7, 0.4, 1.0]))
+    assert context.rows_seen is context.rows_seen
+    assert context.mean is context.mean
     grouped = small_context(2, 6)
     assert grouped.rows_seen.flatten().tolist() == [6.0, 6.0, 5.0, 1.0]
     torch.testing.assert_close(grouped.mean.flatten(), torch.tensor([0.5, 0.25, 0.2, 0.5]))
     # variances .8 - .36, 2/7 - (3/7)^2, .3 - .16 and 0
-    assert DeviationScope(recent=0).mask(moment).flatten().tolist() == [True, False, True, False]
-    moment.positions_BHS, moment.empty = torch.tensor([[[-1, 3, 5, 9]]]), True  # what stands in an empty slot does not count
-    assert DeviationScope(recent=0).mask(moment).flatten().tolist() == [False, True, True, False]
-    moment = small_context(1, None)  # nor do tokens that are kept outside the budget
-    moment.limits = Limits.of([(0, 0, 3, 2, 0, 0)], torch.device("cpu"))
-    assert DeviationScope(recent=0).mask(moment).flatten().tolist() == [False, True, True, False]
+    assert DeviationScope(recent=0).mask(context).flatten().tolist() == [True, False, True, False]
+    context.positions_BHT, context.empty = torch.tensor([[[-1, 3, 5, 9]]]), True  # what stands in an empty slot does not count
+    assert DeviationScope(recent=0).mask(context).flatten().tolist() == [False, True, True, False]
+    context = small_context(1, None)  # nor do tokens that are kept outside the budget
+    context.limits = Limits.of([(0, 0, 3, 2, 0, 0)], torch.device("cpu"))
+    assert DeviationScope(recent=0).mask(context).flatten().tolist() == [False, True, True, False]

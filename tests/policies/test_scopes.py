@@ -22,7 +22,7 @@ def _limits(scope, score=scores.Recency(), budget=10, n=30, own=(), fixed=0, row
 
 
 def test_limits_of_a_scope():
-    """first, newest, prompt, deviation, tail, nominal; clamped inside the budget in that order."""
+    """first, newest, prompt, deviation, observed, nominal; clamped inside the budget in that order."""
     window = scores.ObservationWindow(window=4)
     assert _limits(Scope()) == (0, 0, 0, 0, 0, 0)
     assert _limits(Scope(sinks=4, recent=3)) == (4, 3, 0, 0, 0, 7)

@@ -9,7 +9,7 @@ import torch
 
 import kvpatch
 from kvpatch.policies import POLICIES, Score, scores
-from kvpatch.policies.context import Limits, Moment
+from kvpatch.policies.context import EvictionContext, Limits
 from tests.helpers.contexts import small_context
 from tests.helpers.running import kept, run
 from tests.helpers.tiny import left_pad, make, prompt
@@ -19,7 +19,9 @@ from tests.policies.test_noise import drawn
 def test_declarations():
     """What a score says of itself decides what is computed for it; all of it, in one table."""
     said = {
-        name: (one.rows, one.statistics, one.protects_tail, one.signed, one.is_weight, one.stored, one.fresh, one.tail)
+        name: (
+            one.rows, one.statistics, one.protects_window, one.signed, one.is_weight, one.stored, one.fresh, one.observed_rows,
+        )
         for name, one in ((n, p.score) for n, p in POLICIES.items()) if one is not None
     }  # fmt: skip
     assert said["random"] == ("none", (), False, False, True, None, False, 0)
@@ -27,35 +29,35 @@ def test_declarations():
     assert said["dilated_window"] == ("none", (), False, True, False, None, False, 0)
     assert said["key_attention"] == said["h2o"] == ("all", ("sum",), False, False, True, "sum", False, 0)
     assert said["scissorhands"] == ("all", ("count",), False, False, True, "count", False, 0)
-    assert said["tova"] == ("tail", (), False, False, True, None, False, 1)
+    assert said["tova"] == ("window", (), False, False, True, None, False, 1)
     assert said["roco"] == ("all", ("sum",), False, False, True, "mean", False, 0)
     assert said["keyformer"] == ("all", ("gumbel",), False, False, True, "gumbel", False, 0)
-    assert said["snapkv"] == said["adakv"] == ("tail", (), True, False, True, None, False, 32)
+    assert said["snapkv"] == said["adakv"] == ("window", (), True, False, True, None, False, 32)
     assert said["key_norm"] == ("none", (), False, True, False, None, False, 0)
     assert scores.Last(heads="each").stored == "tail"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
-    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_tail] == ["prompt"] * 6
+    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 6
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
     entries = {scores.Score.entry, scores.GumbelSoftmax.entry, scores.KeyNorm.entry}
     assert [inspect.signature(entry).parameters["first"].default for entry in entries] == [0] * 3
 
 
 def test_values():
-    moment = small_context(2, None)
-    moment.state |= {name: torch.rand(1, 1, 4) for name in ("count", "gumbel", "key_norm")}
-    moment.state["tail"] = torch.rand(1, 2, 4)
-    assert torch.equal(scores.Accumulated().value(moment), moment.state["sum"])
-    assert torch.equal(scores.AccumulatedQuantized().value(moment), moment.state["count"] / 2)
-    assert torch.equal(scores.Mean().value(moment), moment.mean)
-    assert torch.equal(scores.GumbelSoftmax().value(moment), moment.state["gumbel"])
-    assert torch.equal(scores.KeyNorm().value(moment), -moment.state["key_norm"])
-    assert torch.equal(scores.Last(heads="".join("each")).value(moment), moment.state["tail"])
-    assert scores.Recency().value(moment).tolist() == [[[0.0, 3.0, 5.0, 9.0]]]
+    context = small_context(2, None)
+    context.state |= {name: torch.rand(1, 1, 4) for name in ("count", "gumbel", "key_norm")}
+    context.state["tail"] = torch.rand(1, 2, 4)
+    assert torch.equal(scores.Accumulated().value(context), context.state["sum"])
+    assert torch.equal(scores.AccumulatedQuantized().value(context), context.state["count"] / 2)
+    assert torch.equal(scores.Mean().value(context), context.mean)
+    assert torch.equal(scores.GumbelSoftmax().value(context), context.state["gumbel"])
+    assert torch.equal(scores.KeyNorm().value(context), -context.state["key_norm"])
+    assert torch.equal(scores.Last(heads="".join("each")).value(context), context.state["tail"])
+    assert scores.Recency().value(context).tolist() == [[[0.0, 3.0, 5.0, 9.0]]]
     # the lattice by recency, behind all others by recency
-    ranked = scores.DilatedRecency().value(moment)[0, 0]
+    ranked = scores.DilatedRecency().value(context)[0, 0]
     assert ranked.argsort().tolist() == [1, 2, 3, 0]
-    ranked = scores.DilatedRecency(dilation=2).value(moment)[0, 0]
+    ranked = scores.DilatedRecency(dilation=2).value(context)[0, 0]
     assert ranked.argsort().tolist() == [2, 0, 1, 3]
 
 
@@ -91,12 +93,12 @@ def test_pooling_over_neighbours(pooling, kernel):
 
     def value(empty):
         given = order if empty else torch.arange(7)
-        moment = Moment(
-            layer=0, seed=0, positions_BHS=places[given][None, None], newest_B11=torch.tensor([[[21]]]),
+        context = EvictionContext(
+            layer=0, seed=0, positions_BHT=places[given][None, None], newest_B11=torch.tensor([[[21]]]),
             recent_B11=torch.tensor([[[21]]]), state={"tail": tail[..., given]}, limits=limits, group=1, sliding=None,
             empty=empty,
         )  # fmt: skip
-        return scores.ObservationWindow(window=2, kernel=kernel, pooling=pooling).value(moment)[0, 0], given
+        return scores.ObservationWindow(window=2, kernel=kernel, pooling=pooling).value(context)[0, 0], given
 
     want = []
     for i in range(5):
@@ -110,9 +112,9 @@ def test_pooling_over_neighbours(pooling, kernel):
 
 
 def test_random_scores_belong_to_the_newest_token_and_the_head():
-    moment = small_context(1, None)
-    moment.positions_BHS = moment.positions_BHS.expand(1, 3, 4)
-    got = scores.Random().value(moment)
+    context = small_context(1, None)
+    context.positions_BHT = context.positions_BHT.expand(1, 3, 4)
+    got = scores.Random().value(context)
     want = [[drawn(0, 0, head, 9, key) for key in (0, 3, 5, 9)] for head in range(3)]
     torch.testing.assert_close(got[0].double(), torch.tensor(want, dtype=torch.float64), atol=1e-7, rtol=0)
 
@@ -122,8 +124,8 @@ def test_scores_below_zero_are_in_order():
 
     @dataclass(frozen=True)
     class Oldest(Score):
-        def value(self, moment):
-            return -moment.positions_BHS.float() - 0.5
+        def value(self, context):
+            return -context.positions_BHT.float() - 0.5
 
     policy = kvpatch.Policy("oldest", Oldest())
     model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 5, seed=2)

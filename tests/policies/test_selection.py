@@ -17,31 +17,31 @@ def test_an_order_is_score_then_position():
     positions = [0, 1, 5, 1000, selection.MAX_POSITION]
     pairs = list(itertools.product(FLOATS, positions))
     score, position = torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs])
-    ranked = selection.order(score, position, signed=False)
+    ranked = selection.score_keys(score, position, signed=False)
     assert ranked.tolist() == sorted(set(ranked.tolist()))
     assert (ranked & selection.MAX_POSITION).tolist() == position.tolist()
     assert 0 <= int(ranked.min()) <= int(ranked.max()) < HIGH
     assert selection.MAX_POSITION == 2**30 - 1
-    assert int(selection.order(torch.tensor(1.0), torch.tensor(5), signed=False)) == (0x3F800000 << 30) + 5
+    assert int(selection.score_keys(torch.tensor(1.0), torch.tensor(5), signed=False)) == (0x3F800000 << 30) + 5
     pairs = [(-s, p) for s, p in pairs if s > 0][::-1] + pairs
     pairs = sorted(pairs)
-    ranked = selection.order(torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs]), signed=True)
+    ranked = selection.score_keys(torch.tensor([s for s, _ in pairs]), torch.tensor([p for _, p in pairs]), signed=True)
     assert ranked.tolist() == sorted(set(ranked.tolist()))
     assert 0 <= int(ranked.min()) <= int(ranked.max()) < HIGH
-    assert int(selection.order(torch.tensor(0.0), torch.tensor(3), signed=True)) == (1 << 61) + 3
-    assert int(selection.order(torch.tensor(-math.inf), torch.tensor(0), signed=True)) == 0x007FFFFF << 30
+    assert int(selection.score_keys(torch.tensor(0.0), torch.tensor(3), signed=True)) == (1 << 61) + 3
+    assert int(selection.score_keys(torch.tensor(-math.inf), torch.tensor(0), signed=True)) == 0x007FFFFF << 30
 
 
 def test_tiers():
     order = torch.tensor([5, 6, 7, HIGH - 1, 0])
     flags = torch.tensor([True, False, False, False, False])
-    assert selection.tiers(order, protected=None, dead=None, empty=None) is order
-    dead = selection.tiers(order, protected=None, dead=flags.roll(3), empty=None)
+    assert selection.eviction_keys(order, protected=None, dead=None, empty=None) is order
+    dead = selection.eviction_keys(order, protected=None, dead=flags.roll(3), empty=None)
     assert dead.tolist() == [5, 6, 7, -1, 0]  # below every live one, and above an empty slot
-    assert selection.tiers(order, protected=flags, dead=None, empty=None).tolist() == [2**63 - 1, 6, 7, HIGH - 1, 0]
-    all_of = selection.tiers(order, protected=flags | flags.roll(1), dead=flags, empty=flags.roll(1))
+    assert selection.eviction_keys(order, protected=flags, dead=None, empty=None).tolist() == [2**63 - 1, 6, 7, HIGH - 1, 0]
+    all_of = selection.eviction_keys(order, protected=flags | flags.roll(1), dead=flags, empty=flags.roll(1))
     assert all_of.tolist() == [2**63 - 1, -(2**63), 7, HIGH - 1, 0]
-    lowest = selection.tiers(torch.tensor([0, 9]), protected=None, dead=torch.tensor([True, False]), empty=None)
+    lowest = selection.eviction_keys(torch.tensor([0, 9]), protected=None, dead=torch.tensor([True, False]), empty=None)
     assert lowest.tolist() == [-HIGH, 9]
 
 
@@ -86,12 +86,12 @@ def test_in_top(count, T):
 def test_the_second_stage_bounds_what_is_lost(protected):
     """(share + eps) * norm, of what the first stage left."""
     score, norms = torch.tensor([[[3.0, 2.0, 6.0, 4.0, 5.0]]]), torch.tensor([[[2.3, 9.0, 1.0, 2.0, 1.55]]])
-    moment, asked = small_context(1, None), []
-    moment.positions_BHS, moment.keep_BH1 = torch.arange(5)[None, None], torch.tensor([[[3]]])
-    moment.norms = lambda known, out: asked.append(known) or norms
+    context, asked = small_context(1, None), []
+    context.positions_BHT, context.keep_BH1 = torch.arange(5)[None, None], torch.tensor([[[3]]])
+    context.norms = lambda known, out: asked.append(known) or norms
     mask = None if protected is None else torch.arange(5)[None, None] == protected
-    first = selection.order(score, moment.positions_BHS, signed=False)
-    got = selection.TwoStage(alpha=0.5, eps=0.1).order(moment, score, first, mask, None)[0, 0]
+    first = selection.score_keys(score, context.positions_BHT, signed=False)
+    got = selection.TwoStage(alpha=0.5, eps=0.1).eviction_keys(context, score, first, mask, None)[0, 0]
     critical = torch.arange(5)[None, None] == 2
     assert torch.equal(asked[0], critical)
     share = score.masked_fill(mask if mask is not None else critical & False, 0.0)

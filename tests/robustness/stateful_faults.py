@@ -42,15 +42,17 @@ PASS = [
     (attention, "_attend"), (prompt, "attend"), (blocks, "attend"), (decode, "attend"), (decode, "_observe"),
     (decode, "_evict"), (decode, "victim"), (Deck, "__init__"), (Deck, "open"), (Deck, "attend"), (Deck, "_observe"),
     (Deck, "_close"), (Deck, "_free"), (torch_backend, "attend"), (torch_backend, "step"), (torch_backend, "observe"),
-    (torch_backend, "tail"), (Call, "entry"), (Call, "sums"), (Call, "add"), (Call, "moment"), (Policy, "order"),
-    (Scope, "mask"), (TwoStage, "order"), (prompt, "end_prompt"), (prompt, "limit"), (ending, "_settle"), (ending, "top"),
+    (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
+    (Call, "eviction_context"), (Policy, "eviction_keys"),
+    (Scope, "mask"), (TwoStage, "eviction_keys"), (prompt, "end_prompt"), (prompt, "limit"), (ending, "_settle"),
+    (ending, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "settle"), (SlotLayer, "_resize"), (SlotLayer, "settle_ragged"), (SlotLayer, "make_dense"),
-    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (slots, "record"), (ragged.Extents, "pack"),
+    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (slots, "record"), (ragged.HeadOffsets, "pack"),
     (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"), (PatchState, "count"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (ragged.Extents, "select")]
+ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (ragged.HeadOffsets, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (slots, "restore")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
@@ -58,7 +60,7 @@ JOIN = [
     (joining, "_open"), (joining, "_set_steps"), (joining, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
 SAVE = [(storage, "_checksum"), (storage, "_rows"), (storage, "_history"), (safetensors.torch, "save_file")]
-LOAD = [(storage, "_read"), (storage, "_checksum"), (storage, "_compare"), (storage, "_fill"), (patching, "Site")]
+LOAD = [(storage, "_read"), (storage, "_checksum"), (storage, "_compare"), (storage, "_fill"), (patching, "BoundAdapter")]
 ENTER = [
     (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"),
     (patching, "put_hook"), (patching, "wrap_generate"), (patching, "masks_for_generate"),

@@ -39,7 +39,7 @@ MUTANTS = {
         "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
         "index_copy_(0, slot, self.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
     "protected window off by one": (
-        "policies/scopes.py", "recent = position > moment.recent_B11", "recent = position >= moment.recent_B11",
+        "policies/scopes.py", "recent = position > context.recent_B11", "recent = position >= context.recent_B11",
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
@@ -82,13 +82,13 @@ MUTANTS = {
         "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score",
         f"{ORACLE}[llama-snapkv]"),
     "tokens out of the window are kept": (
-        "policies/policy.py", "if moment.sliding is not None:", "if False:", f"{ORACLE}[mistral_sliding-key_attention]"),
+        "policies/policy.py", "if context.sliding is not None:", "if False:", f"{ORACLE}[mistral_sliding-key_attention]"),
     "resampled noise is not": (
         "policies/scores.py", "row, key = head[:, :, None, None], row[:, None, :, None]",
         "row, key = head[:, :, None, None], -1",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
-        "attention/prefill.py", "        slots.tail_rows = (q_BHGWD, rows_BW)", "        slots.tail_rows = None",
+        "attention/prefill.py", "        slots.window_rows = (q_BHGWD, rows_BW)", "        slots.window_rows = None",
         "tests/invariants/test_eviction.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "patching.py", "                own.pop(name, None)", "                pass",
@@ -122,7 +122,7 @@ MUTANTS = {
         "policies/allocation.py", "max(share(float(self.floor), b), p)", "p",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
     "heads share by the selection's order": (
-        "attention/compress.py", "            moment.keep_BH1 = None  # heads share by score alone\n", "",
+        "attention/compress.py", "            context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
     "one head's extent off by one": (
         "backends/head_offsets.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
@@ -164,11 +164,11 @@ MUTANTS = {
         "attention/layer_call.py", "ranks.amax(-1, keepdim=True) - ranks", "positions.amax(-1, keepdim=True) - positions",
         f"{PARTS}::test_renumbered[mpt-h2o]"),
     "pooling over empty slots": (
-        "policies/scores.py", "        if not moment.empty:\n            return self._pooled",
+        "policies/scores.py", "        if not context.empty:\n            return self._pooled",
         "        if True:\n            return self._pooled",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive-all]"),
     "one head's score for tokens that others do not hold": (
-        "policies/scores.py", "        if moment.aligned:", "        if True:",
+        "policies/scores.py", "        if context.aligned:", "        if True:",
         f"{PARTS}::test_combinations[llama_gqa-tova-critical]"),
     "a later turn counts its own tokens alone": (
         "cache/passes.py", "begin_B if later and turns == \"each\" else None", "begin_B if later else None",

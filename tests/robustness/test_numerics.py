@@ -6,9 +6,9 @@ import torch
 import kvpatch
 from kvpatch.backends import torch_backend, value_norms
 from kvpatch.backends.protocol import Geometry, Keys
-from kvpatch.policies.context import Block, Limits, Moment
+from kvpatch.policies.context import Block, EvictionContext, Limits
 from kvpatch.policies.scopes import DeviationScope
-from kvpatch.policies.selection import TwoStage, order, victim
+from kvpatch.policies.selection import TwoStage, score_keys, victim
 from kvpatch.policies.statistics import STATISTICS
 from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, certain, sorted_positions
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
@@ -62,7 +62,7 @@ def test_a_score_that_is_nan_is_the_lowest_and_goes_oldest_first(signed, negativ
     score[..., [0, 3]] = nan(negative)
     assert score.isnan().sum() == 2
     position = torch.tensor([[[7, 3, 1, 5, 9, 6]]])
-    ranked = order(score, position, signed)
+    ranked = score_keys(score, position, signed)
     # tokens 5 (NaN), 6 (the lowest score there is), 7 (NaN), then by score
     assert position[0, 0, ranked[0, 0].argsort()].tolist() == [5, 6, 7, 3, 9, 1]
     assert (ranked >= 0).all()
@@ -72,14 +72,14 @@ def test_a_score_that_is_nan_is_the_lowest_and_goes_oldest_first(signed, negativ
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_nan_in_other_dtypes(dtype):
     score = torch.tensor([0.5, NAN, INF], dtype=dtype)
-    assert order(score, torch.arange(3), signed=True).argsort().tolist() == [1, 0, 2]
+    assert score_keys(score, torch.arange(3), signed=True).argsort().tolist() == [1, 0, 2]
 
 
-def _moment(score, *, protected=0, keep=None, state=None, norms=None, group=1):
+def _context(score, *, protected=0, keep=None, state=None, norms=None, group=1):
     B, H, S = score.shape
     limits = Limits.of([(0, 0, 0, protected, 0, 0)] * B, score.device)
-    return Moment(
-        layer=0, seed=0, positions_BHS=torch.arange(S).expand(B, H, S).contiguous(), newest_B11=torch.full((B, 1, 1), S - 1),
+    return EvictionContext(
+        layer=0, seed=0, positions_BHT=torch.arange(S).expand(B, H, S).contiguous(), newest_B11=torch.full((B, 1, 1), S - 1),
         recent_B11=torch.full((B, 1, 1), S - 1), state={"sum": score, "tail": score, **(state or {})}, limits=limits,
         group=group, sliding=None, empty=False, keep_BH1=keep, norms=norms,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_head_of_nan_has_no_say_in_the_layer_s_mean():
     broken[:, 1] = NAN
     without = score.clone()
     without[:, 1] = 0.0
-    assert torch.equal(tova.order(_moment(broken), None), tova.order(_moment(without), None))
+    assert torch.equal(tova.eviction_keys(_context(broken), None), tova.eviction_keys(_context(without), None))
 
 
 def test_one_nan_does_not_make_nan_of_all_shares():
@@ -102,8 +102,8 @@ def test_one_nan_does_not_make_nan_of_all_shares():
     clean = score.nan_to_num(0.0)
 
     def kept(value):
-        moment = _moment(value, keep=keep, norms=lambda known, out: norms)
-        ranked = TwoStage().order(moment, value, order(value, moment.positions_BHS, signed=False), None, None)
+        context = _context(value, keep=keep, norms=lambda known, out: norms)
+        ranked = TwoStage().eviction_keys(context, value, score_keys(value, context.positions_BHT, signed=False), None, None)
         return sorted(ranked[0, 0].topk(4).indices.tolist())
 
     assert kept(score) == kept(clean) == [0, 1, 4, 6]
@@ -113,7 +113,7 @@ def test_a_variance_of_nan_protects_nothing():
     rows = torch.rand(40, 6)
     total, squares = rows.sum(0)[None, None], rows.square().sum(0)[None, None]
     total[..., 2] = squares[..., 2] = NAN
-    mask = DeviationScope(recent=0).mask(_moment(total, protected=3, state={"squares": squares}))
+    mask = DeviationScope(recent=0).mask(_context(total, protected=3, state={"squares": squares}))
     assert mask.sum() == 3
     assert not mask[0, 0, 2]
 
@@ -318,7 +318,7 @@ def test_a_row_without_keys_gives_no_statistic():
         assert total.isfinite().all(), key
         assert (total[1] == 0).all(), key
         assert (total[0] > 0).any(), key
-    tail = torch_backend.tail(q[:, :, :, -2:], keys, rows[:, -2:], Geometry(0.5, None, 3))
+    tail = torch_backend.window_sums(q[:, :, :, -2:], keys, rows[:, -2:], Geometry(0.5, None, 3))
     assert tail.isfinite().all()
     assert (tail[1] == 0).all()
 
@@ -495,9 +495,9 @@ def test_a_hundred_thousand_positions_in_bfloat16(policy):
 def test_positions_beyond_what_float32_holds(policy):
     """Above 2**24 neighbours have the same float32 score; the position decides."""
     position = torch.tensor([[[2**24 + 2, 2**24 + 1, 2**24, 2**24 + 3]]])
-    moment = _moment(torch.zeros(1, 1, 4))
-    moment.positions_BHS, moment.newest_B11 = position, torch.tensor([[[2**24 + 3]]])
-    ranked = kvpatch.get_policy(policy).order(moment, None)
+    context = _context(torch.zeros(1, 1, 4))
+    context.positions_BHT, context.newest_B11 = position, torch.tensor([[[2**24 + 3]]])
+    ranked = kvpatch.get_policy(policy).eviction_keys(context, None)
     assert ranked.unique().numel() == 4
     if policy == "window":
         assert ranked[0, 0].argsort().tolist() == [2, 1, 0, 3]
@@ -521,10 +521,10 @@ def test_deviations_over_a_million_rows():
         squares[0, 0] = torch.cat([squares[0], p.square()]).cumsum(0, dtype=torch.float32)[-1]
         exact += p.double().sum(0)
         exact_squares += p.double().square().sum(0)
-    moment = _moment(total, protected=3, state={"squares": squares})
-    moment.newest_B11 = torch.tensor([[[rows - 1 + T]]])
-    moment.positions_BHS = torch.full((1, 1, T), T)
-    variance = (squares / moment.rows_seen).sub_(moment.mean * moment.mean).clamp_min_(0)
+    context = _context(total, protected=3, state={"squares": squares})
+    context.newest_B11 = torch.tensor([[[rows - 1 + T]]])
+    context.positions_BHT = torch.full((1, 1, T), T)
+    variance = (squares / context.rows_seen).sub_(context.mean * context.mean).clamp_min_(0)
     assert (variance >= 0).all()
     deviation = variance[0, 0].double().sqrt()
     mean = exact / rows
@@ -532,9 +532,9 @@ def test_deviations_over_a_million_rows():
     assert deviation[0] == deviation[2] == 0.0  # constant, of numbers that float32 adds exactly
     assert deviation[1] < 0.1 * mean[1]  # constant, but rounded a million times
     torch.testing.assert_close(deviation[3:], want[3:], rtol=5e-3, atol=0)
-    moment.positions_BHS = torch.arange(T)[None, None]
-    moment._rows_seen = torch.full((1, 1, T), float(rows))
-    mask = DeviationScope(recent=0).mask(moment)[0, 0]
+    context.positions_BHT = torch.arange(T)[None, None]
+    context._rows_seen = torch.full((1, 1, T), float(rows))
+    mask = DeviationScope(recent=0).mask(context)[0, 0]
     assert set(mask.nonzero().flatten().tolist()) == set(want.topk(3).indices.tolist())
 
 
@@ -543,12 +543,12 @@ def test_a_constant_column_has_no_deviation(rows):
     """Rounding never makes it negative: clamped, it is not NaN under a root and ranks below every column that varies."""
     values = torch.rand(64, generator=torch.Generator().manual_seed(rows))
     total, squares = (values * rows)[None, None], (values.square() * rows)[None, None]
-    moment = _moment(total, protected=1, state={"squares": squares})
-    moment._rows_seen = torch.full((1, 1, 64), float(rows))
-    variance = (squares / rows).sub_(moment.mean * moment.mean).clamp_min_(0)
+    context = _context(total, protected=1, state={"squares": squares})
+    context._rows_seen = torch.full((1, 1, 64), float(rows))
+    variance = (squares / rows).sub_(context.mean * context.mean).clamp_min_(0)
     assert (variance >= 0).all()
     assert (variance <= 1e-6).all()
     squares[0, 0, 5] += 1e-3 * rows
-    assert DeviationScope(recent=0).mask(moment)[0, 0].nonzero().tolist() == [[5]]
+    assert DeviationScope(recent=0).mask(context)[0, 0].nonzero().tolist() == [[5]]
 
 

@@ -37,7 +37,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpatch
 from kvpatch.arch import Adapter, adapter_of
-from kvpatch.arch.bound import Site
+from kvpatch.arch.bound import BoundAdapter
 from kvpatch.evaluation.teacher_forcing import feed
 from tools.training import tasks, train
 
@@ -107,8 +107,8 @@ def look(model: PreTrainedModel, tokens_BT: Tensor, start: int) -> tuple[list[La
         adapter, k, v = adapter_of(attn), cached.keys, cached.values
         hidden_BTE = args[0] if args else kwargs.pop("hidden_states")
         q = adapter.project(attn, hidden_BTE, *args[1:], **kwargs)[0]
-        site, group = Site(adapter, attn, k.shape[1]), q.shape[1] // k.shape[1]
-        geometry, (rows_HGDE, _) = site.geometry(k.device), site.output_rows(v, group)
+        bound_adapter, group = BoundAdapter(adapter, attn, k.shape[1]), q.shape[1] // k.shape[1]
+        geometry, (rows_HGDE, _) = bound_adapter.geometry(k.device), bound_adapter.output_rows(v, group)
         k, v = (repeat(t, "b h t d -> b (h g) t d", g=group).double() for t in (k, v))
         x = q[:, :, start:].double() @ k.mT * geometry.scale
         if geometry.slopes_HG is not None:

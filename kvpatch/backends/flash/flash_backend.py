@@ -142,9 +142,9 @@ def _padded(tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case
     row, column = real_BQ.nonzero(as_tuple=True)
     starts = torch.tensor([0, *lengths], device=rows_BQ.device).cumsum(0).int()
     packed = tuple(t[row, column] for t in tensors)
-    out_SND, lse_NS = _call(packed, mask, Packing(starts, max(lengths)), case)
-    lse_BNQ.transpose(1, 2)[row, column] = lse_NS.t()
-    return out_BQND.index_put((row, column), out_SND), lse_BNQ
+    out_TND, lse_NT = _call(packed, mask, Packing(starts, max(lengths)), case)
+    lse_BNQ.transpose(1, 2)[row, column] = lse_NT.t()
+    return out_BQND.index_put((row, column), out_TND), lse_BNQ
 
 
 def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor]:
@@ -179,17 +179,17 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
     None, with one warning, where the kernel refuses.
     """
     kernel = _ragged_kernel()
-    if kernel is None or kernel.ragged is None or keys.extents is None or keys.grown is None:
+    if kernel is None or kernel.ragged is None or keys.head_offsets is None or keys.grown is None:
         return None
     if geometry.slopes_HG is not None or geometry.sliding is not None or q_BHGD.requires_grad:
         return None
     B, H, G, D = q_BHGD.shape
-    order, starts, filled = keys.extents.sequences()
+    order, starts, filled = keys.head_offsets.sequences()
     once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)
-    longest = max(keys.extents.filled) + keys.grown
-    q_NGD, k_R1D, v_R1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]
+    longest = max(keys.head_offsets.filled) + keys.grown
+    q_NGD, k_F1D, v_F1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]
     try:
-        out_NGD = kernel.ragged(q_NGD, k_R1D, v_R1D, once, starts, filled + keys.grown, longest, geometry.scale)
+        out_NGD = kernel.ragged(q_NGD, k_F1D, v_F1D, once, starts, filled + keys.grown, longest, geometry.scale)
     except _FATAL:
         raise
     except Exception as error:

@@ -51,7 +51,7 @@ class Kernel:
 
     attend(q, k, v, mask, packing) takes [B,Q,N,D], or [S,N,D] with a packing; it returns the output in the same layout and
     the log-sum-exp [B,N,Q], or [N,S]. ragged(q, k, v, once, starts, used, longest, scale) attends from q [N,G,D], one token
-    each, to the first `used` rows of every stretch.
+    each, to the first `used` rows of every segment.
     """
 
     name: str

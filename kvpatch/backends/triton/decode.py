@@ -1,8 +1,8 @@
 """One decode step over slots in two launches: the new token is written, attends, is observed, and a victim is chosen.
 
-`split_kernel` has a program per KV head and stretch of its slots: an online softmax over what lies there, for all query heads
+`split_kernel` has a program per KV head and segment of its slots: an online softmax over what lies there, for all query heads
 of the group at once, so that a key and a value are read once. `combine_kernel` has a program per KV head: it merges the
-stretches, adds to the statistics and finds the lowest slot in the order of policies/selection.py. Logits pass from one to the
+segments, adds to the statistics and finds the lowest slot in the order of policies/selection.py. Logits pass from one to the
 other through a scratch [B*H,G,C] and are in base 2 throughout. Nothing waits for the host, no size depends on data and there
 are no atomics, so a step can be captured in a CUDA graph and gives the same bits whenever it runs.
 """
@@ -23,7 +23,7 @@ STATISTICS = ("sum", "squares", "count", "gumbel", "tail")
 VALUES = ("sum", "mean", "count", "gumbel", "tail", "recency")
 MAX_HEAD, MAX_GROUP = 256, 64
 PROGRAMS = 264  # two for each of an H100's or H200's 132 multiprocessors
-SHORTEST = 128  # slots of a stretch: of fewer, merging costs more than it spares
+SHORTEST = 128  # slots of a segment: of fewer, merging costs more than it spares
 TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
 CELLS = 1 << 11  # probabilities that a combining program holds at a time
 
@@ -95,7 +95,7 @@ def step(
 
     Args:
         q_BHGD, k_BHD, v_BHD: the new token's; any strides, but the last dimension is contiguous.
-        keys, values: slots [B,H,C,D], or rows [R,D] of which head n has capacity_N[n] from begin_N[n] on.
+        keys, values: slots [B,H,C,D], or entries [F,D] of which head n has capacity_N[n] from begin_N[n] on.
         positions_BHC: int64, -1 where a slot is empty. slot_BH: int64, where the token goes, and afterwards the next one.
         newest_B: int64, the token's position.
         state: float32 [B,H,C] by name, and "noise" [B,H,C,G], exp(noise), which is already there for the new token.
@@ -115,7 +115,7 @@ def step(
     width = max(16, triton.next_power_of_2(D))
     lanes = triton.next_power_of_2(G)
     block = max(16, min(128 if lanes <= 16 else 64, TILE // (width * q_BHGD.element_size())))
-    span, parts = _stretches(C, B * H, block, splits)
+    span, parts = _segments(C, B * H, block, splits)
     sums = {name: state[name] if name in rule.statistics else None for name in STATISTICS}
     noise = state.get("noise") if "gumbel" in rule.statistics else None
     if noise is not None and noise.shape != (B, H, C, G):
@@ -149,8 +149,8 @@ def step(
     return out
 
 
-def _stretches(C: int, heads: int, block: int, splits: int | None) -> tuple[int, int]:
-    """Slots of a stretch, whole blocks, and how many stretches cover C slots."""
+def _segments(C: int, heads: int, block: int, splits: int | None) -> tuple[int, int]:
+    """Slots of a segment, whole blocks, and how many segments cover C slots."""
     if splits is None:
         splits = min(triton.cdiv(C, SHORTEST), max(PROGRAMS // heads, 1))
     span = triton.cdiv(triton.cdiv(C, splits), block) * block
@@ -170,7 +170,7 @@ def split_kernel(
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GUMBEL: tl.constexpr,
 ):  # fmt: skip
     """Slots [lo, hi) of head n: writes the new key, value and position if they go there, leaves logits, and p V, maximum and
-    normaliser of the stretch's own softmax."""
+    normaliser of the segment's own softmax."""
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H
     if BEGIN is None:
@@ -188,7 +188,7 @@ def split_kernel(
     k_new = tl.load(K + b * k_b + h * k_h + d, mask=real_d, other=0.0)
     v_new = tl.load(V + b * v_b + h * v_h + d, mask=real_d, other=0.0)
     scale *= LOG2_E
-    # the new token starts the softmax of the stretch that it goes to; what its slot held is never read
+    # the new token starts the softmax of the segment that it goes to; what its slot held is never read
     own = (slot >= lo) & (slot < hi)
     mine = own & (newest >= 0)
     # compared block by block: Triton 3.9's interpreter takes no mask in which a scalar truth value was spread over a block
@@ -240,9 +240,9 @@ def split_kernel(
             higher = tl.maximum(maximum_y, tl.max(x * cooling, 1))
             p, fade = tl.exp2(x * cooling - _rest(higher)[:, None]), tl.exp2(maximum_y - _rest(higher))
             maximum_y, total_y = higher, total_y * fade + tl.sum(p, 1)
-    stretch = n * tl.num_programs(1) + part
-    tl.store(PARTIAL + (stretch * G + g[:, None]) * D + d[None, :], acc, mask=real_g[:, None] & real_d[None, :])
-    found = SOFTMAX + stretch * 5 * G + g
+    segment = n * tl.num_programs(1) + part
+    tl.store(PARTIAL + (segment * G + g[:, None]) * D + d[None, :], acc, mask=real_g[:, None] & real_d[None, :])
+    found = SOFTMAX + segment * 5 * G + g
     tl.store(found, maximum, mask=real_g)
     tl.store(found + G, total, mask=real_g)
     tl.store(found + 2 * G, tl.full([LANES], 0.0, tl.float32) + seen.to(tl.float32), mask=real_g)
@@ -253,7 +253,7 @@ def split_kernel(
 
 @triton.jit
 def _merged(found, there, G: tl.constexpr):
-    """Maximum and 1 / normaliser [LANES] of a head's softmax from those of its stretches, at `found` [PARTS, LANES]."""
+    """Maximum and 1 / normaliser [LANES] of a head's softmax from those of its segments, at `found` [PARTS, LANES]."""
     own = tl.load(found, mask=there, other=float("-inf"))
     maximum = _rest(tl.max(own, 0))
     total = tl.sum(tl.load(found + G, mask=there, other=0.0) * tl.exp2(own - maximum[None, :]), 0)

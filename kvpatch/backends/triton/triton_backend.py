@@ -89,7 +89,7 @@ def statistics(
     return found
 
 
-def tail(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
+def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
     """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
     lse_BHGW: their log-sum-exp, where attention gave it: few rows make few programs, slow over many keys."""
     from .columns import column_statistics, row_normalisers
@@ -123,7 +123,7 @@ def rule(policy: Policy, slots: SlotLayer, wanted: bool, evicting: bool) -> Rule
     score = policy.score
     if score is None or not (wanted or evicting):
         return Rule(evicts=False)
-    names = (*policy.statistics, *(("tail",) if score.tail else ())) if wanted else ()
+    names = (*policy.statistics, *(("tail",) if score.observed_rows else ())) if wanted else ()
     decayed = score.statistics if score.decay != 1.0 else ()
     value = score.stored if evicting and torch_evicts(policy, slots) is None else None
     return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
@@ -131,7 +131,7 @@ def rule(policy: Policy, slots: SlotLayer, wanted: bool, evicting: bool) -> Rule
 
 def torch_evicts(policy: Policy, slots: SlotLayer) -> str | None:
     """Why torch names the victim of a step that the kernels do otherwise; None where they name it."""
-    if type(policy).order is not Policy.order or policy.selection is not None:
+    if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
         return "the policy has an order of its own"
     if type(policy.scope) is not Scope or "protect" in slots.state:
         return "more is protected than sinks and recent tokens"
@@ -153,7 +153,7 @@ def step(
     """Output [B,H,G,D] of one token per row, which goes into the free slot of each head; statistics, positions and, where the
     rule chooses a victim, the next free slot are brought up to date in place."""
     assert slots.keys is not None and slots.values is not None and slots.free_BH is not None
-    limits, extents = slots.limits if chosen.evicts else None, slots.extents
+    limits, head_offsets = slots.limits if chosen.evicts else None, slots.head_offsets
     run = compiled_step if torch.compiler.is_compiling() else plain_step
     return run(
         q_BHGD,
@@ -173,8 +173,8 @@ def step(
         geometry.scale,
         geometry.sliding,
         geometry.slopes_HG,
-        None if extents is None else extents.begin_N,
-        None if extents is None else extents.capacity_N,
+        None if head_offsets is None else head_offsets.begin_N,
+        None if head_offsets is None else head_offsets.capacity_N,
         slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None,
         limits.first.flatten() if limits is not None and limits.any_first else None,
         limits.newest.flatten() if limits is not None and limits.any_newest else None,
