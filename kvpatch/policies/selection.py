@@ -109,7 +109,7 @@ class TwoStage:
             raise KVPatchError(f"norm={self.norm!r} must be 1 or 2: which norm of the projected values bounds the loss.")
 
     def eviction_keys(
-        self, context: EvictionContext, value: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
+        self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
         """The order [B,H,T] whose top `context.keep_BH1` are the kept set; `first` is the order by scores alone."""
         assert context.keep_BH1 is not None and context.norms is not None
