@@ -12,6 +12,7 @@ import kvpatch
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
+from kvpatch.policies.statistics import STATISTICS
 from tests.helpers import tiny
 from tools import readme_tables
 
@@ -23,7 +24,7 @@ CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 @pytest.fixture
 def names(monkeypatch, tmp_path):
     """What the examples take as given; registries and the working folder are restored afterwards."""
-    before = dict(POLICIES), dict(REGISTRY)
+    before = dict(POLICIES), dict(REGISTRY), dict(STATISTICS)
     monkeypatch.chdir(tmp_path)
     ids = tiny.prompt(1, 24)
     yield {
@@ -34,7 +35,7 @@ def names(monkeypatch, tmp_path):
         "context_ids": ids,
         "questions": [tiny.prompt(1, 3, seed=seed) for seed in (5, 6)],
     }
-    for registry, old in zip((POLICIES, REGISTRY), before, strict=True):
+    for registry, old in zip((POLICIES, REGISTRY, STATISTICS), before, strict=True):
         registry.clear()
         registry.update(old)
 
