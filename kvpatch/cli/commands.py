@@ -44,6 +44,8 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="A policy's option, as in -o window=16; any number of times.")
 ]
 
+KS = "0.7,0.5,0.3,0.2"  # what `compare` measures where nothing is said
+
 
 @contextmanager
 def in_words() -> Iterator[None]:
@@ -166,7 +168,10 @@ def compare(
     policies: Annotated[
         str, typer.Option(help="Comma-separated, as for --policy of generate; random is always measured beside them.")
     ] = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv",
-    budgets: Annotated[str, typer.Option("--budgets", "-k", help="Comma-separated, as -k of generate.")] = "0.7,0.5,0.3,0.2",
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option("--budgets", "-k", help="Comma-separated, as -k of generate; any number of times.", show_default=KS),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed after the prompt, at most.")] = 64,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="KL to advise, nats per token: 0.05 adds 5% perplexity on the full model's own text.")
@@ -191,7 +196,8 @@ def compare(
 
     with in_words():
         get_policy("full").with_options(schedule)  # whether there is such a word; a policy that refuses it gets a row
-        chosen, ks = comparing.choose(policies, parse_options(option), max_new_tokens), comparing.budgets(budgets)
+        chosen = comparing.choose(policies, parse_options(option), max_new_tokens)
+        ks = comparing.budgets(",".join(budgets or [KS]))
         asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, seed, tolerance, agreement, out, json)
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompt = read_prompt(prompt_file)

@@ -25,7 +25,9 @@ def already_patched(module: nn.Module) -> KVPatchError:
     """The words for a model of which `module` is patched."""
     policy = str(vars(module).get("_kvpatch"))
     return KVPatchError(
-        f"This model is already patched with policy {policy!r}: leave that block or call its Patch.remove() first."
+        f"This model is already patched with policy {policy!r}: leave that block or call its Patch.remove() first. Threads "
+        "share one patch around all of them. A copy that was made inside a block stays patched: load the model again, or "
+        "deepcopy it outside of the block."
     )
 
 

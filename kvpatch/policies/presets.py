@@ -104,7 +104,8 @@ def get_policy(name: str) -> Policy:
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
     if not isinstance(name, str) or name not in POLICIES:
-        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+        meant = suggest(name, POLICIES) or suggest(str(name).lower(), POLICIES)
+        raise KVPatchError(f"Unknown policy {name!r}.{meant} Known: {', '.join(POLICIES)}.")
     return POLICIES[name]
 
 

@@ -1,5 +1,6 @@
 """The command line on a tiny random model: what it prints, exit codes, and one line for every mistake."""
 
+import json
 import sys
 
 import pytest
@@ -262,6 +263,25 @@ def test_without_the_extra(name, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert capsys.readouterr().err == f"The command line needs {name}: pip install kvpatch[tools]\n"
+
+
+@pytest.mark.parametrize("command", ["compare", "demo"])
+def test_without_matplotlib_nothing_is_measured(command, folder, prompt, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for module in (commands, demo):
+        monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    given = ("--prompt-file", prompt) if command == "compare" else ()
+    result = run(command, "--model", folder, "--out", tmp_path / "out", *given)
+    assert result.exit_code == 2
+    assert result.stderr == "kvpatch: Pictures need matplotlib: pip install kvpatch[tools]\n"
+
+
+def test_compare_takes_every_k(folder, prompt, tmp_path):
+    given = ("--policies", "window", "-k", "0.7", "-k", "0.5,0.3", "--max-new-tokens", "2", "--out", tmp_path / "out")
+    result = run("compare", "--model", folder, "--prompt-file", prompt, *given, "--json", tmp_path / "lines")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line["k"] for line in lines if line["policy"] == "window"] == ["0.7", "0.5", "0.3"]
 
 
 def test_demo_without_its_models(tmp_path, monkeypatch):

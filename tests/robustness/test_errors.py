@@ -51,6 +51,8 @@ ARGUMENTS = [
     ({"k": {}}, r"k=\{\} is not a budget"),
     ({"policy": "h20"}, r"Unknown policy 'h20'\. Did you mean 'h2o'\? Known: full, random"),
     ({"policy": "keyformr"}, r"Did you mean 'keyformer'"),
+    ({"policy": "SnapKV"}, r"Unknown policy 'SnapKV'\. Did you mean 'snapkv'\?"),
+    ({"policy": "H2O"}, r"Did you mean 'h2o'\?"),
     ({"policy": 3}, r"Unknown policy 3"),
     ({"policy": "adakw"}, r"Unknown policy 'adakw'\. Did you mean 'adakv'\?"),
     ({"policy": "adakv", "floor": 1.5}, r"floor=1\.5 must be a share of the uniform budget, in \[0, 1\]"),

@@ -355,7 +355,7 @@ def test_a_copy_made_inside_the_block_goes_on_evicting_when_the_original_is_rest
         want, _ = force(model, ids, fed)
     got, cache = force(twin, ids, fed)
     assert torch.equal(got, want) and cache.held(0).tolist() == [[10, 10]]
-    with pytest.raises(KVPatchError, match="already patched"):
+    with pytest.raises(KVPatchError, match="already patched.*or deepcopy it outside of the block"):
         kvpatch.patch(twin, "h2o", 0.5)
     gone = weakref.ref(handle)
     del handle
