@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,14 @@ def test_the_adapter_of_the_example_is_right(names):
     assert f"kvpatch.register_arch({recipe})" in str(error.value)
     exec(_block("register_arch"), names)
     assert [result for result in Checks(model).run() if not result.passed] == []
+
+
+def test_what_is_named_is_there_after_a_plain_import():
+    names = sorted(set(re.findall(r"`(kvpatch\.[A-Za-z_][\w.]*)", README)))
+    assert "kvpatch.check_model" in names
+    code = f"import kvpatch\nfor name in {names!r}: eval(name)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_links_and_tree():

@@ -238,7 +238,7 @@ def worker():
 
     yield run
     process.stdin.close()
-    process.wait(timeout=60)
+    process.wait(timeout=600)
 
 
 def copy_to(folder: Path) -> None:
