@@ -20,7 +20,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
     slots, score = call.slots, call.score
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
-    evicting, wanted = score is not None and slots.evicting, call.observes
+    wanted = call.observes
     with torch.no_grad():
         if not call.now.traced:
             slots.make_room()
@@ -28,6 +28,9 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
                 slots.note(call.cache.shared)
             slots.seen += 1
         entry = call.step_entry(k_BH1D, v_BH1D, positions_B1)
+    evicting = score is not None and slots.evicting
+    if slots.unfilled and call.settings.parallel.size == 1:  # heads on other processes may evict, and a score may need all
+        evicting = False
     name = backend_of(call, q_BHGD)
     if name == "triton":
         return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, evicting, t)

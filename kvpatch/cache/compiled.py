@@ -48,9 +48,9 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
             return False
         if cache.rotary[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
             return False  # the rotary table is that of the ranks there are now
-    if any(layer.growing for layer in cache.layers) and cache.request.room is None:
+    if cache.request.room is None and any(layer.growing and layer.evicting for layer in cache.layers):
         return False  # buffers will move
-    return all(layer.free_BH is not None for layer in cache.layers)
+    return all(layer.free_BH is not None and (layer.evicting or layer.slack > 0) for layer in cache.layers)
 
 
 def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:

@@ -44,10 +44,10 @@ def check_state(cache: TextState) -> None:
         here = seen_B.to(layer.device)
         shares = cache.settings.policies[index].over_heads is not None  # of one budget a head may get none
         with _named(index):
-            if layer.is_initialized:
-                _LayerState(layer, here).check(least=0 if shares or cache.turns.open else 1, reading=cache.turns.open)
             if layer.evicting and not cache.turns.open:
                 _check_budget(cache, index, layer, here)
+            if layer.is_initialized:
+                _LayerState(layer, here).check(least=0 if shares or cache.turns.open else 1, reading=cache.turns.open)
 
 
 def check_bytes(cache: TextState) -> None:
@@ -130,7 +130,7 @@ class _LayerState:
     def _appended(self, reading: bool) -> None:
         """Tokens are appended behind the used columns."""
         layer, real = self.layer, self.real
-        must(layer.slack == layer.grown == 0 and not layer.growing, "slack without free slots")
+        must(layer.slack == layer.grown == 0 and not layer.growing and not layer.unfilled, "slack without free slots")
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
         later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
         newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
@@ -157,6 +157,9 @@ class _LayerState:
         at = free_BH.clamp(0, len(self.column) - 1)[..., None]
         must(all_taken | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
         must(~below_BH | (self.limit_BH - self.held_BH >= layer.slack - layer.grown), "fewer slots are free than it says")
+        packed_BH = (free_BH == self.held_BH) & (self.real == (self.column < self.held_BH[..., None])).all(-1)
+        must(~below_BH | packed_BH, "a head below its budget has gaps")
+        must(not layer.unfilled or below_BH, "a head may reach its budget where it says that none does")
         if layer.holes:
             must(layer.used == len(self.column), "unused columns between slots")
             must(int((keep_BH - self.held_BH).max()) <= layer.filling <= int(keep_BH.max()), "filling is wrong")

@@ -38,7 +38,8 @@ class SlotLayer(CacheLayerMixin):
     floor: columns that cannot be cropped, since an eviction chose them or some rows' padding lies there.
 
     growing: with a free_BH, some head may need more slots than it has. Then `slack` - `grown` more tokens can be written before
-    buffers move; grown counts those written since the prompt.
+    buffers move; grown counts those written since the prompt. unfilled: every head of a layer that evicts has fewer slots than
+    its budget, so that nothing is evicted until buffers have moved.
     """
 
     is_compileable = False
@@ -73,7 +74,7 @@ class SlotLayer(CacheLayerMixin):
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
         self.traced = False  # the pass is a traced step (compiled.py)
         self.head_offsets: HeadOffsets | None = None
-        self.growing = False
+        self.growing = self.unfilled = False
         self.slack = self.grown = 0
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
@@ -327,7 +328,7 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = (self.head_offsets.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
         self.used, self.holes = self.taken, True
         self.head_offsets = self.free_BH = None
-        self.growing, self.slack, self.grown = False, 0, 0
+        self.growing, self.unfilled, self.slack, self.grown = False, False, 0, 0
 
     def open(self, next_BH: Tensor | None = None) -> None:
         """Make slots of all columns: what is empty is masked, and a token goes into a slot instead of behind the others.
@@ -365,11 +366,17 @@ class SlotLayer(CacheLayerMixin):
 
     def measure(self) -> None:
         """Bring up to date how many tokens can be written before buffers move."""
-        goals, heads = self.goals(), zip(self.capacities(), self.counts(), strict=True)
-        free = [capacity - n for i, (capacity, n) in enumerate(heads) if goals is None or capacity < goals[i]]
-        self.growing = bool(free)
+        heads = zip(self.short_heads(), self.capacities(), self.counts(), strict=True)
+        free = [capacity - count for short, capacity, count in heads if short]
         self.grown = self.grown if self.growing else 0
         self.slack = self.grown + min(free, default=0)
+
+    def short_heads(self) -> list[bool]:
+        """Tell which heads may need more slots than they have, and bring `growing` and `unfilled` up to date."""
+        capacities, goals = self.capacities(), self.goals()
+        short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
+        self.growing, self.unfilled = any(short), goals is not None and all(short)
+        return short
 
     def make_room(self) -> None:
         """Slots for more tokens of each head, where some head may have none left."""
@@ -443,7 +450,7 @@ class SlotLayer(CacheLayerMixin):
         assert self.free_BH is not None
         self.set_free(self.free_BH + 1)
         if not self.traced:
-            self.grown += 1
+            self.count()
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
@@ -466,9 +473,8 @@ class SlotLayer(CacheLayerMixin):
             self.count()
 
     def count(self, tokens: int = 1) -> None:
-        """So many tokens were written, each of which brings every head nearer to its budget."""
-        tokens = min(tokens, self.filling)
-        self.filling -= tokens
+        """So many tokens were written, each of which brings every head below its budget nearer to it."""
+        self.filling = max(self.filling - tokens, 0)
         self.grown += tokens if self.growing else 0
 
     def free(self, slot_BH: Tensor) -> None:

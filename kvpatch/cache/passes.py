@@ -87,7 +87,7 @@ def _finish(cache: TextState) -> None:
         counters.device.advance(cache.seen, counters.steps, False)
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
-    if begun or cache.request.room is not None:
+    if begun or cache.request.room is not None or any(layer.growing and not layer.evicting for layer in cache.layers):
         growing = (layer.seen + layer.slack - layer.grown for layer in cache.layers if layer.growing)
         counters.device.limit.fill_(min(growing, default=0))
     if begun:

@@ -14,19 +14,22 @@ from ..errors import InvalidError
 def check(cache: EvictingCache) -> None:
     """Raise InvalidError where the cache contradicts itself, its policy or its budget, or holds a number that is none.
 
-    More slots than its contents need (of a cache that had room for what was to come) are given back.
+    Free slots above the slack are those of a cache that was made with room=, which it has again.
     """
-    for layer in cache.layers:
-        goals = layer.goals()
-        short = goals is not None and any(own < goal for own, goal in zip(layer.capacities(), goals, strict=True))
-        layer.growing = layer.free_BH is not None and (short or not layer.evicting)
+    slotted = [layer for layer in cache.layers if layer.free_BH is not None]
+    for layer in slotted:
+        layer.short_heads()
     invariants.check_state(cache)
     if cache.shared is not None:
         _weights("shared", cache.shared)
     for index, layer in enumerate(cache.layers):
         _numbers(cache, index, layer)
-        layer.fit()
-    cache.check_invariants()
+    try:
+        invariants.check_bytes(cache)
+    except InvalidError:
+        free = [size - n for layer in slotted for size, n in zip(layer.capacities(), layer.counts(), strict=True)]
+        cache.request.room = max(free, default=None)
+        invariants.check_bytes(cache)
 
 
 def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
