@@ -94,7 +94,7 @@ def json_lines(result: Result, asked: Asked, model: Any, name: str, continuation
 def prepare(out: Path, lines: Path | None) -> None:
     """Make the folder for the picture. Raises KVPatchError for places that cannot be, or without matplotlib, before anything
     is measured."""
-    pictures.new_figure()
+    plotting.new_figure()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -51,7 +51,7 @@ class Stage:
 def run(out: Path, model: str | None = None) -> None:
     """All of it: table, strips, picture. Raises KVPatchError where a model is missing or `out` cannot be written."""
     console = Console(highlight=False)
-    pictures.new_figure()  # without matplotlib nothing is measured
+    plotting.new_figure()  # without matplotlib nothing is measured
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
