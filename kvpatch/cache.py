@@ -14,7 +14,7 @@ from . import compiled, validating
 from .backends.choice import Choice
 from .converting import take_over
 from .errors import KVPatchError
-from .forward import Forward, cut
+from .forward import Forward, cut, places
 from .parallel import WHOLE, Parallel
 from .policies import Policy, get_policy
 from .policies.budgets import Budget, whole
@@ -72,6 +72,8 @@ class EvictingCache(Whole, Cache):
         self.origin = ""  # of which patch; copies keep it
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
+        self.transparent = False  # nothing is ever evicted, and all is to be as in a DynamicCache
+        self.columns = False  # padding behind a token counts in positions, for attention's distances are between columns
         self.strict: tuple[str, ...] = ()  # names of the layers, where numbers are looked at (strict.py)
         self.table: tuple[int, Any] | None = None
         self.make_table: Callable[[int], Any] | None = None
@@ -135,7 +137,7 @@ class EvictingCache(Whole, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values really allocated, all layers and rows."""
-        buffers = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
+        buffers = [t for layer in self.layers for t in layer.buffers if t is not None]
         return sum(t.numel() * t.element_size() for t in buffers)
 
     @writable
@@ -234,6 +236,9 @@ class EvictingCache(Whole, Cache):
         """
         self.claim("forward pass")
         self.catch_up()
+        if self.transparent:
+            for layer in self.layers:
+                layer.untrim()
         try:
             now, before, after = self._read(B, Q, mask_BT, input_ids, device, repeatable)
         except BaseException:
@@ -281,10 +286,11 @@ class EvictingCache(Whole, Cache):
         padded = real is not None and prompt > 0 and not bool(real[:, :prompt].all())
         if real is not None and prompt < Q:
             self._refuse_padding(real[:, prompt:])
+        rows = None
         if real is not None and padded:
-            count = real.long().cumsum(-1)
-            positions = (before[:, None] + count - 1).masked_fill(~real, -1)
-            after, whole = before + count[:, -1], before + count[:, prompt - 1]
+            rows = places(real, before, self.columns)
+            positions = rows.masked_fill(~real, -1)
+            after, whole = rows[:, -1] + 1, rows[:, prompt - 1] + 1
         else:
             positions = before[:, None] + torch.arange(Q, device=device)
             after, whole = before + Q, before + prompt
@@ -296,6 +302,7 @@ class EvictingCache(Whole, Cache):
         recording = Q - prompt > 1 or any(layer.record_past for layer in self.layers)
         first = 0 if ends else self.steps
         now = Forward(positions, prompt, ends, n_B, padded, protect, recording, first, repeatable=repeatable)
+        now.rows_BQ = rows if self.transparent else None
         return now, before, after
 
     def _budget(self, now: Forward, n_B: list[int]) -> None:
@@ -332,7 +339,7 @@ class EvictingCache(Whole, Cache):
             raise KVPatchError(
                 f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch."
             )
-        if self.prompt_len is not None and not bool(last_B.all()):
+        if self.prompt_len is not None and not self.transparent and not bool(last_B.all()):
             raise KVPatchError(
                 f"Row {int((~last_B).nonzero()[0])} is padded on the right: generate() continues behind the last column, "
                 "so pad on the left (tokenizer.padding_side = 'left')."
@@ -389,6 +396,11 @@ class EvictingCache(Whole, Cache):
         pad = chunk.new_zeros(B, Q - chunk.shape[1])
         return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
 
+    def trim(self) -> None:
+        """Show no spare columns in `layers[i].keys` and `.values`, as a DynamicCache shows none."""
+        for layer in self.layers:
+            layer.trim()
+
     def end(self, layer: int) -> None:
         """A layer has run; after the last one the pass is whole."""
         if self.scratch:
@@ -419,6 +431,8 @@ class EvictingCache(Whole, Cache):
                 self._rotary_table(1, prompt=False)  # for a step that is compiled
             if self.room is not None:
                 compiled.mark(self)
+        if self.transparent and self.prompt_len is None:  # generate() trims when it ends
+            self.trim()
         self.release()
 
     @writable

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache
 
 from .errors import KVPatchError
+from .forward import places
 
 if TYPE_CHECKING:
     from .cache import EvictingCache
@@ -38,14 +39,15 @@ def _fill(cache: EvictingCache, taken: list[tuple[Tensor, Tensor]], seen: int, m
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:
             real = mask_BT[:, :seen].to(keys.device).bool()
-        positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)[:, -T:]
+        rows = places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.columns)
+        positions = rows.masked_fill(~real, -1)[:, -T:]
         entry, score = {}, cache.policies[index].score
         if cache.acting[index] and score is not None:
             entry = score.entry(keys, positions, 1, index, cache.seed, cache.parallel.first(H))
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:
-            cache.seen_B = positions.amax(-1) + 1
+            cache.seen_B = rows[:, -1] + 1
 
 
 def _check(cache: EvictingCache, past: Cache) -> None:

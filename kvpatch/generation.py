@@ -107,8 +107,8 @@ def _begin_uncalled(
 
 def _finish(cache: EvictingCache, settings: Settings) -> None:
     cache.prompt_len = cache.new_tokens = None
-    for layer in cache.layers if settings.transparent else ():
-        layer.trim()
+    if settings.transparent:
+        cache.trim()
     settings.note(cache, finished=True)
 
 

@@ -89,6 +89,8 @@ class Settings:
             parallel=self.parallel,
         )
         cache.strict, cache.origin = self.strict, self.origin
+        cache.transparent = self.transparent
+        cache.columns = self.transparent and not (self.adapter.positions_from_mask or self.adapter.distances_from_mask)
         return cache
 
     def count(self, call: dict[str, Any], training: bool) -> None:
@@ -267,7 +269,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         assert cache.now is not None
         call["position_ids"] = cache.now.positions_BQ
     if cache.padded and table is None and "position_ids" in settings.decoder_parameters:
-        cache.by_columns |= call.get("position_ids") is None
+        assert cache.now is not None
+        cache.by_columns |= call.get("position_ids") is None or cache.now.behind
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:
