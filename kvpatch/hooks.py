@@ -201,8 +201,11 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(settings.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
-    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(decoder, call, past, settings):
-        return (), call
+    if torch.compiler.is_compiling():
+        if isinstance(past, EvictingCache) and _step(decoder, call, past, settings):
+            return (), call
+        if settings.transparent and past is not None and not isinstance(past, EvictingCache) and _aside(decoder, settings, 0):
+            return None  # a cache of the model's own: its code, in one graph
     return _begin_untraced(decoder, call, settings)
 
 
@@ -216,6 +219,11 @@ def _enter(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         else:
             vars(decoder)[name] = value
     return changed
+
+
+def _aside(decoder: nn.Module, settings: Settings, ours: int) -> bool:
+    """Those attributes of the decoder are in place already, the model's own (0) or `ours` (1)."""
+    return all(vars(decoder).get(name, MISSING) is values[ours] for name, values in settings.aside.items())
 
 
 def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
@@ -298,7 +306,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, settin
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
         return False  # the untraced hook has the words for it
-    if any(getattr(decoder, name) is not ours for name, (_, ours) in settings.aside.items()):
+    if not _aside(decoder, settings, 1):
         return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False

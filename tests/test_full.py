@@ -7,6 +7,7 @@ import pytest
 import tiny_families
 import torch
 from tiny import FIVE, MODELS, MORE, force, left_pad, make, prompt
+from transformers import CompileConfig
 
 import kvpatch
 
@@ -272,3 +273,33 @@ def test_rows_with_padding_behind_a_token_do_not_join():
         cache = model(ids, attention_mask=mask, position_ids=places, use_cache=True).past_key_values
         with pytest.raises(kvpatch.KVPatchError, match="read a padded batch .* or read the prompts unpadded"):
             kvpatch.EvictingCache.concatenate([cache])
+
+
+@pytest.mark.parametrize("name", ["mistral_sliding", "mpt"])
+def test_under_a_budget_a_row_with_padding_anywhere_is_as_alone(name):
+    """Where tokens are evicted distances are those of the row's own text, not of columns as in the tests above."""
+    model, ids, fed, mask = make(name), prompt(2, 20), prompt(2, 4, seed=2), _gaps(2, 20)["between"]
+    with kvpatch.patched(model, "h2o", 0.5):
+        batch, cache = force(model, ids, fed, mask)
+        alone, single = force(model, ids[:1, mask[0].bool()], fed[:1])
+    torch.testing.assert_close(batch[:1], alone, atol=2e-5, rtol=0)
+    assert torch.equal(cache.positions(1)[:1].amax(-1), single.positions(1).amax(-1))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gptj", "bloom", "falcon"])
+def test_a_static_cache_compiles_to_one_graph_as_it_does_unpatched(name):
+    """The decode step of transformers' own static cache, which at 1.0 runs the model's own code."""
+    model, ids = make(name), prompt(2, 12)
+    if not model._can_compile_fullgraph:
+        pytest.skip("no static cache for it")
+    whole = CompileConfig(fullgraph=True, dynamic=False, backend="eager")
+    whole._compile_all_devices = True
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    want = model.generate(ids, **options, disable_compile=True)
+    with kvpatch.patched(model, "h2o", 1.0):
+        torch.compiler.reset()
+        model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)  # a pass of ours before
+        got = model.generate(ids, **options, compile_config=whole)
+        assert hasattr(model, "_compiled_call")
+    torch.compiler.reset()
+    assert torch.equal(want, got)
