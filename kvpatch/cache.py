@@ -73,7 +73,9 @@ class EvictingCache(Whole, Cache):
         # a scratch cache serves one pass of a model that keeps none: each layer's part is dropped when it has run
         self.scratch = False
         self.transparent = False  # nothing is ever evicted, and all is to be as in a DynamicCache
-        self.columns = False  # padding behind a token counts in positions, for attention's distances are between columns
+        # padding behind a token counts in positions, for attention's distances are between columns; gaps_B: such columns so far
+        self.columns = False
+        self.gaps_B: Tensor | None = None
         self.strict: tuple[str, ...] = ()  # names of the layers, where numbers are looked at (strict.py)
         self.table: tuple[int, Any] | None = None
         self.make_table: Callable[[int], Any] | None = None
@@ -137,7 +139,8 @@ class EvictingCache(Whole, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values really allocated, all layers and rows."""
-        buffers = [t for layer in self.layers for t in layer.buffers if t is not None]
+        whole = [layer.untrimmed() for layer in self.layers]
+        buffers = [t for layer in whole for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in buffers)
 
     @writable
@@ -185,7 +188,8 @@ class EvictingCache(Whole, Cache):
         validating.filled(self.seen_B is not None)
         whole("Q", Q, "tokens")
         assert self.seen_B is not None
-        return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
+        read_B = self.seen_B if self.gaps_B is None else self.seen_B - self.gaps_B
+        return read_B[:, None] + torch.arange(Q, device=self.seen_B.device)
 
     def tokens(self, layer: int, n: int) -> int:
         """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
@@ -247,6 +251,8 @@ class EvictingCache(Whole, Cache):
         # all is well: from here on the cache changes, until _finish()
         seen, prompt, ends = self.get_seq_length(), now.prompt, now.ends_prompt
         self.now, self.seen_B, self.padded = now, after, self.padded or now.padded
+        if self.columns and now.behind:
+            self._count_gaps(now)
         if prompt:
             self.deck = None
             if not self.turn_open:
@@ -304,6 +310,13 @@ class EvictingCache(Whole, Cache):
         now = Forward(positions, prompt, ends, n_B, padded, protect, recording, first, repeatable=repeatable)
         now.rows_BQ = rows if self.transparent else None
         return now, before, after
+
+    def _count_gaps(self, now: Forward) -> None:
+        """Padding behind tokens stands in positions: rows can no longer be told positions that leave it out."""
+        assert now.rows_BQ is not None
+        gaps_B = ((now.rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1)
+        self.gaps_B = gaps_B if self.gaps_B is None else self.gaps_B.to(gaps_B.device) + gaps_B
+        self.by_columns = True
 
     def _budget(self, now: Forward, n_B: list[int]) -> None:
         """What the end of a prompt counts; n_B: tokens of each row when its prompt is whole."""
@@ -462,6 +475,7 @@ class EvictingCache(Whole, Cache):
             self.seen_B = seen_B
             self.shared = None if self.shared is None else change(self.shared)
             self.lag_B = None if self.lag_B is None else change(self.lag_B)
+            self.gaps_B = None if self.gaps_B is None else change(self.gaps_B)
             if self.turn_open:  # what the rest of the prompt will ask
                 self.turn_from_B = change(torch.tensor(self.turn_from_B)).tolist()
             if self.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
@@ -492,7 +506,7 @@ class EvictingCache(Whole, Cache):
         self.marks = {"change": ["reset()"]}
         self.changes += 1
         super().reset()
-        self.seen_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
+        self.seen_B = self.gaps_B = self.shared = self.now = self.prompt_len = self.new_tokens = None
         self.steps = 0
         self.turns, self.turn_open = 0, False
         self.joined = self.padded = self.by_columns = False

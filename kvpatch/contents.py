@@ -19,6 +19,8 @@ def check(cache: EvictingCache) -> None:
     whole = cache.padded or (most == seen and (cache.joined or least == seen))
     _must(0 < least and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
     _must(cache.steps <= seen, f"{cache.steps} steps of {seen} tokens")
+    if cache.gaps_B is not None:
+        _must(bool(((cache.gaps_B >= 0) & (cache.gaps_B <= seen_B)).all()), "gaps_B is no number of columns")
     if cache.lag_B is not None:
         _must(bool(((cache.lag_B >= 0) & (cache.lag_B <= cache.steps)).all()), "lag_B is no number of steps")
     if cache.shared is not None:

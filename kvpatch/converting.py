@@ -47,7 +47,9 @@ def _fill(cache: EvictingCache, taken: list[tuple[Tensor, Tensor]], seen: int, m
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:
-            cache.seen_B = rows[:, -1] + 1
+            cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
+            if cache.columns and bool(gaps_B.any()):
+                cache.gaps_B, cache.by_columns = gaps_B, True
 
 
 def _check(cache: EvictingCache, past: Cache) -> None:

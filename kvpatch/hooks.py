@@ -65,6 +65,10 @@ class Settings:
         acting = any(self.budget.evicts(layer) for layer in range(len(self.budget.per_layer)))
         acting = acting and self.policy.score is not None
         self.transparent = not acting and self.block is None and not self.renumbered
+        # attention's distances are between columns of the batch, padding or not: of sliding windows, and of ALiBi by default
+        self.columns = not adapter.distances_from_mask and any(
+            own.sliding(attn) is not None or own.slopes(attn) is not None for attn, own in target.attentions
+        )
         self.ran = self.felt = False
         self.unfelt = self.longest = 0
         self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder: its own, and during a pass of ours
@@ -90,7 +94,7 @@ class Settings:
         )
         cache.strict, cache.origin = self.strict, self.origin
         cache.transparent = self.transparent
-        cache.columns = self.transparent and not (self.adapter.positions_from_mask or self.adapter.distances_from_mask)
+        cache.columns = self.transparent and self.columns
         return cache
 
     def count(self, call: dict[str, Any], training: bool) -> None:
@@ -277,8 +281,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], settings: Settings) -> Any:
         assert cache.now is not None
         call["position_ids"] = cache.now.positions_BQ
     if cache.padded and table is None and "position_ids" in settings.decoder_parameters:
-        assert cache.now is not None
-        cache.by_columns |= call.get("position_ids") is None or cache.now.behind
+        cache.by_columns |= call.get("position_ids") is None
     # a 4-D mask is taken as it is: no n x n mask gets built, and nothing has to match the cache's length
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if scratch:

@@ -8,6 +8,7 @@ columns and grows geometrically.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -225,12 +226,13 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values, self.positions, self.state = self.trimmed[1]
         self.trimmed = None
 
-    @property
-    def buffers(self) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values as they are allocated."""
-        if self.trimmed is not None and self.trimmed[0] is self.keys:
-            return self.trimmed[1][0], self.trimmed[1][1]
-        return self.keys, self.values
+    def untrimmed(self) -> SlotLayer:
+        """This layer with its spare columns, as it is allocated; itself where none are hidden."""
+        if self.trimmed is None:
+            return self
+        whole = copy.copy(self)
+        whole.untrim()
+        return whole
 
     def _zero_statistics(self, start: int) -> None:
         for name in self.statistics:

@@ -55,7 +55,8 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     """All tensors of a cache, on the CPU, and the rest of it as plain values."""
     tensors = {name: getattr(cache, name) for name in _ROWS if getattr(cache, name) is not None}
     layers = []
-    for index, layer in enumerate(cache.layers):
+    for index, shown in enumerate(cache.layers):
+        layer = shown.untrimmed()
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}

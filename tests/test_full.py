@@ -303,3 +303,21 @@ def test_a_static_cache_compiles_to_one_graph_as_it_does_unpatched(name):
         assert hasattr(model, "_compiled_call")
     torch.compiler.reset()
     assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("name", ["mistral_sliding", "mpt"])
+def test_a_cache_with_padding_behind_a_token_goes_on_from_a_file_and_knows_its_tokens(name, tmp_path):
+    model, ids, mask, step = make(name), prompt(2, 20), _gaps(2, 20)["everywhere"], prompt(2, 1, seed=3)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    takes = {} if name == "mpt" else {"position_ids": places}
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 1.0) as patch:
+        cache = model(ids, attention_mask=mask, use_cache=True, **takes).past_key_values
+        assert cache.next_positions()[:, 0].tolist() == mask.sum(1).tolist() == list(patch.report().lengths)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        loaded, logits = patch.load_cache(tmp_path / "cache.safetensors"), []
+        for one in (cache, loaded):
+            assert one.next_positions()[:, 0].tolist() == mask.sum(1).tolist()
+            logits.append(model(step, past_key_values=one, **({k: one.next_positions() for k in takes})).logits)
+    assert torch.equal(*logits)

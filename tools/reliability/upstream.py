@@ -29,7 +29,10 @@ from tools.reliability.page import ROOT, put
 
 SUITES = ("llama", "mistral", "mpt", "gptj", "gpt2")
 # a test that differs on purpose, by the end of its name: why
-CAUSES: dict[str, str] = {}
+CAUSES = {
+    "::test_generate_compile_model_forward_fullgraph": "asserts that `generate()` makes a `DynamicCache`, which is an "
+    "`EvictingCache` here; what follows there, a static cache compiled to one graph, passes",
+}
 WORST = ("passed", "skipped", "failed")
 
 
