@@ -6,6 +6,7 @@
 # make results      every experiment of tools/evaluation on those models, and docs/results.md
 # make mutation     docs/reliability.md: which small changes of the library no test notices
 # make reliability  the other sections of that page: memory, misuse, fuzzing
+# make upstream-tests TRANSFORMERS=PATH  transformers' own tests, unpatched and patched at 1.0, from a checkout of its repository
 # make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 #
 # Every target makes .venv first. TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids torch's CUDA packages.
@@ -15,7 +16,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check soak test-matrix results mutation reliability peer-env
+.PHONY: demo test check soak test-matrix results mutation reliability upstream-tests peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -48,6 +49,14 @@ reliability: .venv/ok
 	.venv/bin/python -m tools.reliability.memory
 	.venv/bin/python -m tools.reliability.fuzz --minutes 10 --write
 	.venv/bin/python -m tools.reliability.misuse --write
+
+upstream-tests: .venv/ok .upstream/packages/ok
+	.venv/bin/python -m tools.reliability.upstream "$(TRANSFORMERS)" --packages .upstream/packages --write
+
+# what transformers' tests import beside the development environment
+.upstream/packages/ok: .venv/ok
+	$(PIP) --target .upstream/packages "parameterized==0.9.0" "expecttest==0.3.0" "httpx==0.28.1"
+	touch .upstream/packages/ok
 
 # kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
 peer-env: .venv/ok .venv-kvpress/ok

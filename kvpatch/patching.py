@@ -145,10 +145,19 @@ def patch(
     _check_shared(chosen, budget, target.bounds())
     for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
         check(backend, case)
-    renumbered, names = positions == "renumbered", target.names() if strict else ()
-    return Patch(
-        target, CacheSettings(chosen, budget, seed, block, renumbered, backend, target.bounds(), target.parallel, names)
+    settings = CacheSettings(
+        chosen,
+        budget,
+        seed,
+        block,
+        renumbered=positions == "renumbered",
+        backend=backend,
+        bounds=target.bounds(),
+        parallel=target.parallel,
+        strict=target.names() if strict else (),
+        counts_columns=target.counts_columns(),
     )
+    return Patch(target, settings)
 
 
 _PARAMETERS = inspect.signature(patch).parameters.values()

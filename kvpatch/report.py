@@ -69,7 +69,7 @@ class Report:
             nbytes=cache.nbytes,
             full_nbytes=full,
             positions=[cache.positions(index) for index in filled],
-            lengths=() if cache.seen_B is None else tuple(cache.seen_B.tolist()),
+            lengths=() if cache.seen_B is None else tuple(cache.next_positions()[:, 0].tolist()),
             part="" if settings.parallel.size == 1 else str(settings.parallel),
             mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
             bounds=tuple(settings.bounds[index] for index in filled),

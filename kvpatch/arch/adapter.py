@@ -24,6 +24,7 @@ class Adapter:
     projection: the attribute that holds the output projection, if it is one module. renumbers: whether keys can be cached
     without positions (`plain`, `rotary_table` and `rotate` are filled in); why_not says why they cannot. positions_from_mask:
     the decoder counts positions in the padding mask, which it does not get here, so that they are handed to it.
+    distances_from_mask: ALiBi counts in the padding mask, so that padding between two tokens adds nothing to their distance.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Adapter:
     renumbers: bool = False
     why_not: str = "its adapter does not project keys without positions"
     positions_from_mask: bool = False
+    distances_from_mask: bool = False
 
     def run(
         self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool

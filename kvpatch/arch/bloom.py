@@ -33,6 +33,7 @@ class BloomAdapter(Adapter):
     classes = ("transformers.models.bloom.modeling_bloom.BloomAttention",)
 
     projection = "dense"
+    distances_from_mask = True
     renumbers = True
 
     def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:

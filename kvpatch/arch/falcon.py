@@ -19,6 +19,7 @@ class FalconAdapter(LlamaAdapter):
     )
 
     projection = "dense"
+    distances_from_mask = True
 
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **call: Any

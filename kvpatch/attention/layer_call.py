@@ -39,6 +39,7 @@ class Call:
             # what the user asks of the policy does not concern a layer that bounds itself
             self.now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.positions_BQ = self.now.on(device)
+        self.rows_BQ = self.positions_BQ if self.now.rows_BQ is None else self.now.rows_BQ.to(device)
 
     @property
     def observes(self) -> bool:

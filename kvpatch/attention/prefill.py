@@ -17,13 +17,13 @@ from .layer_call import Call
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Output [B,H,G,Q,D] of the pass's prompt columns."""
     slots, now = call.slots, call.now
-    rows_BQ = call.positions_BQ[:, : now.prompt]
+    positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.make_dense()
     past = slots.used  # a new prompt is appended; its end makes slots again
     with torch.no_grad():
-        entry = call.entry(k_BHQD, v_BHQD, rows_BQ, now.protect_BQ)
+        entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
         whole = past == 0 and now.ends_prompt and now.final
-        (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, rows_BQ, entry)
+        (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
     if now.padded:
         slots.holes = True
         reach, gapped = now.padding
@@ -58,7 +58,8 @@ def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[T
     if name == "flash":
         from ..backends.flash import flash_backend
 
-        why = flash_backend.misfit(keys, call.geometry)
+        # packed rows have no padding between their tokens, which transformers' columns count
+        why = "padding behind tokens" if call.now.behind else flash_backend.misfit(keys, call.geometry)
         if why is None:
             try:
                 return flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)

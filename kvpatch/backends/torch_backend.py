@@ -178,7 +178,7 @@ def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int
 
 
 def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
-    """bool [B,1|H,R,M]; every row sees itself, so that padding gives no NaN."""
+    """bool [B,1|H,R,M]; a row that sees nothing, which is padding, sees itself, so that it gives no NaN."""
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)
@@ -186,7 +186,7 @@ def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: 
     visible = (column <= row) & (positions >= 0)
     if geometry.sliding is not None:
         visible = visible & (rows - positions < geometry.sliding)
-    return visible | (column == row)
+    return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.holes else visible
 
 
 # ---- statistics ----

@@ -51,7 +51,8 @@ class EvictingCache(TextState):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values really allocated, all layers and rows."""
-        buffers = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
+        whole = [layer.untrimmed() for layer in self.layers]
+        buffers = [t for layer in whole for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in buffers)
 
     def next_positions(self, Q: int = 1) -> Tensor:
@@ -63,7 +64,8 @@ class EvictingCache(TextState):
         checks.filled(self.seen_B is not None)
         check_count("Q", Q, "tokens")
         assert self.seen_B is not None
-        return self.seen_B[:, None] + torch.arange(Q, device=self.seen_B.device)
+        read_B = self.seen_B if self.rows.gaps_B is None else self.seen_B - self.rows.gaps_B
+        return read_B[:, None] + torch.arange(Q, device=self.seen_B.device)
 
     def check_invariants(self) -> None:
         """Check what must hold between passes; waits for the device.
@@ -129,6 +131,7 @@ class EvictingCache(TextState):
             before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
             self.shared = None if self.shared is None else change(self.shared)
             counters.lag_B = None if counters.lag_B is None else change(counters.lag_B)
+            self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
             if turns.open:  # what the rest of the prompt will ask
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's

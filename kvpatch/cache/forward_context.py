@@ -14,7 +14,8 @@ from torch import Tensor
 class Forward:
     """A pass, or one block of its prompt.
 
-    positions_BQ: -1 for padding. prompt: how many of its columns still belong to the prompt. ends_prompt: whether the
+    positions_BQ: -1 for padding. rows_BQ: positions of the queries, where padding behind a row's tokens attends to them as it
+    does unpatched; else None. prompt: how many of its columns still belong to the prompt. ends_prompt: whether the
     prompt (or the block) is whole with them. n_B: tokens of each row so far, known where a prompt ends. recording: decode
     steps of this pass are journalled. first_step: decode steps since the prompt before this pass.
 
@@ -43,6 +44,7 @@ class Forward:
     final: bool = True
     reserve: int = 0
     repeatable: bool = False
+    rows_BQ: Tensor | None = None
     table: Any = None
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
@@ -58,9 +60,26 @@ class Forward:
         reach, gapped = torch.stack([last[0], (pad_BP[:, 1:] & ~pad_BP[:, :-1]).any().long()]).tolist()
         return reach, bool(gapped)
 
+    @cached_property
+    def behind(self) -> bool:
+        """Some padding stands behind a token of its row, and attends to it."""
+        return self.rows_BQ is not None and bool(((self.rows_BQ >= 0) & (self.positions_BQ < 0)).any())
+
     def on(self, device: torch.device) -> Tensor:
         """positions_BQ on a layer's device."""
         return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
+
+
+def places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
+    """Position of each column [B,Q], -1 before a row's first token: a token's own, for padding behind it that of the newest
+    token, or the column's where `columns` count.
+
+    real_BQ: False for padding. before_B: the position that follows what each row has read.
+    """
+    counted = real_BQ.long()
+    if columns:
+        counted = ((counted.cumsum(-1) > 0) | (before_B > 0)[:, None]).long()
+    return before_B[:, None] + counted.cumsum(-1) - 1
 
 
 def cut(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..errors import KVPatchError
+from .forward_context import places
 from .state import TextState, writable
 
 
@@ -36,7 +37,8 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:
             real = mask_BT[:, :seen].to(keys.device).bool()
-        positions = (real.long().cumsum(-1) - 1).masked_fill(~real, -1)[:, -T:]
+        rows = places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
+        positions = rows.masked_fill(~real, -1)[:, -T:]
         entry, settings = {}, cache.settings
         score = settings.policies[index].score
         if settings.evicts[index] and score is not None:
@@ -44,7 +46,9 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:
-            cache.seen_B = positions.amax(-1) + 1
+            cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
+            if cache.settings.by_columns and bool(gaps_B.any()):
+                cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 
 
 def _check(cache: TextState, past: Cache) -> None:

@@ -34,7 +34,9 @@ def check_state(cache: TextState) -> None:
     some = 0 < least or cache.turns.open
     must(some and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
     must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
-    lag_B = cache.counters.lag_B
+    gaps_B, lag_B = cache.rows.gaps_B, cache.counters.lag_B
+    if gaps_B is not None:
+        must((gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
     if lag_B is not None:
         must((lag_B >= 0) & (lag_B <= cache.counters.steps), "lag_B is no number of steps")
     if cache.shared is not None:

@@ -8,6 +8,7 @@ decoding, a layer grows in steps (growth.py).
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,8 @@ class SlotLayer(CacheLayerMixin):
         self.graph: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
         self.floor = 0
+        # keys as `trim` shows them, and the buffers that they are the beginning of: keys, values, positions, state
+        self.trimmed: tuple[Tensor, tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] | None = None
         self.sliding: int | None = None
         self.journal: deque[Undo] = deque(maxlen=JOURNAL)
 
@@ -210,13 +213,30 @@ class SlotLayer(CacheLayerMixin):
         return self.state[name]
 
     def trim(self) -> None:
-        """Show no spare columns, to whoever looks at a cache that holds everything."""
+        """Show no spare columns, to whoever looks at a cache that holds everything. `untrim` takes them into use again."""
         if not self.is_initialized or self.head_offsets is not None or self.free_BH is not None or self.journal:
             return  # what is recorded stands in columns of its own
-        assert self.keys is not None and self.values is not None
         T = self.used
+        if self.keys is None or self.values is None or T == self.keys.shape[2]:
+            return
+        full = self.keys, self.values, self.positions, self.state
         self.keys, self.values, self.positions = self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
         self.state = {name: tensor[:, :, :T] for name, tensor in self.state.items()}
+        self.trimmed = (self.keys, full)
+
+    def untrim(self) -> None:
+        """Buffers with their spare columns, if `trim` has cut them and nothing has replaced them since."""
+        if self.trimmed is not None and self.trimmed[0] is self.keys:
+            self.keys, self.values, self.positions, self.state = self.trimmed[1]
+        self.trimmed = None
+
+    def untrimmed(self) -> SlotLayer:
+        """This layer with its spare columns, as it is allocated; itself where none are hidden."""
+        if self.trimmed is None:
+            return self
+        whole = copy.copy(self)
+        whole.untrim()
+        return whole
 
     def _zero_statistics(self, start: int) -> None:
         for name in self.statistics:

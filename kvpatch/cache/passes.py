@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from ..policies.scopes import protect_tensor
 from . import compiled
-from .forward_context import Forward, cut
+from .forward_context import Forward, cut, places
 from .state import DeviceCounters, TextState
 
 
@@ -35,6 +35,9 @@ def begin(
     """
     cache.claim("forward pass")
     cache.catch_up()
+    if cache.settings.transparent:
+        for layer in cache.layers:
+            layer.untrim()
     try:
         now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable)
     except BaseException:
@@ -44,6 +47,8 @@ def begin(
     seen, prompt, ends = cache.get_seq_length(), now.prompt, now.ends_prompt
     turns, counters = cache.turns, cache.counters
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padded
+    if cache.settings.by_columns and now.behind:
+        _count_gaps(cache, now)
     if prompt:
         cache.stack = None
         if not turns.open:
@@ -96,6 +101,8 @@ def _finish(cache: TextState) -> None:
             _rotary_table(cache, 1, prompt=False)  # for a step that is compiled
         if cache.request.room is not None:
             compiled.mark(cache)
+    if cache.settings.transparent and cache.request.prompt_len is None:  # generate() trims when it ends
+        cache.trim()
     cache.release()
 
 
@@ -126,10 +133,11 @@ def _read(
     padded = real is not None and prompt > 0 and not bool(real[:, :prompt].all())
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
+    rows = None
     if real is not None and padded:
-        count = real.long().cumsum(-1)
-        positions = (before[:, None] + count - 1).masked_fill(~real, -1)
-        after, whole = before + count[:, -1], before + count[:, prompt - 1]
+        rows = places(real, before, settings.by_columns)
+        positions = rows.masked_fill(~real, -1)
+        after, whole = rows[:, -1] + 1, rows[:, prompt - 1] + 1
     else:
         positions = before[:, None] + torch.arange(Q, device=device)
         after, whole = before + Q, before + prompt
@@ -141,7 +149,16 @@ def _read(
     first = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
     now = Forward(positions, prompt, ends, n_B, padded, protect, recording, first, repeatable=repeatable)
+    now.rows_BQ = rows if settings.transparent else None
     return now, before, after
+
+
+def _count_gaps(cache: TextState, now: Forward) -> None:
+    """Note that padding behind tokens stands in positions: rows can no longer be told positions that leave it out."""
+    assert now.rows_BQ is not None
+    gaps_B, rows = ((now.rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
+    rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
+    rows.by_columns = True
 
 
 def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> None:
@@ -180,7 +197,7 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: Tensor) -> None:
         raise KVPatchError(
             f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch."
         )
-    if cache.request.prompt_len is not None and not bool(last_B.all()):
+    if cache.request.prompt_len is not None and not cache.settings.transparent and not bool(last_B.all()):
         raise KVPatchError(
             f"Row {int((~last_B).nonzero()[0])} is padded on the right: generate() continues behind the last column, "
             "so pad on the left (tokenizer.padding_side = 'left')."

@@ -25,7 +25,9 @@ class CacheSettings:
     that are read between two evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in
     `patched`. bounds: per layer the sliding window (tokens) of a layer that bounds itself beside others that do not, which
     holds that window whatever the policy; None for the other layers. parallel: the KV heads of this process, where several
-    processes share a model. strict: names of the layers, where their numbers are checked (attention/anomaly.py).
+    processes share a model. strict: names of the layers, where their numbers are checked
+    (attention/anomaly.py). counts_columns: unpatched, attention's distances are between columns of the batch, padding or not
+    (sliding windows, ALiBi by default).
     """
 
     policy: Policy
@@ -37,6 +39,7 @@ class CacheSettings:
     bounds: tuple[int | None, ...] = ()
     parallel: Parallel = WHOLE
     strict: tuple[str, ...] = ()
+    counts_columns: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
@@ -81,6 +84,11 @@ class CacheSettings:
         """True where nothing is evicted and every position is the model's own: what cannot be served may run the model's
         own code."""
         return not self.acts and self.block is None and not self.renumbered
+
+    @property
+    def by_columns(self) -> bool:
+        """True where padding behind a token counts in positions, as it does unpatched."""
+        return self.transparent and self.counts_columns
 
     def tokens(self, layer: int, n: int) -> int:
         """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""

@@ -86,12 +86,14 @@ class Rows:
     """How the rows of the batch came to stand where they are.
 
     joined: at different places of their texts (EvictingCache.concatenate). padded: some prompt was. by_columns: and its
-    positions counted the padding.
+    positions counted the padding. gaps_B: columns of padding behind tokens that positions count, of each row; None where
+    there are none.
     """
 
     joined: bool = False
     padded: bool = False
     by_columns: bool = False
+    gaps_B: Tensor | None = None
 
 
 class TextState(MutationGuard, Cache):
@@ -184,6 +186,11 @@ class TextState(MutationGuard, Cache):
         if key not in self.limits_of:
             self.limits_of[key] = Limits.of(key[0], device)
         return self.limits_of[key]
+
+    def trim(self) -> None:
+        """Show no spare columns in `layers[i].keys` and `.values`, as a DynamicCache shows none."""
+        for layer in self.layers:
+            layer.trim()
 
     def drop_stack(self, due: bool = False) -> None:
         """Let the stacked layers go, for rows or steps have moved; due: stack anew before the next step."""

@@ -14,15 +14,19 @@ from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from . import inputs, ownership
 from .attention import Courier, PassMask
-from .state import PatchState, pass_mask, put_aside
+from .state import PatchState, is_aside, pass_mask, put_aside
 
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Any:
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
-    if torch.compiler.is_compiling() and isinstance(past, EvictingCache) and _step(decoder, call, past, state):
-        return (), call
+    if torch.compiler.is_compiling():
+        foreign = past is not None and not isinstance(past, EvictingCache)
+        if isinstance(past, EvictingCache) and _step(decoder, call, past, state):
+            return (), call
+        if state.settings.transparent and foreign and is_aside(decoder, state.aside, ours=False):
+            return None  # a cache of the model's own: its code, in one graph
     return _begin_untraced(decoder, call, state)
 
 
@@ -114,7 +118,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
         return False  # the untraced hook has the words for it
     if decoder.training:
         return False  # gradient checkpointing may take the cache away, which only the untraced hook's mask tells
-    if any(getattr(decoder, name) is not ours for name, (_, ours) in state.aside.items()):
+    if not is_aside(decoder, state.aside, ours=True):
         return False  # the model's own code ran since the last pass of ours
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False

@@ -109,8 +109,8 @@ def _begin_uncalled(
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
     cache.request.prompt_len = cache.request.new_tokens = None
-    for layer in cache.layers if state.settings.transparent else ():
-        layer.trim()
+    if state.settings.transparent:
+        cache.trim()
     state.note(cache, True)
 
 

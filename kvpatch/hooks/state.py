@@ -105,3 +105,8 @@ def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool)
             vars(decoder).pop(name, None)
         else:
             vars(decoder)[name] = value
+
+
+def is_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> bool:
+    """True where those attributes of the decoder are in place already, the model's own or ours."""
+    return all(vars(decoder).get(name, MISSING) is values[ours] for name, values in aside.items())

@@ -123,6 +123,13 @@ class Target:
             device = device_of(module, self.decoder).type
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 
+    def counts_columns(self) -> bool:
+        """True where attention's distances are between columns of the batch: of sliding windows, and of ALiBi by default."""
+        return any(
+            not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
+            for module, adapter in self.attentions
+        )
+
     def names(self) -> tuple[str, ...]:
         """Names of the attention modules, in the order of their layers."""
         names = {module: name for name, module in self.decoder.named_modules()}

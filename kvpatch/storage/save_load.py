@@ -49,10 +49,11 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
 
 def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a cache, on the CPU, and the rest of it as plain values."""
-    rows = {"seen_B": cache.seen_B, "shared": cache.shared, "lag_B": cache.counters.lag_B}
+    rows = {"seen_B": cache.seen_B, "shared": cache.shared, "lag_B": cache.counters.lag_B, "gaps_B": cache.rows.gaps_B}
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
-    for index, layer in enumerate(cache.layers):
+    for index, shown in enumerate(cache.layers):
+        layer = shown.untrimmed()
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
@@ -127,7 +128,7 @@ def load(
         raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
     _set_history(cache, about["cache"])
     for name in _ROWS:
-        holder = cache.counters if name == "lag_B" else cache
+        holder = {"lag_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
@@ -166,7 +167,8 @@ def _rows(limits: Limits | None) -> list[list[int]] | None:
 def _history(cache: EvictingCache) -> dict[str, Any]:
     """How the rows came to stand where they are, as plain values (schema.CACHE)."""
     turns, rows = cache.turns, cache.rows
-    return {"steps": cache.counters.steps, "turns": turns.count, "turn_from_B": turns.begin_B, **vars(rows)}
+    flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
+    return {"steps": cache.counters.steps, "turns": turns.count, "turn_from_B": turns.begin_B, **flags}
 
 
 def _set_history(cache: EvictingCache, about: dict[str, Any]) -> None:

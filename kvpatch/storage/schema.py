@@ -16,7 +16,7 @@ from ..policies.context import SIZES, accumulator
 from .header import Entry, InvalidError, are_counts, is_count
 
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
-ROWS = ("seen_B", "shared", "lag_B")
+ROWS = ("seen_B", "gaps_B", "shared", "lag_B")
 LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
 TENSORS = ("keys", "values", "positions", "free_BH", "keep_BH1", "mass_BH")
 _COUNTS = ("used", "seen", "filling", "floor", "slack", "grown")
@@ -55,6 +55,8 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
     _must(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
         _Layer(cache, index, B, of_cache["turns"] > 0, shapes).check(described, left)
+    if cache.settings.by_columns and "gaps_B" in left:
+        _take(left, "gaps_B", (torch.int64,), (B,))
     if of_cache["joined"] and "lag_B" in left:
         _take(left, "lag_B", (torch.float64,), (B,))
     score = cache.settings.policy.score

@@ -21,6 +21,7 @@ SECTIONS = {
     "Mutation testing": "make mutation",
     "Versions": "make test-matrix",
     "Misuse": "python -m tools.reliability.misuse --write",
+    "transformers' own tests": "make upstream-tests TRANSFORMERS=PATH",
 }
 
 
@@ -37,6 +38,11 @@ def put(text: str, path: Path = PAGE) -> None:
         raise ValueError(f"Sections {list(given)} are not those of the page: {list(SECTIONS)}.")
     known = (sections(path.read_text()) if path.is_file() else {}) | given
     there = [name for name in SECTIONS if name in known]
-    contents = [f"- [{name}](#{name.lower().replace(' ', '-')}): `{SECTIONS[name]}`" for name in there]
+    contents = [f"- [{name}](#{_anchor(name)}): `{SECTIONS[name]}`" for name in there]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([INTRO, *contents, "", *(f"## {name}\n\n{known[name]}\n" for name in there)]))
+
+
+def _anchor(heading: str) -> str:
+    """The name that a heading is linked by."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

@@ -1,0 +1,49 @@
+"""The tool that runs transformers' own tests: outcomes by test, which of them differ, and what the page says."""
+
+import pytest
+
+from tools.reliability import upstream
+from tools.reliability.page import put
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.models.llama.test_modeling_llama.LlamaModelTest" name="test_a"/>
+<testcase classname="tests.models.llama.test_modeling_llama.LlamaModelTest" name="test_a"><failure message="x"/></testcase>
+<testcase classname="tests.models.llama.test_modeling_llama.LlamaModelTest" name="test_b"><skipped message="x"/></testcase>
+<testcase classname="tests.models.llama.test_modeling_llama.LlamaModelTest" name="test_c"/>
+<testcase classname="tests.models.llama.test_modeling_llama.LlamaModelTest" name="test_d"><error message="x"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_test_has_the_worst_outcome_of_its_parts(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = upstream.outcomes(tmp_path / "report.xml")
+    assert list(found.values()) == ["failed", "skipped", "passed", "failed"]
+    assert next(iter(found)) == "LlamaModelTest::test_a"
+
+
+def test_the_page_names_what_differs_and_why(monkeypatch, tmp_path):
+    plain = {"T::test_a": "passed", "T::test_b": "passed", "T::test_c": "failed", "T::test_d": "passed"}
+    alike = upstream.Suite("gpt2", plain, dict(plain))
+    assert "| gpt2 | 3 | 3 | 0 |" in upstream.page([alike])
+    assert "None differs." in upstream.page([alike])
+    other = upstream.Suite("llama", plain, {**plain, "T::test_b": "skipped", "T::test_d": "failed"})
+    monkeypatch.setattr(upstream, "CAUSES", {"::test_b": "as it should be"})
+    text = upstream.page([alike, other], "A note.")
+    assert "| llama | 3 | 1 | 2 |" in text
+    assert "| llama: `T::test_b` | as it should be |" in text
+    assert "| llama: `T::test_d` | unknown |" in text
+    put(text, tmp_path / "page.md")
+    assert "(#transformers-own-tests): `make upstream-tests" in (tmp_path / "page.md").read_text()
+
+
+def test_what_differs_without_a_cause_is_an_error(monkeypatch, tmp_path, capsys):
+    (tmp_path / "tests/models").mkdir(parents=True)
+    ran = {False: {"T::test_a": "passed"}, True: {"T::test_a": "failed"}}
+    monkeypatch.setattr(upstream, "run", lambda checkout, suite, packages, patched: ran[patched])
+    monkeypatch.setattr("sys.argv", ["upstream", str(tmp_path), "mpt"])
+    with pytest.raises(SystemExit, match="nothing says why"):
+        upstream.main()
+    assert "mpt: 1 passed unpatched, 0 patched" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["upstream", str(tmp_path / "tests")])
+    with pytest.raises(SystemExit, match="no tests/models: give a checkout"):
+        upstream.main()

@@ -1,0 +1,138 @@
+"""transformers' own tests of a model, unpatched and patched at k=1.0, and which of them differ: `make upstream-tests`.
+
+    python -m tools.reliability.upstream TRANSFORMERS [SUITE ...] [--packages FOLDER] [--note TEXT] [--write]
+
+TRANSFORMERS is a checkout of transformers' repository at the version that is installed; a SUITE is a folder of its tests/models
+(llama mistral mpt gptj gpt2). Tests that ask for an accelerator, several processes or a download are skipped both times.
+--packages: a folder with what those tests need beside the development environment (parameterized, expecttest, httpx).
+--note: a sentence on where the tests come from, for the page.
+--write puts the tables into docs/reliability.md. A test that differs and has no cause in CAUSES makes the command fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+import transformers
+
+from tools import upstream_tests
+from tools.reliability.page import ROOT, put
+
+SUITES = ("llama", "mistral", "mpt", "gptj", "gpt2")
+# a test that differs on purpose, by the end of its name: why
+CAUSES = {
+    "::test_generate_compile_model_forward_fullgraph": "asserts that `generate()` makes a `DynamicCache`, which is an "
+    "`EvictingCache` here; what follows there, a static cache compiled to one graph, passes",
+}
+WORST = ("passed", "skipped", "failed")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Outcomes by test, unpatched and patched."""
+
+    name: str
+    plain: dict[str, str]
+    patched: dict[str, str]
+
+    def passed(self, patched: bool) -> int:
+        return Counter((self.patched if patched else self.plain).values())["passed"]
+
+    def differing(self) -> list[str]:
+        """Tests whose outcomes are not the same, or that ran once only."""
+        names = {**self.plain, **self.patched}
+        return [name for name in names if self.plain.get(name) != self.patched.get(name)]
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Test -> outcome, from pytest's JUnit report; the worst of its parts where a test has several."""
+    found: dict[str, str] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        kinds = {part.tag for part in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[name] = max(found.get(name, outcome), outcome, key=WORST.index)
+    return found
+
+
+def run(checkout: Path, suite: str, packages: str | None, patched: bool) -> dict[str, str]:
+    """One suite in a process of its own."""
+    test = f"tests/models/{suite}/test_modeling_{suite}.py"
+    path = [str(ROOT), *filter(None, [packages, os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", test, "-q", "-W", "ignore", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        plugin = ["-p", upstream_tests.__name__] if patched else []
+        done = subprocess.run([*command, *plugin], cwd=checkout, env=env, text=True, capture_output=True)
+        if done.returncode not in (0, 1) or not report.is_file():
+            raise SystemExit(f"{test} did not run:\n{done.stdout[-3000:]}")
+        return outcomes(report)
+
+
+def cause(test: str) -> str | None:
+    """Why a test may differ; None where that is not known."""
+    return next((why for ending, why in CAUSES.items() if test.endswith(ending)), None)
+
+
+def page(suites: list[Suite], note: str = "") -> str:
+    """The section of docs/reliability.md."""
+    rows = [f"| {one.name} | {one.passed(False)} | {one.passed(True)} | {len(one.differing())} |" for one in suites]
+    lines = [
+        "## transformers' own tests\n",
+        "transformers' tests of a model, unpatched and with every model of a known architecture patched (`h2o`, k=1.0) when it",
+        "is first called: nothing may change. tools/upstream_tests.py patches them, and looks after each test at what is",
+        "left of the patch. A test differs if its outcome is another one, be it skipped instead of passed.",
+        "",
+        f"transformers {transformers.__version__}, torch {torch.__version__}, on a CPU, without a network. Written by",
+        "`make upstream-tests TRANSFORMERS=PATH`, PATH a checkout of transformers' repository.",
+        *filter(None, [note]),
+        "",
+        "| suite | passed unpatched | passed patched | differ |",
+        "|---|---:|---:|---:|",
+        *rows,
+        "",
+    ]
+    differing = [(one.name, test) for one in suites for test in one.differing()]
+    if differing:
+        lines += ["| differs | cause |", "|---|---|"]
+        lines += [f"| {suite}: `{test}` | {cause(test) or 'unknown'} |" for suite, test in differing]
+    else:
+        lines.append("None differs.")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("transformers", type=Path)
+    parser.add_argument("suites", nargs="*", default=SUITES)
+    parser.add_argument("--packages")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    packages = given.packages and str(Path(given.packages).resolve())
+    if not (given.transformers / "tests/models").is_dir():
+        raise SystemExit(f"{given.transformers} has no tests/models: give a checkout of transformers' repository.")
+    suites = []
+    for name in given.suites:
+        suites.append(Suite(name, *(run(given.transformers, name, packages, patched) for patched in (False, True))))
+        print(f"{name}: {suites[-1].passed(False)} passed unpatched, {suites[-1].passed(True)} patched", flush=True)
+    text = page(suites, given.note)
+    print(text)
+    if given.write:
+        put(text)
+    if any(cause(test) is None for one in suites for test in one.differing()):
+        raise SystemExit("Some tests differ and nothing says why.")
+
+
+if __name__ == "__main__":
+    main()
