@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import kvpatch
-from kvpatch.cache import checks as validating
+from kvpatch.cache import checks
 from tests.helpers.comparing import same_tokens
 from tests.helpers.tiny import FIVE, make, prompt
 
@@ -335,7 +335,7 @@ def asserting(event):
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "tova", "snapkv", "full"])
 def test_a_step_reads_nothing_back(policy, kind, monkeypatch):
-    monkeypatch.setattr(validating, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
+    monkeypatch.setattr(checks, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, policy, 0.5) as patch:
         cache = patch.new_cache(room=4)

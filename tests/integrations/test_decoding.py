@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpatch
-from kvpatch.hooks import generate as generation
+from kvpatch.hooks import generate
 from tests.helpers.comparing import certain
 from tests.helpers.tiny import FIVE, IDS, VOCAB, make, prompt
 
@@ -63,7 +63,7 @@ def test_an_assistant_that_is_no_longer_behind_its_text_reads_it_again():
         for columns, seen in ((26, 25), (25, 0), (None, 25)):
             cache = patch.new_cache()
             draft(ids, past_key_values=cache)
-            generation._draft(cache, columns)
+            generate._draft(cache, columns)
             assert cache.get_seq_length() == seen
 
 

@@ -25,9 +25,9 @@ FILES = (
 # of what runs when a module is imported: defaults and the table of policies
 ALWAYS = (
     "tests/test_readme.py::test_tables_are_the_registries",
-    "tests/policies/test_survivors_scores.py::test_a_policy_is_data",
-    "tests/policies/test_survivors_scores.py::test_declarations",
-    "tests/cache/test_survivors_cache.py::test_before_anything_was_read",
+    "tests/policies/test_policy.py::test_a_policy_is_data",
+    "tests/policies/test_scores.py::test_declarations",
+    "tests/cache/test_cache.py::test_before_anything_was_read",
 )
 
 
