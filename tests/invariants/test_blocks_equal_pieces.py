@@ -7,16 +7,9 @@ import torch
 
 import kvpatch
 from tests.helpers.comparing import EVICTING, SMALL, draw
-from tests.helpers.running import logits_of
+from tests.helpers.running import logits_of, no_dropout
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.oracle import reference
-
-
-def no_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
 
 
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv", "adakv", "random"])
