@@ -21,9 +21,11 @@ def _values(item):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` takes some away
 def pytest_collection_modifyitems(items):
-    """Of a test marked `spread`, mark as slow all but cases that show each value of each parameter once."""
+    """Skip what needs a GPU where there is none; of a test marked `spread`, all is slow but cases that show each value once."""
     functions = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("spread"):
             functions[item.function].append(item)
     for cases in functions.values():

@@ -706,8 +706,6 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
 
 # ---- on a GPU ----
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.fixture
 def only(monkeypatch):
@@ -724,7 +722,7 @@ def only(monkeypatch):
     return keep
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*SHAPES, *BIASED])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_on_a_gpu(only, kernel, name):
@@ -736,7 +734,7 @@ def test_on_a_gpu(only, kernel, name):
     assert flash_backend._refused == {}
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("how", [{}, {"sliding": 700}, {"pads": (0, 1500, 64)}, {"past": 1000}, {"alibi": True}])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_long_prompts_on_a_gpu(only, kernel, how):
@@ -747,7 +745,7 @@ def test_long_prompts_on_a_gpu(only, kernel, how):
     assert flash_backend._refused == {}
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["cute", "torch"])
 def test_ragged_heads_on_a_gpu(only, kernel):
     only(KERNELS[kernel])
@@ -758,7 +756,7 @@ def test_ragged_heads_on_a_gpu(only, kernel):
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-2, rtol=0)
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "emulation"), [("flash_attn", flash_attn_2), ("flash_attn.cute", cute)])
 def test_emulations_have_the_real_signatures(kernel, emulation):
     real, copy = pytest.importorskip(kernel), emulation()
@@ -769,7 +767,7 @@ def test_emulations_have_the_real_signatures(kernel, emulation):
         assert want == got
 
 
-@gpu
+@pytest.mark.gpu
 def test_a_model_on_a_gpu():
     model, ids = make("llama_gqa", dtype=torch.bfloat16).cuda(), prompt(1, 60).cuda()
     with kvpatch.patched(model, "adakv", 0.4, window=5):

@@ -361,7 +361,7 @@ def test_by_inductor():
     assert same_tokens(held(cache), held(plain))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["h2o", "keyformer", "adakv"])
 def test_cuda_graphs(policy):
     model, ids = make("llama_gqa").cuda(), prompt(ROWS, COLUMNS).cuda()
@@ -373,7 +373,7 @@ def test_cuda_graphs(policy):
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv"])
 def test_a_step_never_waits_for_the_gpu(policy):
     model, more = make("llama_gqa").cuda(), prompt(ROWS, 4, seed=3).cuda()
