@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.marks import slow_but
+
 ROOT = Path(__file__).parents[2]
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
@@ -225,6 +227,11 @@ MUTANTS = {
 }  # fmt: skip
 
 
+FAST = (
+    "score not reset when a slot is reused", "training goes through the cache", "an altered file passes", "stage one skipped",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def worker():
     """`worker(folder, tests)` runs pytest there, in a fork of a process that has imported everything but the library."""
@@ -257,7 +264,7 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
     assert status == 0, log
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", slow_but(FAST, MUTANTS))
 def test_a_sabotage_is_noticed(name, tmp_path, worker):
     file, before, after, tests = MUTANTS[name]
     copy_to(tmp_path)
