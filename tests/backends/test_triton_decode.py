@@ -334,6 +334,7 @@ def torch_victim(slots, value, G, sliding, first, recent):
     return selection.victim(selection.tiers(order, protected=protected, dead=dead, empty=None), position < 0)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("value", kernels.VALUES)
 @pytest.mark.parametrize("G", [1, 3])
 def test_victims_are_those_of_selection(value, G):

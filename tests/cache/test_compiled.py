@@ -1,5 +1,6 @@
 """Decode steps under torch.compile: one graph, no recompilation, the numbers of uncompiled steps, no waiting for the device."""
 
+import itertools
 import os
 import shutil
 
@@ -294,9 +295,10 @@ def everywhere(**options):
     return config
 
 
-@pytest.mark.spread
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", ["h2o", "full", "critical_adakv", "keyformer"])
+GENERATED = [*itertools.product(("h2o", "full", "critical_adakv", "keyformer"), (False, True))]
+
+
+@pytest.mark.parametrize(("policy", "padded"), slow_but([("critical_adakv", False), ("keyformer", True)], GENERATED))
 def test_generate_compiles(policy, padded):
     model, ids = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS)
     mask = torch.ones_like(ids)
