@@ -1,4 +1,5 @@
-# make test         the tests
+# make test         the tests that are not slow, at most 6 minutes on two cores
+# make test-all     every test
 # make check        ruff and mypy
 # make demo         what policies keep, on the small models of tools/models
 # make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability.md
@@ -16,13 +17,22 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test check soak test-matrix results mutation reliability upstream-tests peer-env
+.PHONY: demo test test-slow test-all check soak test-matrix results mutation reliability upstream-tests peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
 
+PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+
 test: .venv/ok .venv/torchao
-	.venv/bin/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not slow and not gpu"
+
+# what `make test` leaves out; tests marked gpu skip themselves where there is none
+test-slow: .venv/ok .venv/torchao
+	$(PYTEST) -m "slow or gpu"
+
+test-all: .venv/ok .venv/torchao
+	$(PYTEST)
 
 check: .venv/ok
 	.venv/bin/ruff check

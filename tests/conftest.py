@@ -1,4 +1,5 @@
 import os
+from collections import defaultdict
 
 import pytest
 import torch
@@ -12,6 +13,28 @@ if not torch.cuda.is_available():  # Triton's kernels then run in its interprete
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("wide", deadline=None, max_examples=2000)
 settings.load_profile("fixed")
+
+
+def _values(item):
+    return {(name, repr(value)) for name, value in item.callspec.params.items()}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` takes some away
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none; of a test marked `spread`, all is slow but cases that show each value once."""
+    functions = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("spread"):
+            functions[item.function].append(item)
+    for cases in functions.values():
+        seen, left = set(), list(cases)
+        while left and not _values(most := max(left, key=lambda case: len(_values(case) - seen))) <= seen:
+            left.remove(most)
+            seen |= _values(most)
+        for case in left:
+            case.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,11 @@ from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForC
 
 import kvpatch
 from kvpatch.evaluation.check import Checks
+from tests.helpers import sequences
 from tests.helpers.comparing import EVICTING, SMALL, certain
+from tests.helpers.running import no_dropout
 from tests.helpers.tiny import MORE, VOCAB, force, left_pad, make, prompt, snapshot
-from tests.invariants import test_blocks, test_full, test_sequences
+from tests.invariants import test_blocks_equal_pieces, test_k_one_is_the_unpatched_model
 from tests.oracle import reference
 
 ALIBI = ("falcon_alibi", "bloom")
@@ -37,13 +39,14 @@ def test_the_oracle_is_the_unpatched_model(name):
     torch.testing.assert_close(got, want, atol=2e-5 if "bloom" in name else 1e-9, rtol=0)  # BLOOM's softmax is float32
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("kind", ["greedy", "beams", "chunked", "lookup"])
 @pytest.mark.parametrize("name", MORE)
 def test_generate_is_unchanged(name, kind, padded):
     if kind == "chunked" and padded and name == "bloom":
         pytest.skip("unpatched BLOOM cannot read a padded prompt in pieces")
-    test_full.test_generate_is_unchanged(name, kind, padded)
+    test_k_one_is_the_unpatched_model.test_generate_is_unchanged(name, kind, padded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -58,18 +61,20 @@ def test_logits_are_unchanged(name, dtype):
         got, cache = force(model, ids, fed, mask)
     assert snapshot(model) == before
     # slopes are float32 numbers, and so is BLOOM's own softmax, whatever the dtype
-    tolerance = 2e-5 if name in ALIBI and dtype == torch.float64 else test_full.TOLERANCE[dtype]
+    tolerance = 2e-5 if name in ALIBI and dtype == torch.float64 else test_k_one_is_the_unpatched_model.TOLERANCE[dtype]
     torch.testing.assert_close(want, got, atol=tolerance, rtol=0)
     assert torch.equal(want, force(model, ids, fed, mask)[0])
     assert cache.held(0).shape[1] == {"falcon": 1, "falcon_gqa": 2}.get(name, 4)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("name", MORE)
 def test_every_policy(name, policy):
     certain(name, policy, 0.4, **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("k", [9, [0.3, 7]])
 @pytest.mark.parametrize("name", MORE)
 def test_positions_budgets_and_blocks(name, k):
@@ -77,23 +82,25 @@ def test_positions_budgets_and_blocks(name, k):
     certain(name, "h2o", k, block=8)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["keyformer", "adakv"])
 @pytest.mark.parametrize("name", MORE)
 def test_block_by_block(name, policy):
-    test_blocks.test_one_forward_equals_block_after_block(name, policy)
-    test_blocks.test_without_a_cache_and_in_training_mode_the_same_is_computed(name, policy)
+    test_blocks_equal_pieces.test_one_forward_equals_block_after_block(name, policy)
+    test_blocks_equal_pieces.test_without_a_cache_and_in_training_mode_the_same_is_computed(name, policy)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("name", MORE)
 def test_gradients_agree_with_naive_autograd(name, checkpointing):
-    test_blocks.test_gradients_agree_with_naive_autograd(name, "roco", checkpointing)
+    test_blocks_equal_pieces.test_gradients_agree_with_naive_autograd(name, "roco", checkpointing)
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_training_steps_inside_are_those_outside(name):
     """Also right after a pass of ours, which puts aside how the decoder builds its ALiBi."""
-    model, ids = test_blocks.no_dropout(make(name)).train(), prompt(2, 20)
+    model, ids = no_dropout(make(name)).train(), prompt(2, 20)
 
     def gradients():
         model.zero_grad()
@@ -136,11 +143,11 @@ def test_attention_dropout_is_refused_while_training(name):
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(data=st.data(), name=st.sampled_from(tuple(MORE)), rows=st.integers(1, 3), n=st.integers(2, 30))
 def test_any_sequence(tmp_path_factory, data, name, rows, n):
-    _, policy, k, options = data.draw(test_sequences.settings_of_a_patch())
-    deeds = data.draw(st.lists(st.tuples(st.sampled_from(test_sequences.DEEDS), st.integers(1, 6)), max_size=9))
+    _, policy, k, options = data.draw(sequences.settings_of_a_patch())
+    deeds = data.draw(st.lists(st.tuples(st.sampled_from(sequences.DEEDS), st.integers(1, 6)), max_size=9))
     model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        texts = test_sequences.Texts(model, patch, rows, n, path)
+        texts = sequences.Texts(model, patch, rows, n, path)
         for deed, number in deeds:
             texts.do(deed, number)
         texts.check()

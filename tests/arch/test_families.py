@@ -15,11 +15,11 @@ import kvpatch
 from kvpatch.arch.families import FAMILIES as ROWS
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
-from tests.helpers import tiny_families
+from tests.helpers import sequences, tiny_families
 from tests.helpers.comparing import EVICTING, SMALL, agrees, draw
+from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import FAMILIES, ONE_WINDOW
-from tests.invariants import test_blocks, test_sequences
 from tests.oracle import reference, reference_families
 
 THREE = ("gemma2", "gpt_oss", "qwen3")
@@ -70,6 +70,7 @@ def test_one_changes_nothing(name):
     assert torch.equal(force(model, ids, fed, mask)[0], want[0])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_evictions_are_the_oracles(name, turn):
@@ -79,6 +80,7 @@ def test_evictions_are_the_oracles(name, turn):
     certain(name, policy, (0.4, 8, 0.5)[turn])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer")])
 @pytest.mark.parametrize("name", THREE)
 def test_every_policy(name, policy):
@@ -101,6 +103,7 @@ def test_training_steps_inside_are_those_outside(name):
     assert all(torch.equal(want[key], got[key]) for key in want)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("policy", ["roco", "critical_adakv"])
 @pytest.mark.parametrize("name", THREE)
@@ -133,9 +136,9 @@ def test_prompts_in_blocks(name):
     certain(name, "snapkv", 9, block=8)
     model, ids = make(name, dtype=torch.float64), prompt(2, 26)
     with torch.no_grad(), kvpatch.patched(model, "roco", 8, block=6) as patch:
-        logits, cache = test_blocks.logits_of(model, ids, past_key_values=patch.new_cache()), patch.new_cache()
-        without = test_blocks.logits_of(model, ids, use_cache=False)
-        parts = [test_blocks.logits_of(model, ids[:, at : at + 6], past_key_values=cache) for at in range(0, 26, 6)]
+        logits, cache = logits_of(model, ids, past_key_values=patch.new_cache()), patch.new_cache()
+        without = logits_of(model, ids, use_cache=False)
+        parts = [logits_of(model, ids[:, at : at + 6], past_key_values=cache) for at in range(0, 26, 6)]
     torch.testing.assert_close(logits, torch.cat(parts, 1), atol=1e-9, rtol=0)
     torch.testing.assert_close(logits, without, atol=1e-9, rtol=0)
 
@@ -177,6 +180,7 @@ def test_budgets_count_the_layers_that_see_all():
     assert held[1] > held[3]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_schedules(name, schedule):
@@ -184,6 +188,7 @@ def test_schedules(name, schedule):
     certain(name, "roco", 20, schedule=schedule, steps=9)  # the cache fills up first, then evicts
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", THREE)
 def test_half_precision(name, dtype):
@@ -202,18 +207,18 @@ def test_half_precision(name, dtype):
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
-    chosen=test_sequences.settings_of_a_patch(),
+    chosen=sequences.settings_of_a_patch(),
     name=st.sampled_from(THREE),
     rows=st.integers(1, 3),
     n=st.integers(2, 30),
-    deeds=st.lists(st.tuples(st.sampled_from(test_sequences.DEEDS), st.integers(1, 6)), max_size=9),
+    deeds=st.lists(st.tuples(st.sampled_from(sequences.DEEDS), st.integers(1, 6)), max_size=9),
 )
 def test_any_sequence(tmp_path_factory, chosen, name, rows, n, deeds):
     _, policy, k, options = chosen
     assume("positions" not in options)
     model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        texts = test_sequences.Texts(model, patch, rows, n, path)
+        texts = sequences.Texts(model, patch, rows, n, path)
         for deed, number in deeds:
             texts.do(deed, number)
         texts.check()

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import Case
-from kvpatch.backends import dispatch as choice
+from kvpatch.backends import Case, dispatch
 from kvpatch.backends.dispatch import Choice, backend
 from kvpatch.backends.protocol import TASKS, Geometry, Keys
 from kvpatch.backends.triton import triton_backend
@@ -78,7 +77,7 @@ def test_a_gpu_gets_the_fastest_that_can(task, monkeypatch):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_who_is_asked_for_is_taken_or_said_once(task, caplog, monkeypatch):
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(dispatch, "_said", set())
     double = Case("cuda", torch.float64, 128)
     assert Choice("torch").of(task, double) == "torch" and not caplog.text
     for _ in range(2):
@@ -121,7 +120,7 @@ def test_what_the_kernels_refuse(case, words):
 
 
 def test_every_backend_answers_for_every_task():
-    for name in choice.BACKENDS:
+    for name in dispatch.BACKENDS:
         module = backend(name)
         assert module.NAME == name
         for task in TASKS:

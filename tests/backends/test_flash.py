@@ -17,8 +17,7 @@ import torch
 
 import kvpatch
 from kvpatch.backends import torch_backend
-from kvpatch.backends.flash import flash_backend as flash
-from kvpatch.backends.flash import kernels as flash_kernels
+from kvpatch.backends.flash import flash_backend, kernels
 from kvpatch.backends.head_offsets import HeadOffsets
 from kvpatch.backends.protocol import Case, Geometry, Keys
 from tests.helpers.tiny import force, make, prompt
@@ -69,7 +68,7 @@ def sequences(q, k, v, starts_q, starts_k, used, scale, left, right, slopes, emp
 def contract(q, k, v, starts_q, starts_k, longest_q, longest_k, used=None):
     """What all of them ask of tensors."""
     D = q.shape[-1]
-    assert q.dtype in flash.HALVES and k.dtype == v.dtype == q.dtype, "FlashAttention only support fp16 and bf16"
+    assert q.dtype in flash_backend.HALVES and k.dtype == v.dtype == q.dtype, "FlashAttention only support fp16 and bf16"
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "Input tensor must have contiguous last dimension"
     assert D <= 256 and D % 8 == 0, "head dimension at most 256, a multiple of 8"
     assert q.shape[-2] % k.shape[-2] == 0, "Number of heads in key/value must divide number of heads in query"
@@ -189,8 +188,8 @@ def install(monkeypatch):
     version = importlib.metadata.version
 
     def put(*names, **modules):
-        monkeypatch.setattr(flash_kernels, "_kernels", None)
-        monkeypatch.setattr(flash, "_refused", {})
+        monkeypatch.setattr(kernels, "_kernels", None)
+        monkeypatch.setattr(flash_backend, "_refused", {})
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: "torch" in names)
         made = {"flash_attn": flash_attn_2, "flash_attn.cute": cute}
         monkeypatch.setattr(importlib.metadata, "version", lambda of: "4.0.0b36" if of == "flash-attn-4" else version(of))
@@ -200,7 +199,7 @@ def install(monkeypatch):
         if "cute" in names and "flash_attn" not in names:  # the namespace package that it lies in
             monkeypatch.setitem(sys.modules, "flash_attn", module("flash_attn", __path__=[]))
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", REAL)
-        found = flash_kernels.kernels()
+        found = kernels.kernels()
         if "torch" in names:
             monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
         return [kernel.name for kernel in found]
@@ -275,7 +274,7 @@ BIASED = {f"ALiBi, {name}": {**how, "alibi": True} for name, how in SHAPES.items
 
 def compare(how, device="cpu", atol=1e-5):
     q, keys, rows, geometry = case(**how, device=device)
-    out, lse = flash.attend(q, keys, rows, geometry)
+    out, lse = flash_backend.attend(q, keys, rows, geometry)
     out, lse, rows = out.cpu(), lse.cpu(), rows.cpu()
     want, want_lse = twin(*case(**how))
     assert out.dtype == q.dtype and lse.dtype == torch.float32 and not lse.requires_grad
@@ -293,7 +292,7 @@ def compare(how, device="cpu", atol=1e-5):
 def test_attention_and_log_sum_exp(install, kernel, name):
     assert len(install(kernel)) == 1
     compare(SHAPES[name])
-    assert flash._refused == {}
+    assert flash_backend._refused == {}
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -322,7 +321,7 @@ def test_holes_anywhere(install):
     real = torch.rand(3, 13, generator=torch.Generator().manual_seed(1)) > 0.4
     rows = (real.cumsum(1) - 1).masked_fill(~real, -1)
     keys.holes, keys.positions_BHT = True, rows[:, None].expand(3, 2, 13)
-    out, lse = flash.attend(q, keys, rows, geometry)
+    out, lse = flash_backend.attend(q, keys, rows, geometry)
     want, want_lse = twin(q, keys, rows, geometry)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=0)
@@ -334,16 +333,16 @@ def test_a_past_without_order_is_attended_where_distance_does_not_count(install)
     shuffled = torch.cat([torch.randperm(9, generator=torch.Generator().manual_seed(2)), torch.arange(9, 22)])
     keys.k_BHTD, keys.v_BHTD, keys.positions_BHT = (t[:, :, shuffled] for t in (keys.k_BHTD, keys.v_BHTD, keys.positions_BHT))
     keys.ordered = False
-    out, lse = flash.attend(q, keys, rows, geometry)
+    out, lse = flash_backend.attend(q, keys, rows, geometry)
     want, want_lse = twin(q, keys, rows, geometry)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=0)
     for other in (Geometry(0.3, None, 4), Geometry(0.3, SLOPES, None)):
         with pytest.raises(ValueError, match=r"Keys before this piece are out of order.*torch backend"):
-            flash.attend(q, keys, rows, other)
+            flash_backend.attend(q, keys, rows, other)
     keys.holes = True
     with pytest.raises(ValueError, match=r"Keys before this piece lie in slots of their own per head.*torch backend"):
-        flash.attend(q, keys, rows, geometry)
+        flash_backend.attend(q, keys, rows, geometry)
 
 
 @pytest.mark.parametrize("how", [{}, {"pads": (0, 5, 2)}, {"past": 9, "sliding": 6}])
@@ -351,7 +350,7 @@ def test_a_past_without_order_is_attended_where_distance_does_not_count(install)
 def test_gradients_of_the_output(install, kernel, how):
     install(kernel)
     grads = []
-    for function in (flash.attend, twin):
+    for function in (flash_backend.attend, twin):
         q, keys, rows, geometry = case(**how)
         leaves = [t.detach().requires_grad_() for t in (q, keys.k_BHTD, keys.v_BHTD)]
         keys.k_BHTD, keys.v_BHTD = leaves[1:]
@@ -368,7 +367,7 @@ def test_keys_whose_last_dimension_is_strided(install):
     install("torch")
     q, keys, rows, geometry = case()
     keys.k_BHTD, keys.v_BHTD = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (keys.k_BHTD, keys.v_BHTD))
-    lse = flash.attend(q, keys, rows, geometry)[1]
+    lse = flash_backend.attend(q, keys, rows, geometry)[1]
     torch.testing.assert_close(lse.double(), twin(q, keys, rows, geometry)[1], atol=1e-5, rtol=0)
 
 
@@ -380,13 +379,13 @@ def test_the_first_kernel_that_takes_a_case(install):
     own = f"torch's flash kernel (torch {torch.__version__.split('+')[0]})"
     alibi = Case("cuda", torch.float16, 64, alibi=True)
     assert install("flash_attn", "cute", "torch") == [two, four, own]
-    assert (flash.which(CASE), flash.which(alibi)) == (two, two)
+    assert (flash_backend.which(CASE), flash_backend.which(alibi)) == (two, two)
     assert install("cute", "torch") == [four, own]
-    assert (flash.which(CASE), flash.which(alibi)) == (four, "none")
+    assert (flash_backend.which(CASE), flash_backend.which(alibi)) == (four, "none")
     assert install("torch") == [own]
-    assert flash.which(CASE) == own
+    assert flash_backend.which(CASE) == own
     assert install() == []
-    assert flash.which(CASE) == "none"
+    assert flash_backend.which(CASE) == "none"
 
 
 def test_packages_are_known_by_their_functions(install, caplog):
@@ -421,7 +420,7 @@ def test_importing_the_backend_imports_no_package(monkeypatch):
         raise AssertionError(f"{name} was imported")
 
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # an import statement fails
-    for source in (flash_kernels, flash):
+    for source in (kernels, flash_backend):
         spec = importlib.util.spec_from_file_location(f"{source.__name__}_again", source.__file__)
         again = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, again)  # for its dataclasses
@@ -458,22 +457,22 @@ REASONS = [
 def test_reasons(install, task, asked, said):
     install("torch")
     asked = {"device": "cuda", "dtype": torch.float16, "head_dim": 64, **asked}
-    assert re.search(said, flash.reason(task, Case(**asked)))
-    assert task != "prompt" or flash.which(Case(**asked)) == "none"
+    assert re.search(said, flash_backend.reason(task, Case(**asked)))
+    assert task != "prompt" or flash_backend.which(Case(**asked)) == "none"
 
 
 def test_what_is_taken(install):
     half = {"device": "cuda", "dtype": torch.float16, "head_dim": 256}
     served = [{}, {"window": True}, {"padding": True}, {"past": True}, {"past": True, "window": True}, {"group": 8}]
     install("torch")
-    assert [flash.reason("prompt", Case(**half, **more)) for more in served] == [None] * 6
-    assert flash.reason("prompt", Case("cuda", torch.float16, 128, gradients=True)) is None
-    assert flash.reason("ragged", Case(**half, past=True)) is None
+    assert [flash_backend.reason("prompt", Case(**half, **more)) for more in served] == [None] * 6
+    assert flash_backend.reason("prompt", Case("cuda", torch.float16, 128, gradients=True)) is None
+    assert flash_backend.reason("ragged", Case(**half, past=True)) is None
     install("flash_attn")
-    assert flash.reason("prompt", Case(**half, alibi=True, window=True, padding=True, gradients=True)) is None
-    assert "used lengths" in flash.reason("ragged", Case(**half))
+    assert flash_backend.reason("prompt", Case(**half, alibi=True, window=True, padding=True, gradients=True)) is None
+    assert "used lengths" in flash_backend.reason("ragged", Case(**half))
     install()
-    assert "neither flash-attn nor flash-attn-4" in flash.reason("prompt", Case(**half))
+    assert "neither flash-attn nor flash-attn-4" in flash_backend.reason("prompt", Case(**half))
 
 
 @pytest.mark.parametrize(
@@ -492,8 +491,8 @@ def test_what_depends_on_the_gpu(install, monkeypatch, device, kernel, head, sai
     install(kernel)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device)
-    assert re.search(said or "^None$", str(flash.reason("prompt", Case("cuda", torch.float16, head))))
-    ragged = flash.reason("ragged", Case("cuda", torch.float16, head))
+    assert re.search(said or "^None$", str(flash_backend.reason("prompt", Case("cuda", torch.float16, head))))
+    ragged = flash_backend.reason("ragged", Case("cuda", torch.float16, head))
     assert (ragged is not None) == (device < (8, 0))
 
 
@@ -513,11 +512,11 @@ def test_a_refusal_falls_to_the_next_kernel_and_is_remembered(install, monkeypat
     compare({"pads": (0, 5, 2)})
     assert caplog.text.count("refused") == 1  # the packed function still serves
     asked = Case("cuda", torch.float16, 16, group=2)
-    assert flash.which(asked).startswith("torch's")
+    assert flash_backend.which(asked).startswith("torch's")
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", refuse)
     with pytest.raises(RuntimeError, match=r"no kernel image.*use the torch backend"):
         compare({})
-    assert "refused (no kernel image" in flash.reason("prompt", asked)
+    assert "refused (no kernel image" in flash_backend.reason("prompt", asked)
 
 
 def test_a_log_sum_exp_of_another_shape_is_refused(install, monkeypatch):
@@ -544,8 +543,8 @@ def test_memory_that_runs_out_is_no_refusal(install, monkeypatch):
         compare({})
     q, keys = ragged()
     with pytest.raises(torch.OutOfMemoryError):
-        flash.ragged_step(q, keys, Geometry(0.3, None, None))
-    assert flash._refused == {}
+        flash_backend.ragged_step(q, keys, Geometry(0.3, None, None))
+    assert flash_backend._refused == {}
 
 
 # ---- torch's operator as it is ----
@@ -563,14 +562,14 @@ def own(install, monkeypatch):
     """torch's kernel with the operator itself, whose shape function needs no GPU."""
     install("torch")
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", REAL)
-    return flash_kernels.kernels()[0]
+    return kernels.kernels()[0]
 
 
 @pytest.mark.parametrize("how", [{}, {"past": 9}, {"sliding": 4}])
 def test_the_call_fits_the_operator(own, how):
     q, keys, rows, geometry = case(**how, device="meta")
     q.requires_grad_()
-    out, lse = flash.attend(q, keys, rows, geometry)
+    out, lse = flash_backend.attend(q, keys, rows, geometry)
     assert (out.shape, lse.shape, lse.dtype) == ((3, 2, 2, 13, 16), (3, 2, 2, 13), torch.float32)
     out.sum().backward()
     assert q.grad is not None
@@ -579,7 +578,7 @@ def test_the_call_fits_the_operator(own, how):
 def test_packed_and_ragged_calls_fit_the_operator(own):
     q, k = (torch.empty(30, N, 16, dtype=torch.float16, device="meta") for N in (4, 2))
     starts = torch.empty(4, dtype=torch.int32, device="meta")
-    out, lse = own.attend(q, k, k, flash_kernels.Mask(0.3, 4, None), flash_kernels.Packing(starts, 13))
+    out, lse = own.attend(q, k, k, kernels.Mask(0.3, 4, None), kernels.Packing(starts, 13))
     assert (out.shape, lse.shape) == ((30, 4, 16), (4, 30))
     used = torch.empty(3, dtype=torch.int32, device="meta")
     assert own.ragged(q[:3], k[:, :1], k[:, :1], starts, starts, used, 13, 0.3).shape == (3, 4, 16)
@@ -616,7 +615,7 @@ def ragged_twin(q_BHGD, keys, scale):
 def test_every_head_is_a_sequence(install, kernel):
     install("flash_attn", kernel)  # flash_attn 2's public function takes no used lengths
     q, keys = ragged()
-    got = flash.ragged_step(q, keys, Geometry(0.3, None, None))
+    got = flash_backend.ragged_step(q, keys, Geometry(0.3, None, None))
     assert got.dtype == q.dtype
     torch.testing.assert_close(got.double(), ragged_twin(q, keys, 0.3), atol=2e-3, rtol=0)
 
@@ -624,7 +623,7 @@ def test_every_head_is_a_sequence(install, kernel):
 def test_torch_takes_ragged_heads_before_cute(install, monkeypatch):
     install("cute", "torch")
     monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", None)
-    assert flash.ragged_step(*ragged(), Geometry(0.3, None, None)) is not None
+    assert flash_backend.ragged_step(*ragged(), Geometry(0.3, None, None)) is not None
 
 
 @pytest.mark.parametrize("what", ["uneven", "slopes", "window", "gradients", "dense", "no kernel"])
@@ -635,17 +634,17 @@ def test_ragged_heads_that_are_not_taken(install, what, caplog):
     keys.head_offsets = None if what == "dense" else keys.head_offsets
     q.requires_grad_(what == "gradients")
     slopes = torch.ones(3, 2) if what == "slopes" else None
-    assert flash.ragged_step(q, keys, Geometry(0.3, slopes, 9 if what == "window" else None)) is None
-    assert caplog.text == "" and flash._refused == {}
+    assert flash_backend.ragged_step(q, keys, Geometry(0.3, slopes, 9 if what == "window" else None)) is None
+    assert caplog.text == "" and flash_backend._refused == {}
 
 
 def test_a_refusal_of_ragged_heads_is_said_once(own, caplog):
     q, keys = ragged()
     for _ in range(2):  # the operator itself refuses CPU tensors
-        assert flash.ragged_step(q, keys, Geometry(0.3, None, None)) is None
+        assert flash_backend.ragged_step(q, keys, Geometry(0.3, None, None)) is None
     assert caplog.text.count("goes head by head") == 1
-    assert "refused" in flash.reason("ragged", CASE)
-    assert flash.reason("prompt", CASE) is None
+    assert "refused" in flash_backend.reason("ragged", CASE)
+    assert flash_backend.reason("prompt", CASE) is None
 
 
 # ---- whole models ----
@@ -657,8 +656,8 @@ KERNELS = {"flash_attn": "flash_attn 2", "cute": "flash_attn.cute", "torch": "to
 def test_steps_whose_scores_count_are_not_flash_s(install, monkeypatch, kernel):
     """A kernel gives no probabilities: taken for such a step, it would leave the scores as they were, without a word."""
     install(kernel)
-    answer = flash.reason
-    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    answer = flash_backend.reason
+    monkeypatch.setattr(flash_backend, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
     model, ids, fed = make("llama_gqa", dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
     with kvpatch.patched(model, "adaptive(h2o)", 0.4) as patch:
         _, cache = force(model, ids, fed)
@@ -684,8 +683,8 @@ def test_steps_whose_scores_count_are_not_flash_s(install, monkeypatch, kernel):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, policy, padded):
     install(kernel)
-    answer = flash.reason
-    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    answer = flash_backend.reason
+    monkeypatch.setattr(flash_backend, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
     model, ids, fed = make(name, dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
     mask = torch.ones_like(ids)
     mask[0, : 9 if padded else 0] = 0
@@ -697,7 +696,7 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
             return logits.float(), cache.held(1), patch.report()
 
     want, got = run("torch"), run("auto")
-    assert got[2].backends["prompt"][0] == "flash" and flash._refused == {}
+    assert got[2].backends["prompt"][0] == "flash" and flash_backend._refused == {}
     assert got[2].backends["prompt"][1].startswith(KERNELS[kernel])
     if policy == "adakv" and name == "llama_gqa" and not padded:
         assert got[2].backends["ragged"][0] == "flash"
@@ -707,25 +706,23 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
 
 # ---- on a GPU ----
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.fixture
 def only(monkeypatch):
     """Calls with a kernel make it the only one; they skip the test where it is not installed."""
 
     def keep(start):
-        monkeypatch.setattr(flash_kernels, "_kernels", None)
-        monkeypatch.setattr(flash, "_refused", {})
-        found = tuple(kernel for kernel in flash_kernels.kernels() if kernel.name.startswith(start))
+        monkeypatch.setattr(kernels, "_kernels", None)
+        monkeypatch.setattr(flash_backend, "_refused", {})
+        found = tuple(kernel for kernel in kernels.kernels() if kernel.name.startswith(start))
         if not found:
             pytest.skip(f"{start} is not installed")
-        monkeypatch.setattr(flash_kernels, "_kernels", found)
+        monkeypatch.setattr(kernels, "_kernels", found)
 
     return keep
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*SHAPES, *BIASED])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_on_a_gpu(only, kernel, name):
@@ -734,10 +731,10 @@ def test_on_a_gpu(only, kernel, name):
     if how.get("alibi") and kernel != "flash_attn":
         pytest.skip("takes no ALiBi")
     compare({**how, "D": 64}, "cuda", atol=1e-3)
-    assert flash._refused == {}
+    assert flash_backend._refused == {}
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("how", [{}, {"sliding": 700}, {"pads": (0, 1500, 64)}, {"past": 1000}, {"alibi": True}])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_long_prompts_on_a_gpu(only, kernel, how):
@@ -745,21 +742,21 @@ def test_long_prompts_on_a_gpu(only, kernel, how):
     if how.get("alibi") and kernel != "flash_attn":
         pytest.skip("takes no ALiBi")
     compare({**how, "Q": 2049, "D": 128, "dtype": torch.bfloat16}, "cuda", atol=1e-3)
-    assert flash._refused == {}
+    assert flash_backend._refused == {}
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["cute", "torch"])
 def test_ragged_heads_on_a_gpu(only, kernel):
     only(KERNELS[kernel])
     q, keys = ragged(torch.bfloat16, "cuda")
-    got = flash.ragged_step(q, keys, Geometry(0.3, None, None))
-    assert got is not None, flash._refused
+    got = flash_backend.ragged_step(q, keys, Geometry(0.3, None, None))
+    assert got is not None, flash_backend._refused
     want = ragged_twin(*ragged(torch.bfloat16), 0.3)
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-2, rtol=0)
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "emulation"), [("flash_attn", flash_attn_2), ("flash_attn.cute", cute)])
 def test_emulations_have_the_real_signatures(kernel, emulation):
     real, copy = pytest.importorskip(kernel), emulation()
@@ -770,7 +767,7 @@ def test_emulations_have_the_real_signatures(kernel, emulation):
         assert want == got
 
 
-@gpu
+@pytest.mark.gpu
 def test_a_model_on_a_gpu():
     model, ids = make("llama_gqa", dtype=torch.bfloat16).cuda(), prompt(1, 60).cuda()
     with kvpatch.patched(model, "adakv", 0.4, window=5):

@@ -230,7 +230,7 @@ def test_follows_the_twin(name):
     assert follow(asked, **options) == 0, "these seeds leave no victim too close to call"
 
 
-@pytest.mark.skipif(not GPU, reason="bfloat16 needs a GPU: the interpreter multiplies its bits as integers")
+@pytest.mark.gpu  # the interpreter multiplies the bits of bfloat16 as integers
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 def test_bfloat16_follows_the_twin(D):
     assert follow(rule("mean"), C=300, D=D, G=4, dtype=BF16, splits=3) == 0
@@ -334,6 +334,7 @@ def torch_victim(slots, value, G, sliding, first, recent):
     return selection.victim(selection.eviction_keys(order, protected=protected, dead=dead, empty=None), position < 0)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("value", kernels.VALUES)
 @pytest.mark.parametrize("G", [1, 3])
 def test_victims_are_those_of_selection(value, G):
@@ -441,7 +442,7 @@ def test_refuses_what_is_not_contiguous(name):
         launch(new, slots, rule("sum"), scale=0.1, slopes=bias)
 
 
-@pytest.mark.skipif(not GPU, reason="needs a GPU: a step is captured in a CUDA graph")
+@pytest.mark.gpu  # a step is captured in a CUDA graph
 def test_a_captured_step_is_the_same():
     rng = torch.Generator().manual_seed(0)
     start, new = filled(1, 4, 4, 128, 500, BF16, rng).to("cuda"), token(1, 4, 4, 128, BF16, rng)

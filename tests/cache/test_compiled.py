@@ -1,5 +1,6 @@
 """Decode steps under torch.compile: one graph, no recompilation, the numbers of uncompiled steps, no waiting for the device."""
 
+import itertools
 import os
 import shutil
 
@@ -10,8 +11,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import kvpatch
-from kvpatch.cache import checks as validating
+from kvpatch.cache import checks
 from tests.helpers.comparing import same_tokens
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -71,9 +73,10 @@ CASES = [
     ("llama_gqa", "adakv", {"k": 0.4, "window": 5, "room": STEPS}),
     ("llama_gqa", "critical(adaptive(roco))", {"k": 0.3, "room": STEPS}),
 ]
+FAST = [CASES[i] for i in (0, 2, 6, 15, 21)]  # rotary, ALiBi, temperatures, slots that fill up, ragged
 
 
-@pytest.mark.parametrize(("name", "policy", "options"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "policy", "options"), slow_but(FAST, CASES), ids=lambda value: str(value))
 def test_a_compiled_step_computes_what_an_uncompiled_one_does(name, policy, options):
     model, options = make(name, layers=2 if policy == "h2o" else 1), dict(options)
     k, room = options.pop("k"), options.pop("room", None)
@@ -86,6 +89,7 @@ def test_a_compiled_step_computes_what_an_uncompiled_one_does(name, policy, opti
     assert cache.get_seq_length() == plain.get_seq_length() == COLUMNS + STEPS
 
 
+@pytest.mark.slow
 def test_256_steps_compile_once():
     model = make("llama_gqa", layers=1)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -96,7 +100,7 @@ def test_256_steps_compile_once():
     assert same_tokens(held(cache), held(plain))
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer", "snapkv", "critical(adaptive(roco))"])
+@pytest.mark.parametrize("policy", slow_but(("keyformer",), ("h2o", "keyformer", "snapkv", "critical(adaptive(roco))")))
 def test_compiled_and_uncompiled_steps_take_turns(policy):
     model = make("llama_gqa", layers=1)
     kinds = ["eager", "eager", "compiled", "compiled", "eager", "compiled", "eager", "eager"]
@@ -106,6 +110,7 @@ def test_compiled_and_uncompiled_steps_take_turns(policy):
     assert same_tokens(held(cache), held(plain))
 
 
+@pytest.mark.slow
 def test_what_is_done_to_a_cache_between_compiled_steps(tmp_path):
     model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 9, seed=3)
 
@@ -169,6 +174,7 @@ def test_a_prompt_on_top_of_a_cache_that_fills_up():
     torch.testing.assert_close(run(12), run(None), atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_prompt_with_gradients_and_a_loaded_cache_before_compiled_steps(tmp_path):
     """Who takes a step is chosen before it is traced, also for a cache that no prompt of this process filled."""
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 6, seed=3)
@@ -227,6 +233,7 @@ def test_what_makes_no_graph_says_what_to_do():
         torch.compile(model.forward, fullgraph=True, backend="eager")(prompt(1, 20))
 
 
+@pytest.mark.slow
 def test_whatever_is_compiled_gives_the_same():
     """Prompts, growing caches and shared scores break the graph and go on outside it."""
     ids, more = prompt(ROWS, COLUMNS), prompt(ROWS, 4, seed=3)
@@ -252,6 +259,7 @@ def test_whatever_is_compiled_gives_the_same():
         torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_functions_that_torch_compile_gives_up_on(tmp_path):
     """It then runs them as they stand and compiles what they call: a step must not be half of either kind."""
     model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 8, seed=3)
@@ -287,8 +295,10 @@ def everywhere(**options):
     return config
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", ["h2o", "full", "critical_adakv", "keyformer"])
+GENERATED = [*itertools.product(("h2o", "full", "critical_adakv", "keyformer"), (False, True))]
+
+
+@pytest.mark.parametrize(("policy", "padded"), slow_but([("critical_adakv", False), ("keyformer", True)], GENERATED))
 def test_generate_compiles(policy, padded):
     model, ids = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS)
     mask = torch.ones_like(ids)
@@ -335,7 +345,7 @@ def asserting(event):
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "tova", "snapkv", "full"])
 def test_a_step_reads_nothing_back(policy, kind, monkeypatch):
-    monkeypatch.setattr(validating, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
+    monkeypatch.setattr(checks, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, policy, 0.5) as patch:
         cache = patch.new_cache(room=4)
@@ -351,6 +361,7 @@ def test_a_step_reads_nothing_back(policy, kind, monkeypatch):
     assert not [event.name for event in profiler.events() if event.name in READS and not asserting(event)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and "CXX" not in os.environ, reason="torch's inductor needs a C++ compiler")
 def test_by_inductor():
     model = make("llama_gqa", layers=1)
@@ -361,7 +372,7 @@ def test_by_inductor():
     assert same_tokens(held(cache), held(plain))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["h2o", "keyformer", "adakv"])
 def test_cuda_graphs(policy):
     model, ids = make("llama_gqa").cuda(), prompt(ROWS, COLUMNS).cuda()
@@ -373,7 +384,7 @@ def test_cuda_graphs(policy):
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv"])
 def test_a_step_never_waits_for_the_gpu(policy):
     model, more = make("llama_gqa").cuda(), prompt(ROWS, 4, seed=3).cuda()

@@ -5,7 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError, Report
-from kvpatch.cache import concat as joining
+from kvpatch.cache import concat
 from tests.helpers.comparing import SMALL, sorted_positions
 from tests.helpers.joined import Loop, do, same_kept
 from tests.helpers.tiny import force, left_pad, make, prompt
@@ -113,7 +113,7 @@ def test_consumed_caches_are_emptied_layer_by_layer(monkeypatch):
         loop = Loop(model, patch)
         caches = [loop.read(40), loop.read(25, 3)]
         whole = sum(cache.nbytes for cache in caches)
-        fill = joining._fill
+        fill = concat._fill
 
         def watched(new, parts):
             made.append(new)
@@ -121,7 +121,7 @@ def test_consumed_caches_are_emptied_layer_by_layer(monkeypatch):
             held.append(own + sum(cache.nbytes for cache in caches))
             fill(new, parts)
 
-        monkeypatch.setattr(joining, "_fill", watched)
+        monkeypatch.setattr(concat, "_fill", watched)
         kept = EvictingCache.concatenate(caches)
         assert held == [1.5 * whole, 2 * whole] and sum(cache.nbytes for cache in caches) == whole == kept.nbytes
         held.clear(), made.clear()

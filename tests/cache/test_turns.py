@@ -64,12 +64,14 @@ def test_a_later_turn_is_compressed_too(policy):
         compare(name, policy, 13, **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("turns", ["all", "each", "first"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_schedule_prompt_counts_all_each_or_the_first(policy, turns):
     compare("llama_gqa", policy, 0.4, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("turns", ["all", "each", "first"])
 @pytest.mark.parametrize("wrap", [("adaptive",), ("critical",), ("adaptive", "critical"), ("pyramid",)], ids="+".join)
 def test_turns_of_combinations(wrap, turns):

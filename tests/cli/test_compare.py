@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch import plotting as pictures
-from kvpatch.cli import compare_view as view
+from kvpatch import plotting
+from kvpatch.cli import compare_view
 from kvpatch.cli.commands import app
 from kvpatch.cli.compare import budgets, choose, text_ids
 from kvpatch.cli.loading import MODELS, load_tokenizer
@@ -204,7 +204,7 @@ def one(kl, agreement, nbytes, **more):
 
 
 def said(*rows, tolerance=0.05, agreement=0.95):
-    return view.advice(Result(list(rows), 1000, 1.0, 90, 10), tolerance, agreement)
+    return compare_view.advice(Result(list(rows), 1000, 1.0, 90, 10), tolerance, agreement)
 
 
 GOOD, BETTER = Row("h2o", "0.5", one(0.04, 0.95, 500)), Row("roco", "0.5", one(0.03, 0.97, 500))
@@ -248,7 +248,7 @@ def test_notes():
         BROKEN,
         Row("h2o", "1B", None, "no"),
     ]
-    cut, refused = view.notes(rows)
+    cut, refused = compare_view.notes(rows)
     assert cut == (
         "* snapkv protects more than the budget holds, which leaves nothing to choose by score: window 32 cut to 30 at k=0.3, "
         "window 32 cut to 20 at k=0.2."
@@ -311,21 +311,21 @@ def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
 
 def test_the_picture_has_a_line_per_policy(monkeypatch):
     drawn = {}
-    monkeypatch.setattr(pictures, "divergence", lambda *given: drawn.update(given=given))
+    monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
     low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 1.0))
-    view.picture(Result([chance, GOOD, BROKEN, low], 1000, 1.0, 90, 10), 0.05, "title")
+    compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 1.0, 90, 10), 0.05, "title")
     curves, chance, ticks, *rest = drawn["given"]
     assert (curves, chance) == ({"random": [(50, 0.2)], "h2o": [(20, 0.3), (50, 0.04)]}, "random")
     assert (ticks, rest) == ({50: "0.5", 20: "0.2"}, [0.05, "title"])
     monkeypatch.undo()
-    axes = pictures.divergence(curves | {"full": [(50, 0.0)]}, chance, ticks, *rest).axes[0]
+    axes = plotting.divergence(curves | {"full": [(50, 0.0)]}, chance, ticks, *rest).axes[0]
     assert [line.get_label() for line in axes.lines] == ["random (chance)", "h2o", "full", "tolerance, 0.05"]
     assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "-", ":"]
     low, high = axes.transData.transform([(50, 0.0), (50, 0.3)])[:, 1]
     assert math.isfinite(low) and axes.bbox.y0 <= low < high < axes.bbox.y1  # zero has a place on the axis
-    assert pictures.divergence(curves, chance, ticks, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
-    assert pictures.divergence({"full": [(50, 0.0)]}, chance, ticks, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
+    assert plotting.divergence(curves, chance, ticks, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
+    assert plotting.divergence({"full": [(50, 0.0)]}, chance, ticks, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
 
 
 MISTAKES = [

@@ -28,6 +28,7 @@ def alone():
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_they_do_unpatched(tmp_path):
     """Gradient accumulation with no_sync() included. A run under `block=` differs, and its processes agree with each other."""
     program = "import torch.distributed as dist; from examples import train_ddp; dist.init_process_group('gloo')"

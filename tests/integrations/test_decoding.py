@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpatch
-from kvpatch.hooks import generate as generation
+from kvpatch.hooks import generate
 from tests.helpers.comparing import certain
 from tests.helpers.tiny import FIVE, IDS, VOCAB, make, prompt
 
@@ -43,6 +43,7 @@ def same(one, other):
         assert mine[mine >= 0].tolist() == theirs[theirs >= 0].tolist()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FIVE)
 def test_assistance_changes_no_logit_and_no_kept_token(name, policy):
@@ -63,7 +64,7 @@ def test_an_assistant_that_is_no_longer_behind_its_text_reads_it_again():
         for columns, seen in ((26, 25), (25, 0), (None, 25)):
             cache = patch.new_cache()
             draft(ids, past_key_values=cache)
-            generation._draft(cache, columns)
+            generate._draft(cache, columns)
             assert cache.get_seq_length() == seen
 
 
@@ -97,6 +98,7 @@ def _unsure(model):
     return draft
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("budgeted", [False, True])
 @pytest.mark.parametrize("kind", ASSISTANTS)
 def test_assistants_of_every_kind(kind, budgeted):

@@ -14,6 +14,7 @@ from kvpatch.arch.bound import BoundAdapter
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.accelerate import device_of
 from tests.helpers.elsewhere import SECOND, move, second_device
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt, snapshot
 
 IDS, FED, MASK = prompt(2, 30), prompt(2, 6, seed=2), left_pad(prompt(2, 30), [30, 21])
@@ -78,6 +79,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("name", FIVE)
 def test_offloaded(name, kind):
@@ -175,7 +177,7 @@ SPREAD = (
 )
 
 
-@pytest.mark.parametrize("pair", FIVE, indirect=True)
+@pytest.mark.parametrize("pair", slow_but(("llama_gqa",), FIVE), indirect=True)
 def test_layers_on_two_devices(pair):
     """Every layer's cache lies where the layer computes, and nothing else changes: bit for bit."""
     one, two = pair
@@ -195,6 +197,7 @@ def test_layers_on_two_devices(pair):
             assert {tensor.device for tensor in lies} == {device}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["llama_gqa"], indirect=True)
 def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
     """generate() with beams and lookup, clones, rows that move, saved caches, caches that are taken over."""
@@ -237,6 +240,7 @@ def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
 # ---- half precision and quantized weights ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FIVE)
 def test_half_precision(name, dtype):

@@ -130,6 +130,7 @@ def test_weights_sharded_by_hand(halves):
         )
 
 
+@pytest.mark.slow
 def test_example():
     told = torchrun("-m", "examples.tensor_parallel")
     assert "counted here          the heads of process 0 of 2" in told

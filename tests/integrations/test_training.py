@@ -47,6 +47,7 @@ def test_the_trainer_example():
     assert not torch.equal(inside["texts"][0], outside["texts"][0])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("options", [REENTRANT, LATEST, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
 def test_a_trainer_run_is_bit_for_bit_the_same(name, options, tmp_path):
@@ -154,6 +155,7 @@ def test_accelerate_prepares_the_model_before_or_after(order, fresh_accelerate):
     assert torch.equal(losses, theirs) and same_weights(model, other)
 
 
+@pytest.mark.slow
 def test_a_compiled_training_step_is_bit_for_bit_the_same():
     """Compiled outside the block, it may be used inside; and the other way round."""
     model, ids = make("llama_gqa", layers=1).train(), prompt(2, 20)
@@ -185,6 +187,7 @@ def test_generating_in_training_mode_works_or_is_refused_in_words():
         dropping.generate(ids, **options)
 
 
+@pytest.mark.slow
 def test_fine_tuning_under_a_budget_at_small_size(tmp_path, monkeypatch):
     """On the text that it is measured on, so that a few steps show; the page is made of what was found."""
     monkeypatch.setattr(finetune_under_budget, "python_sources", lambda held_out: [SOURCE])

@@ -1,5 +1,7 @@
 """Law 8: every backend computes what the torch backend computes."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import kvpatch
 from kvpatch.backends.dispatch import Choice
 from tests.helpers.comparing import SMALL, certain, same_tokens
 from tests.helpers.joined import Loop, same_kept
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import force, make, prompt
 
 CUDA = torch.cuda.is_available()
@@ -39,7 +42,7 @@ def alike(name, policy, padded=False, steps=8, **options):
     return got[2]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "critical(adaptive(roco))"), POLICIES))
 def test_every_policy_on_the_kernels(policy):
     report = alike("llama_gqa", policy)
     if policy not in ("full", "window", "streaming_llm", "random", "key_norm"):
@@ -48,41 +51,47 @@ def test_every_policy_on_the_kernels(policy):
         assert {name for task, (name, _) in report.backends.items() if task in ("decode", "ragged")} == {"triton"}
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", ["roco", "keyformer"])
-@pytest.mark.parametrize("name", MODELS)
+CASES = [*itertools.product(MODELS, ("roco", "keyformer"), (False, True))]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "padded"), slow_but([("mpt", "roco", False), ("mistral_sliding", "keyformer", True)], CASES)
+)
 def test_every_architecture_on_the_kernels(name, policy, padded):
     alike(name, policy, padded, steps=6)
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        ("scissorhands", {"k": 30}),  # fills up while it decodes
-        ("keyformer", {"tau": (1.0, 3.0), "damping": 0.9}),
-        ("keyformer", {"noise": "none"}),
-        ("keyformer", {"noise": "gaussian", "schedule": "decode", "k": 4}),
-        ("roco", {"schedule": "decode", "k": 5}),
-        ("h2o", {"sinks": 3, "recent": 4}),
-        ("h2o", {"protect": [5, 7]}),
-        ("scissorhands", {"block": 16}),
-        ("snapkv", {"block": 16, "window": 4}),
-        ("tova", {"heads": "each"}),
-        ("h2o", {"positions": "renumbered"}),
-    ],
-    ids=str,
-)
+OPTIONS = [
+    ("scissorhands", {"k": 30}),  # fills up while it decodes
+    ("keyformer", {"tau": (1.0, 3.0), "damping": 0.9}),
+    ("keyformer", {"noise": "none"}),
+    ("keyformer", {"noise": "gaussian", "schedule": "decode", "k": 4}),
+    ("roco", {"schedule": "decode", "k": 5}),
+    ("h2o", {"sinks": 3, "recent": 4}),
+    ("h2o", {"protect": [5, 7]}),
+    ("scissorhands", {"block": 16}),
+    ("snapkv", {"block": 16, "window": 4}),
+    ("tova", {"heads": "each"}),
+    ("h2o", {"positions": "renumbered"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "options"), slow_but(OPTIONS[:1], OPTIONS), ids=str)
 def test_options_on_the_kernels(policy, options):
     for name in ("mpt", "mistral_sliding") if "positions" in options else ("mistral_sliding",):
         alike(name, policy, padded=True, **options)
 
 
+BESIDE = [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), strict=True)]
+
+
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
-@pytest.mark.parametrize(("name", "policy"), [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), strict=True)])
+@pytest.mark.parametrize(("name", "policy"), slow_but(BESIDE[:1], BESIDE))
 def test_the_kernels_and_the_oracle(name, policy):
     certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton")
 
 
+@pytest.mark.slow
 def test_turns_and_roll_back_on_the_kernels():
     model, ids, more = make("llama_gqa").to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 12, seed=3).to(DEVICE)
 
@@ -108,7 +117,7 @@ def test_turns_and_roll_back_on_the_kernels():
     assert same_tokens(got[1], want[1])
 
 
-@pytest.mark.parametrize("policy", ["keyformer", "roco", "critical(adaptive(roco))"])
+@pytest.mark.parametrize("policy", slow_but(("roco",), ("keyformer", "roco", "critical(adaptive(roco))")))
 def test_compiled_steps_on_the_kernels(policy):
     """torch.compile sees the kernels as one operator."""
     model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 6, seed=3).to(DEVICE)

@@ -4,11 +4,11 @@ import copy
 import inspect
 
 import pytest
-import tiny_families
 import torch
 from transformers import CompileConfig
 
 import kvpatch
+from tests.helpers import tiny_families
 from tests.helpers.tiny import FIVE, MODELS, MORE, force, left_pad, make, prompt
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 0.15}
@@ -35,6 +35,7 @@ def generate(model, ids, mask, **kwargs):
     )
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FIVE)

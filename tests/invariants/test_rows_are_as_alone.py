@@ -14,6 +14,7 @@ from tests.helpers.sequences import settings_of_a_patch
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", [*(name for name in EVICTING if name not in RAGGED), *RAGGED])
 @pytest.mark.parametrize("name", FIVE)
 def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):
@@ -76,6 +77,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("sequences") / "cache.safetensors"
 
 
+@pytest.mark.slow
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
     chosen=settings_of_a_patch(),

@@ -17,12 +17,14 @@ from tests.helpers.tiny import FIVE, MODELS, force, left_pad, make, prompt
 from tests.oracle import reference
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", kvpatch.list_policies())
 @pytest.mark.parametrize("name", MODELS)
 def test_every_policy_on_every_architecture(name, policy):
     certain(name, policy, 0.4, **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_one_length(name, policy):
@@ -35,6 +37,7 @@ def test_float32(policy):
     certain("llama_gqa", policy, 0.4, dtype=torch.float32, **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
 def test_schedules(policy, schedule):
@@ -88,6 +91,7 @@ def test_protect():
         torch.testing.assert_close(logits[0], want.logits[-9:], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     name=st.sampled_from(tuple(MODELS)),
@@ -128,6 +132,7 @@ def test_generate_passes_its_length_to_tau():
     assert differs
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FIVE)
 def test_half_precision(name, dtype):

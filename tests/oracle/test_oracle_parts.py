@@ -17,6 +17,7 @@ def fits(policy, wrap):
     return "critical" not in wrap or policy in WEIGHTS
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("policy", ["h2o", "roco", "tova", "keyformer", "random", "scissorhands", "window", "snapkv"])
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_sliding"])
@@ -25,6 +26,7 @@ def test_combinations(name, policy, wrap):
         certain(name, policy, 0.4, wrap=wrap, **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("name", MODELS)
 def test_combinations_on_every_architecture(name, wrap):
@@ -32,6 +34,7 @@ def test_combinations_on_every_architecture(name, wrap):
     certain(name, "roco", 0.45, wrap=wrap, pads=(0, 0), recent=3)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 def test_schedules(schedule, wrap):
@@ -103,6 +106,7 @@ def runs(draw):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=250, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(runs())
 def test_any_shape(arguments):
@@ -131,6 +135,7 @@ def test_found_by_random_runs(what):
 # ---- blocks ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("block", [1, 4, 7, 50])
 @pytest.mark.parametrize("policy", EVICTING)
 def test_blocks(policy, block):
@@ -138,6 +143,7 @@ def test_blocks(policy, block):
         certain(name, policy, 0.4, block=block, **SMALL.get(policy, {}))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["roco", "keyformer", "snapkv", "tova"])
 @pytest.mark.parametrize("name", FIVE)
 def test_blocks_on_every_architecture(name, policy):
@@ -164,6 +170,7 @@ def test_blocks_with_protected_tokens():
 # ---- renumbered positions ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "streaming_llm", "key_norm", "snapkv"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
 def test_renumbered(name, policy):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import kvpatch
 from kvpatch import Adapter, InterfaceAdapter, KVPatchError, Policy, get_policy, register_arch, register_policy
-from kvpatch.cli import compare as comparing
+from kvpatch.cli import compare
 from kvpatch.cli.commands import app, parse_options
 from kvpatch.cli.loading import load_model, load_tokenizer, read_prompt
 from kvpatch.evaluation.check import Checks
@@ -131,11 +131,11 @@ ARGUMENTS = [
     _m("--prompt-file that is missing", lambda w: read_prompt("no.txt"), r"--prompt-file no\.txt cannot be read: No such file"),
     _m("--prompt-file that is a folder", lambda w: read_prompt(str(w.folder)), r"cannot be read: Is a directory"),
     _m("--option without a value", lambda w: parse_options(["window"]), r"--option window must look like name=value"),
-    _m("--policies of none", lambda w: comparing.choose(",", {}, 8), r"--policies names none: give some"),
-    _m("--option that no policy has", lambda w: comparing.choose("h2o", {"windw": 1}, 8),
+    _m("--policies of none", lambda w: compare.choose(",", {}, 8), r"--policies names none: give some"),
+    _m("--option that no policy has", lambda w: compare.choose("h2o", {"windw": 1}, 8),
        r"--option windw: none of h2o has it"),
-    _m("--budgets of none", lambda w: comparing.budgets(" "), r"-k names no budget: give some"),
-    _m("--budgets with a word", lambda w: comparing.budgets("0.5,much"), r"'much' is not a size"),
+    _m("--budgets of none", lambda w: compare.budgets(" "), r"-k names no budget: give some"),
+    _m("--budgets with a word", lambda w: compare.budgets("0.5,much"), r"'much' is not a size"),
 
           _m("kvpatch generate by a wrong policy",
        lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--policy", "h20"),

@@ -10,27 +10,20 @@ import safetensors.torch
 from hypothesis import strategies as st
 
 from kvpatch import patching
-from kvpatch.attention import attend as attention
-from kvpatch.attention import blockwise as blocks
-from kvpatch.attention import compress as ending
-from kvpatch.attention import decode
-from kvpatch.attention import prefill as prompt
+from kvpatch.attention import attend, blockwise, compress, decode, prefill
 from kvpatch.attention.layer_call import Call
 from kvpatch.attention.stacked import Deck
-from kvpatch.backends import head_offsets as ragged
-from kvpatch.backends import torch_backend
-from kvpatch.cache import concat as joining
-from kvpatch.cache import layer as slots
-from kvpatch.cache import passes
+from kvpatch.backends import head_offsets, torch_backend
+from kvpatch.cache import concat, layer, passes
 from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.state import DeviceCounters, TextState
-from kvpatch.hooks import decoder as hooks
+from kvpatch.hooks import decoder
 from kvpatch.hooks.state import PatchState
 from kvpatch.policies.context import Limits
 from kvpatch.policies.policy import Policy
 from kvpatch.policies.scopes import Scope
 from kvpatch.policies.selection import TwoStage
-from kvpatch.storage import save_load as storage
+from kvpatch.storage import save_load
 
 
 class Fault(Exception):
@@ -39,28 +32,30 @@ class Fault(Exception):
 
 # where: of each kind of call, the functions that it goes through
 PASS = [
-    (attention, "_attend"), (prompt, "attend"), (blocks, "attend"), (decode, "attend"), (decode, "_observe"),
+    (attend, "_attend"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_observe"),
     (decode, "_evict"), (decode, "victim"), (Deck, "__init__"), (Deck, "open"), (Deck, "attend"), (Deck, "_observe"),
     (Deck, "_close"), (Deck, "_free"), (torch_backend, "attend"), (torch_backend, "step"), (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
     (Call, "eviction_context"), (Policy, "eviction_keys"),
-    (Scope, "mask"), (TwoStage, "eviction_keys"), (prompt, "end_prompt"), (prompt, "limit"), (ending, "_settle"),
-    (ending, "top"),
+    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_settle"),
+    (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "settle"), (SlotLayer, "_resize"), (SlotLayer, "settle_ragged"), (SlotLayer, "make_dense"),
-    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (slots, "record"), (ragged.HeadOffsets, "pack"),
+    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (layer, "record"), (head_offsets.HeadOffsets, "pack"),
     (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "_finish"), (hooks, "_begin"), (hooks, "_check_positions"), (PatchState, "count"),
+    (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (PatchState, "count"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (ragged.HeadOffsets, "select")]
-CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (slots, "restore")]
+ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (head_offsets.HeadOffsets, "select")]
+CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
-    (joining, "check"), (joining, "_blank"), (joining, "_join_layer"), (joining, "_lay_out"), (joining, "_fill"),
-    (joining, "_open"), (joining, "_set_steps"), (joining, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
+    (concat, "check"), (concat, "_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill"),
+    (concat, "_open"), (concat, "_set_steps"), (concat, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
-SAVE = [(storage, "_checksum"), (storage, "_rows"), (storage, "_history"), (safetensors.torch, "save_file")]
-LOAD = [(storage, "_read"), (storage, "_checksum"), (storage, "_compare"), (storage, "_fill"), (patching, "BoundAdapter")]
+SAVE = [(save_load, "_checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
+LOAD = [
+    (save_load, "_read"), (save_load, "_checksum"), (save_load, "_compare"), (save_load, "_fill"), (patching, "BoundAdapter"),
+]  # fmt: skip
 ENTER = [
     (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"),
     (patching, "put_hook"), (patching, "wrap_generate"), (patching, "masks_for_generate"),

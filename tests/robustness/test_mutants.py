@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.marks import slow_but
+
 ROOT = Path(__file__).parents[2]
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
+GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -34,7 +37,7 @@ MUTANTS = {
         "tests/oracle/test_oracle.py::test_generate_passes_its_length_to_tau"),
     "reorder forgets scores": (
         "cache/layer.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
-        "tests/invariants/test_eviction.py::test_beams_carry_their_own_history"),
+        "tests/invariants/test_rows_are_as_alone.py::test_beams_carry_their_own_history"),
     "position taken from the slot's index": (
         "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
         "index_copy_(0, slot, self.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
@@ -69,7 +72,7 @@ MUTANTS = {
         f"{ORACLE}[llama-scissorhands]"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
-        "tests/invariants/test_eviction.py::test_rolling_back_restores_everything[roco]"),
+        "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'damping': 0.5, 'recent': 3}]"),
@@ -77,7 +80,7 @@ MUTANTS = {
         "policies/scopes.py", "first = position < limits.first", "first = position < 0", f"{ORACLE}[llama-streaming_llm]"),
     "shares without rounding": (
         "policies/budgets.py", "value * of + 1e-6", "value * of",
-        "tests/invariants/test_eviction.py::test_budgets_of_every_kind"),
+        "tests/invariants/test_held_within_budget.py::test_budgets_of_every_kind"),
     "pooling sees the window's own tokens": (
         "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score",
         f"{ORACLE}[llama-snapkv]"),
@@ -89,13 +92,13 @@ MUTANTS = {
         "tests/oracle/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
         "attention/prefill.py", "        slots.window_rows = (q_BHGWD, rows_BW)", "        slots.window_rows = None",
-        "tests/invariants/test_eviction.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
+        "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "patching.py", "                own.pop(name, None)", "                pass",
-        "tests/invariants/test_patching.py::test_after_the_block_the_model_is_as_before"),
+        "tests/invariants/test_model_is_restored.py::test_after_the_block_the_model_is_as_before"),
     "training goes through the cache": (
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",
-        "tests/invariants/test_patching.py::test_a_training_step_is_bit_for_bit_the_same"),
+        "tests/invariants/test_training_outside_is_inside.py::test_a_training_step_is_bit_for_bit_the_same"),
     "stacked layers: score not reset": (
         "attention/stacked.py", "self.state[name].view(-1).index_fill_(0, self.at, 0)", "pass", f"{ALIKE}[llama-h2o]"),
     "stacked layers: victim before the scores": (
@@ -104,7 +107,7 @@ MUTANTS = {
         "attention/stacked.py", "repeat_interleave(self.B)", "repeat_interleave(self.B) * 0", f"{ALIKE}[llama-keyformer]"),
     "stacked layers: the freed slot still counts": (
         "attention/stacked.py", "self.positions.view(-1).index_fill_(0, self.at, -1)", "pass",
-        "tests/invariants/test_eviction.py::test_schedules[random-both]"),
+        "tests/invariants/test_held_within_budget.py::test_schedules[random-both]"),
     "stage one skipped": (
         "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
         "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),
@@ -149,13 +152,13 @@ MUTANTS = {
         f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
     "no gradient through keys that are evicted later": (
         "cache/layer.py", "            with torch.enable_grad():\n", "            with torch.no_grad():\n",
-        "tests/invariants/test_blocks.py::test_gradients_agree_with_naive_autograd[llama_gqa-roco-None]"),
+        f"{GRADIENTS}[llama_gqa-roco-None]"),
     "gradient only through this block's keys": (
         "attention/prefill.py", "old = slots.graph or (keys", "old = (keys",
-        "tests/invariants/test_blocks.py::test_gradients_agree_with_naive_autograd[gpt2-roco-None]"),
+        f"{GRADIENTS}[gpt2-roco-None]"),
     "checkpointed layers lose their cache": (
         "hooks/attention.py", "            out.cache = args[0].cache", "            pass",
-        "tests/invariants/test_blocks.py::test_gradients_agree_with_naive_autograd[gpt2-roco-{'use_reentrant': True}]"),
+        f"{GRADIENTS}[gpt2-roco-{{'use_reentrant': True}}]"),
     "renumbered queries keep their position": (
         "attention/layer_call.py",
         "own.repeat_interleave(self.group, 1), table)", "own.repeat_interleave(self.group, 1) + 1, table)",
@@ -205,10 +208,10 @@ MUTANTS = {
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
     "the column kernel forgets ALiBi": (
         "backends/triton/columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
-        "tests/backends/test_backends.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
+        "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
     "the kernel's victim ignores the protected window": (
         "backends/triton/decode.py", "position > newest - recent, LAST", "position > newest, LAST",
-        "tests/backends/test_backends.py::test_every_policy_on_the_kernels[h2o]"),
+        "tests/invariants/test_backends_agree.py::test_every_policy_on_the_kernels[h2o]"),
     "the kernel's noise left out": (
         "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
@@ -222,6 +225,11 @@ MUTANTS = {
         "backends/dispatch.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
         "tests/backends/test_backends.py::test_a_cpu_gets_torch_and_the_report_says_why"),
 }  # fmt: skip
+
+
+FAST = (
+    "score not reset when a slot is reused", "training goes through the cache", "an altered file passes", "stage one skipped",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +264,7 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
     assert status == 0, log
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", slow_but(FAST, MUTANTS))
 def test_a_sabotage_is_noticed(name, tmp_path, worker):
     file, before, after, tests = MUTANTS[name]
     copy_to(tmp_path)

@@ -11,6 +11,7 @@ from kvpatch.policies.scopes import DeviationScope
 from kvpatch.policies.selection import TwoStage, score_keys, victim
 from kvpatch.policies.statistics import STATISTICS
 from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, certain, sorted_positions
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 
 NAN, INF = torch.nan, torch.inf
@@ -188,7 +189,8 @@ def test_nan_of_one_layer_does_not_reach_a_score_that_layers_share():
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize(
-    ("policy", "negative"), [("h2o", True), ("scissorhands", True), ("roco", False), ("keyformer", True), ("tova", False)]
+    ("policy", "negative"),
+    slow_but([("roco", False)], [("h2o", True), ("scissorhands", True), ("roco", False), ("keyformer", True), ("tova", False)]),
 )
 def test_the_kernels_choose_the_same_victims(policy, negative):
     """Triton's kernels (in their interpreter) and torch, with a head of NaN."""
@@ -412,6 +414,7 @@ def test_a_step_saturates_where_float16_ends():
 # ---- one token ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", FIVE)
 @pytest.mark.parametrize("policy", SCORED)
 def test_budgets_of_one(name, policy):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.helpers.marks import slow_but
 from tools.bench import __main__ as bench
 from tools.bench import decode as bench_decode
 from tools.bench import gpu as bench_gpu
@@ -75,7 +76,10 @@ def test_only_policies_that_evict_have_a_floor(policy, floor):
     assert ("over_floor" in line, "ms_floor" in line) == (floor, floor)
 
 
-@pytest.mark.parametrize(("case", "arch"), [("prompt", "llama"), ("arch", "mpt"), ("arch", "gptj")])
+PROMPTS = [("prompt", "llama"), ("arch", "mpt"), ("arch", "gptj")]
+
+
+@pytest.mark.parametrize(("case", "arch"), slow_but(PROMPTS[1:2], PROMPTS))
 def test_prompt_lines_are_whole(case, arch):
     line = bench_prompt.prompt_line(case, arch, "keyformer", n=64, repeats=1, tiny=True, memory=False)
     assert set(line) >= COMMON
@@ -238,7 +242,7 @@ def test_full_sizes_are_refused_without_a_gpu(monkeypatch, arguments):
 # ---- the GPU's cases, in tiny ----
 
 
-@pytest.mark.parametrize("case", ["gpu_prompt", "gpu_decode", "gpu_generate"])
+@pytest.mark.parametrize("case", slow_but(("gpu_decode",), ("gpu_prompt", "gpu_decode", "gpu_generate")))
 def test_gpu_lines_are_whole_and_become_tables(case):
     given = {"lengths": [16], "policies": ["keyformer"], "batches": [2], "repeats": 1}
     (line,) = bench_gpu.lines(case, "cpu", tiny=True, **given)

@@ -93,6 +93,7 @@ def test_extra_memory_of_a_prompt_is_seen(worker):
 # ---- both sides ----
 
 
+@pytest.mark.slow
 def test_two_processes_take_turns(monkeypatch):
     """Ours against itself: everything is alike."""
     grown = iter([100, 200, 110, 190])

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import torch
 import transformers
 
-from tools import upstream_tests
+from tools.reliability import upstream_tests
 from tools.reliability.page import ROOT, put
 
 SUITES = ("llama", "mistral", "mpt", "gptj", "gpt2")
@@ -90,7 +90,7 @@ def page(suites: list[Suite], note: str = "") -> str:
     lines = [
         "## transformers' own tests\n",
         "transformers' tests of a model, unpatched and with every model of a known architecture patched (`h2o`, k=1.0) when it",
-        "is first called: nothing may change. tools/upstream_tests.py patches them, and looks after each test at what is",
+        "is first called: nothing may change. tools/reliability/upstream_tests.py patches them, and looks after each test at what is",
         "left of the patch. A test differs if its outcome is another one, be it skipped instead of passed.",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__}, on a CPU, without a network. Written by",
