@@ -8,6 +8,7 @@ import torch
 from transformers import CompileConfig
 
 import kvpatch
+from kvpatch.cache import from_dynamic
 from tests.helpers import tiny_families
 from tests.helpers.tiny import FIVE, MODELS, MORE, force, left_pad, make, prompt
 
@@ -264,7 +265,7 @@ def test_a_cache_from_outside_counts_padding_behind_a_token_too():
         want = model(step, attention_mask=more, past_key_values=copy.deepcopy(past)).logits
         with kvpatch.patched(model, "h2o", 1.0) as patch:
             cache = patch.new_cache()
-            cache.absorb(past, mask)
+            from_dynamic.absorb(cache, past, mask)
             got = model(step, attention_mask=more, past_key_values=cache).logits
     torch.testing.assert_close(want, got, atol=2e-5, rtol=0)
 
