@@ -90,8 +90,8 @@ def page(suites: list[Suite], note: str = "") -> str:
     lines = [
         "## transformers' own tests\n",
         "transformers' tests of a model, unpatched and with every model of a known architecture patched (`h2o`, k=1.0) when it",
-        "is first called: nothing may change. tools/reliability/upstream_tests.py patches them, and looks after each test at what",
-        "is left of the patch. A test differs if its outcome is another one, be it skipped instead of passed.",
+        "is first called: nothing may change. tools/reliability/upstream_tests.py patches them, and looks after each test at",
+        "what is left of the patch. A test differs if its outcome is another one, be it skipped instead of passed.",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__}, on a CPU, without a network. Written by",
         "`make upstream-tests TRANSFORMERS=PATH`, PATH a checkout of transformers' repository.",
