@@ -14,7 +14,7 @@ from ..cache import passes
 from ..cache.state import TextState
 from . import anomaly, blockwise, decode, prefill
 from .layer_call import Call
-from .stacked import Deck
+from .stacked import LayerStack
 
 
 def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
@@ -53,10 +53,8 @@ def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound
     read = blockwise.attend if call.now.blocks else prefill.attend
     if P == Q:
         out = read(call, q_BHGQD, k, v)
-    elif Q == 1 and not call.now.traced and (deck := _deck(call, q_BHGQD[:, :, :, 0])) is not None:
-        out = deck.attend(call, q_BHGQD[:, :, :, 0], k, v)[:, :, :, None]
     elif Q == 1:
-        out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0)[:, :, :, None]
+        out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0, _stack(call, q_BHGQD))[:, :, :, None]
     else:
         outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
         for t in range(P, Q):
@@ -74,14 +72,18 @@ def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound
     return rearrange(out, "b h g q d -> b q (h g d)")
 
 
-def _deck(call: Call, q_BHGD: Tensor) -> Deck | None:
-    """The cache's Deck for this pass: made when every slot is in use, given up when rows are moved or steps recorded."""
+def _stack(call: Call, q_BHG1D: Tensor) -> LayerStack | None:
+    """The cache's layers stacked, for this pass: made when every slot is in use, given up when rows are moved or steps
+    recorded."""
     cache = call.cache
+    if call.now.traced:
+        return None
     if call.now.recording or cache.settings.strict:
         cache.stack = None
         return None
     # only between passes: within one, the layers before this one have evicted already
     if cache.stack_due and call.layer == 0 and call.slots.free_BH is not None:
         cache.stack_due = False
-        cache.stack = Deck.of(cache, call.group) if decode.backend_of(call, q_BHGD) == "torch" else None
+        alone = decode.backend_of(call, q_BHG1D[:, :, :, 0]) != "torch"
+        cache.stack = None if alone else LayerStack.of(cache, call)
     return cache.stack

@@ -9,59 +9,80 @@ import torch
 from torch import Tensor
 
 from ..backends import backend, torch_backend
-from ..backends.protocol import Case, Keys, Task
+from ..backends.protocol import Case, Task
 from ..backends.torch_backend import Rows
 from ..policies.selection import victim
 from .layer_call import Call
+from .stacked import LayerStack
 
 
-def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -> Tensor:
-    """Output [B,H,G,D] of the token at column `t` of the pass."""
-    slots, score = call.slots, call.score
+def attend(
+    call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None
+) -> Tensor:
+    """Output [B,H,G,D] of the token at column `t` of the pass.
+
+    The same for any number of layers that observe and evict together: with a `stack` the first of its layers makes the new
+    token's place for all, and the last one observes and evicts for all; without one this layer does so for itself.
+    """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
-    newest_B11 = positions_B1[:, None]
-    wanted = call.observes
-    with torch.no_grad():
-        if not call.now.traced:
-            slots.make_room()
-            if call.now.recording:
-                slots.note(call.cache.shared)
-            slots.seen += 1
-        entry = call.step_entry(k_BH1D, v_BH1D, positions_B1)
-    evicting = score is not None and slots.evicting
-    if slots.unfilled and call.settings.parallel.size == 1:  # heads on other processes may evict, and a score may need all
-        evicting = False
-    name = backend_of(call, q_BHGD)
-    if name == "triton":
-        return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, evicting, t)
-    with torch.no_grad():
-        slots.write(k_BH1D, v_BH1D, positions_B1, entry)
-    q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), positions_B1)
+    newest_B11, wanted, name = positions_B1[:, None], call.observes, "torch"
+    if stack is not None:
+        with torch.no_grad():
+            stack.write(call, k_BH1D, v_BH1D)
+    else:
+        with torch.no_grad():
+            entry = _begin(call, k_BH1D, v_BH1D, positions_B1)
+        name = backend_of(call, q_BHGD)
+        if name == "triton":
+            return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
+        with torch.no_grad():
+            call.slots.write(k_BH1D, v_BH1D, positions_B1, entry)
+    q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(call.slots.used), positions_B1)
     q_BHGD, out, p_BHGT = q_BHG1D[:, :, :, 0], None, None
     if name == "flash":
         out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
     if out is None:
-        out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted)
+        buffer = None if stack is None or not wanted else stack.buffer(call, q_BHGD.dtype)
+        out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, buffer)
     with torch.no_grad():
-        if wanted and p_BHGT is not None:
-            _observe(call, p_BHGT, keys, newest_B11, t)
-        if evicting:
-            _evict(call, newest_B11, t)
-    if not evicting and slots.free_BH is not None:
-        slots.advance()
+        if stack is None:
+            _end(call, p_BHGT, keys.positions_BHT, newest_B11, t)
+        elif call.layer == stack.L - 1:
+            _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
+            stack.share_free()
     return out
+
+
+def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+    """Make room for a token and count it; what the score notes about it."""
+    slots = call.slots
+    if not call.now.traced:
+        slots.make_room()
+        if call.now.recording:
+            slots.note(call.cache.shared)
+        slots.seen += 1
+    return call.step_entry(k_BH1D, v_BH1D, positions_B1)
+
+
+def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
+    """Add the new token's probabilities to the scores and name the slots that the next one goes to."""
+    if p_BHGT is not None and call.observes:
+        _observe(call, p_BHGT, positions_BHT, newest_B11, t)
+    if call.evicting:
+        _evict(call, newest_B11, t)
+    elif call.slots.free_BH is not None:
+        call.slots.advance()
 
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Who takes the step. A kernel writes into slots; where tokens are appended it is torch."""
-    task, case = _case(call, q_BHGD)
     if call.slots.free_BH is None or (call.score is not None and call.score.across_layers):
-        call.cache.choice.record(task, "torch", "tokens are appended, or layers share a score")
+        call.cache.choice.record(_task(call), "torch", "tokens are appended, or layers share a score")
         return "torch"
     if call.cache.counters.lag_B is not None and call.observes:
-        call.cache.choice.record(task, "torch", "rows have temperatures of their own")
+        call.cache.choice.record(_task(call), "torch", "rows have temperatures of their own")
         return "torch"
-    return call.cache.choice.of(task, case)
+    return call.cache.choice.of(*_case(call, q_BHGD))
 
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
@@ -89,7 +110,6 @@ def _by_kernel(
     entry: dict[str, Tensor],
     positions_B1: Tensor,
     wanted: bool,
-    evicting: bool,
     t: int,
 ) -> Tensor:
     """`attend` by a kernel that writes, attends and observes at once, and chooses the victim too where it knows how."""
@@ -99,11 +119,11 @@ def _by_kernel(
         if call.now.recording and slots.free_BH is not None:
             slots.free_BH = slots.free_BH.clone()  # the journal keeps what the kernel is going to change
         tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
-        chosen = backend("triton").rule(call.policy, slots, wanted, evicting)
+        chosen = backend("triton").rule(call.policy, slots, wanted, call.evicting)
         out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
         if chosen.evicts:
             slots.forget_places()
-        elif evicting:
+        elif call.evicting:
             why = backend("triton").torch_evicts(call.policy, slots)
             call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
             _evict(call, positions_B1[:, None], t)
@@ -112,7 +132,7 @@ def _by_kernel(
     return out
 
 
-def _observe(call: Call, p_BHGT: Tensor, keys: Keys, newest_B11: Tensor, t: int) -> None:
+def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
     """Add the new row's probabilities to the state."""
     score, policy = call.score, call.policy
     assert score is not None
@@ -121,18 +141,18 @@ def _observe(call: Call, p_BHGT: Tensor, keys: Keys, newest_B11: Tensor, t: int)
         call.slots.statistic("tail")[:, :, :T] = p_BHGT.mean(2)
     if not policy.statistics:
         return
-    seen = _visible_count(call, keys, newest_B11) if "count" in policy.statistics else None
+    seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.statistics else None
     rows = Rows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
     tau = call.cache.temperature(t - call.now.prompt + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)
     call.add({name: total.view(B, H, T) for name, total in sums.items()})
 
 
-def _visible_count(call: Call, keys: Keys, newest_B11: Tensor) -> Tensor:
+def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Tensor:
     """Keys that the new token attends to, [N,1]."""
-    visible = keys.positions_BHT >= 0
+    visible = positions_BHT >= 0
     if call.geometry.sliding is not None:
-        visible = visible & (newest_B11 - keys.positions_BHT < call.geometry.sliding)
+        visible = visible & (newest_B11 - positions_BHT < call.geometry.sliding)
     return visible.sum(-1).reshape(-1, 1)
 
 

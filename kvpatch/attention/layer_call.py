@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,9 @@ class Call:
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        self.cache, self.now, self.layer, self.bound_adapter, self.group = cache, now, layer, bound_adapter, group
+        self.cache, self.now, self.bound_adapter, self.group = cache, now, bound_adapter, group
+        self.layer = layer
+        self.layer_B: int | Tensor = layer  # of stacked layers one number per row
         self.settings = cache.settings
         self.slots: SlotLayer = cache.layers[layer]
         if self.slots.geometry is None:
@@ -41,9 +44,21 @@ class Call:
         self.positions_BQ = self.now.on(device)
         self.rows_BQ = self.positions_BQ if self.now.rows_BQ is None else self.now.rows_BQ.to(device)
 
+    def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
+        """This call of stacked layers instead: `slots` has their rows, and layer_B [B] says whose each row is."""
+        other = copy.copy(self)
+        other.slots, other.layer_B = slots, layer_B
+        return other
+
+    @property
+    def evicting(self) -> bool:
+        """True where a decode step evicts: heads on other processes may, and a score may need all to look."""
+        slots = self.slots
+        return self.score is not None and slots.evicting and not (slots.unfilled and self.settings.parallel.size == 1)
+
     @property
     def observes(self) -> bool:
-        """Whether a decode step's probabilities are wanted."""
+        """True where a decode step's probabilities are wanted."""
         if self.score is None:
             return False
         return (self.slots.evicting and self.policy.rows != "none") or self.policy.remembers
@@ -55,7 +70,7 @@ class Call:
         if self.score is None:
             return {}
         first = self.settings.parallel.first(k_BHQD.shape[1])
-        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer, self.settings.seed, first)
+        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
         entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
@@ -81,15 +96,19 @@ class Call:
         """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
         if self.score is None or not self.score.entry_by_position or self.now.traced:
             return self.entry(k_BH1D, v_BH1D, positions_B1, None)
+        return {**self.entry_ahead(k_BH1D, positions_B1), **self.selection_entry(v_BH1D)}
+
+    def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+        """Notes about a token that depend on its position alone, computed for AHEAD tokens at once."""
+        assert self.score is not None
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
-            like = k_BH1D.expand(-1, -1, AHEAD, -1)
+            like = like_BH1D.expand(-1, -1, AHEAD, -1)
             first = self.settings.parallel.first(like.shape[1])
-            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer, self.settings.seed, first))
+            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer_B, self.settings.seed, first))
         at = slots.seen - slots.ahead[0]
-        entry = {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
-        return {**entry, **self.selection_entry(v_BH1D)}
+        return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int) -> Keys:
         """The used slots, as a backend takes them."""
@@ -153,8 +172,7 @@ class Call:
         """What scores and scopes are read from. t: column of the pass, for what all layers share."""
         slots, score = self.slots, self.score
         assert slots.limits is not None and score is not None
-        _, _, positions = slots.view()
-        state = slots.state_view()
+        positions, state = self._positions, slots.state_view()
         if score.across_layers:
             state = {**state, score.statistics[0]: self._shared(positions).gather(-1, positions + 1)}
         shared = None if self.now.traced else self.now.recent
@@ -164,7 +182,7 @@ class Call:
             if shared is not None:
                 shared[id(slots.limits), t] = recent_B11
         return EvictionContext(
-            layer=self.layer,
+            layer=self.layer_B if isinstance(self.layer_B, int) else self.layer_B[:, None, None],
             seed=self.settings.seed,
             positions_BHT=positions,
             newest_B11=newest_B11,
@@ -180,6 +198,12 @@ class Call:
             norms=self._stored_norms,
         )
 
+    @property
+    def _positions(self) -> Tensor:
+        """Positions of the used slots [B,H,T]."""
+        slots = self.slots
+        return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
+
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
         """Projected value norms of the used slots; worked out for what is neither `known` to stay nor `out` of the choice."""
         if "norm" in self.slots.state:
@@ -192,7 +216,11 @@ class Call:
         assert self.score is not None
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # of rows at different steps
-            tau = tau.to(rows_BQ.device).repeat_interleave(slots.positions.shape[1])[heads, None, None, None]
+            B, H, _ = slots.positions.shape
+            tau = tau.to(rows_BQ.device).repeat(B // len(tau)).repeat_interleave(H)[heads, None, None, None]
+        layer = self.layer_B
+        if isinstance(layer, Tensor):
+            layer = layer.repeat_interleave(slots.positions.shape[1])[heads, None, None, None]
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +237,7 @@ class Call:
             noise_NMG=None if noise is None else noise.flatten(0, 1)[heads, columns],
             place=place,
             tau=tau,
-            layer=self.layer,
+            layer=layer,
             seed=self.settings.seed,
         )
         return {name: STATISTICS[name](block, self.score) for name in self.policy.statistics}
@@ -221,7 +249,7 @@ class Call:
         for name, increment in sums.items():
             own = name in self.score.statistics
             if own and self.score.across_layers:
-                self._add_shared(increment, slots.view()[2])
+                self._add_shared(increment, self._positions)
                 continue
             total = slots.statistic(name)
             if total.shape[2] != increment.shape[2]:

@@ -1,10 +1,10 @@
-"""All layers' slots side by side, so that a decode step observes and evicts once instead of once per layer.
+"""Alike layers stacked along the batch, so that a decode step observes and evicts once instead of once per layer.
 
 Between steps the layers of a uniform budget differ in their numbers only: same shapes, same limits, same newest token. A
-Deck stacks their positions and score state along the batch axis, [L*B,H,C], and the layers keep views of it. In a pass
-each layer then only writes its key and value and attends; the probabilities of all layers land in one buffer, and the last
-layer adds them up, chooses the victims and frees their slots for all. What is computed is what decode.py computes layer
-by layer; whatever a Deck does not serve (holes, roll-back, beams, a score shared by layers) goes that way.
+LayerStack holds their positions and score state as those of one layer with L*B rows, and the layers keep views of it. In a pass
+each layer then only writes its key and value and attends; the probabilities of all layers land in one buffer, and after the
+last layer decode.py observes and evicts on the stack as it does on a layer. Other layers (empty slots, roll-back, beams, a
+score shared by layers) are stepped one by one.
 """
 
 from __future__ import annotations
@@ -12,48 +12,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends import torch_backend
+from ..cache.layer import SlotLayer
 from ..cache.state import TextState
-from ..policies.context import Block, EvictionContext, Limits
-from ..policies.selection import victim
-from ..policies.statistics import STATISTICS
-from .layer_call import AHEAD, Call
+from .layer_call import Call
 
 BUFFER = 1 << 24  # probabilities of all layers: 64 MiB; above it a step is long enough to do without
 
 
-class Deck:
-    """Stacked state of a cache whose layers are alike. `of` says whether there can be one."""
+class LayerStack:
+    """Stacked state of a cache whose layers are alike; `of` makes one where it can.
 
-    def __init__(self, cache: TextState) -> None:
-        layers, self.policy = cache.layers, cache.settings.policy
-        first = layers[0]
-        self.L, (self.B, self.H, self.C) = len(layers), first.positions.shape
-        self.device, self.sliding = first.positions.device, first.sliding
-        self.seed, self.score, self.parallel = cache.settings.seed, cache.settings.policy.score, cache.settings.parallel
-        self.positions = torch.cat([layer.positions for layer in layers])
-        self.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
-        assert first.limits is not None
-        self.limits: Limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
-        self.keep_B11 = torch.full((self.L * self.B, 1, 1), self.C - 1, device=self.device)
-        self.layer_of = torch.arange(self.L, device=self.device).repeat_interleave(self.B)
-        self.begins = torch.arange(0, self.positions.numel(), self.C, device=self.device)
-        for index, layer in enumerate(layers):
-            own = slice(index * self.B, (index + 1) * self.B)
-            layer.positions, layer.contiguous = self.positions[own], False
-            layer.state = {name: tensor[own] for name, tensor in self.state.items()}
-        self.ahead: tuple[int, dict[str, Tensor]] | None = None
-        self.p: Tensor | None = None
-        self._free(cache, torch.cat([layer.free_BH for layer in layers if layer.free_BH is not None]))
+    slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: of the stack as
+    a whole. p_BHGT: probabilities of a step. newest_B11: the new token's position, of all rows.
+    """
+
+    def __init__(self, cache: TextState, call: Call) -> None:
+        self.layers, self.L = cache.layers, len(cache.layers)
+        first = self.layers[0]
+        B, self.H, self.C = first.positions.shape
+        self.rows = [slice(index * B, (index + 1) * B) for index in range(self.L)]
+        self.slots = self._stacked(first)
+        layer_B = torch.arange(self.L, device=first.device).repeat_interleave(B)
+        self.call = call.over(self.slots, layer_B)
+        self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
+        self.p_BHGT: Tensor | None = None
+        for rows, layer in zip(self.rows, self.layers, strict=True):
+            layer.positions, layer.contiguous = self.slots.positions[rows], False
+            layer.state = {name: tensor[rows] for name, tensor in self.slots.state.items()}
+        self.share_free()
+
+    def _stacked(self, first: SlotLayer) -> SlotLayer:
+        slots, layers = SlotLayer(first.statistics), self.layers
+        slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
+        slots.evicting, slots.contiguous, slots.used, slots.seen = True, False, self.C, first.seen
+        slots.positions = torch.cat([layer.positions for layer in layers])
+        slots.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
+        slots.free_BH = torch.cat([layer.free_BH for layer in layers if layer.free_BH is not None])
+        slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - 1, device=first.device)
+        if first.limits is not None:
+            slots.limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
+        return slots
 
     @classmethod
-    def of(cls, cache: TextState, group: int) -> Deck | None:
-        """A Deck for `cache`, or None where its layers differ or do not evict one token per step."""
+    def of(cls, cache: TextState, call: Call) -> LayerStack | None:
+        """A stack of `cache`, or None where its layers differ or do not evict one token per step."""
         first, settings = cache.layers[0], cache.settings
         score = settings.policy.score
         if score is None or not all(settings.evicts) or score.across_layers or any(settings.bounds):
             return None
-        if len(cache.layers) * first.positions.numel() * group > BUFFER:
+        if len(cache.layers) * first.positions.numel() * call.group > BUFFER:
             return None
         alike = all(
             layer.positions.shape == first.positions.shape
@@ -65,132 +72,41 @@ class Deck:
             and layer.used == layer.positions.shape[2]
             for layer in cache.layers
         )
-        return cls(cache) if alike else None
+        return cls(cache, call) if alike else None
 
-    def _free(self, cache: TextState, slot: Tensor) -> None:
-        """Name the slots [L*B,H] that the next token goes to."""
-        self.at = slot.reshape(-1) + self.begins
-        local = self.at.view(self.L, -1) - torch.arange(self.L, device=self.device)[:, None] * (self.B * self.H * self.C)
-        for index, (layer, free_BH) in enumerate(zip(cache.layers, slot.view(self.L, self.B, self.H), strict=True)):
-            layer.free_BH = free_BH
-            layer.free_at = (free_BH, local[index])
+    def share_free(self) -> None:
+        """Tell each layer the slots that the next token goes to."""
+        free_BH, local_LN = self.slots.free_BH, self.slots.free_slots().view(self.L, -1) - self.offset_LN
+        assert free_BH is not None
+        for layer, rows, at_N in zip(self.layers, self.rows, local_LN.unbind(), strict=True):
+            layer.free_BH = free_BH[rows]
+            layer.free_at = (layer.free_BH, at_N)
 
-    # ---- one pass ----
+    def write(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
+        """Write a layer's new key and value; with the first layer's, the new token's place in all layers."""
+        assert self.call.score is not None
+        if call.layer == 0:
+            self._open(call)
+        call.slots.seen += 1
+        call.slots.write_kv(k_BH1D, v_BH1D)
+        if self.call.score.entry_by_position:
+            call.slots.write_entry(call.selection_entry(v_BH1D))
+        else:
+            call.slots.write_entry(call.entry(k_BH1D, v_BH1D, call.positions_BQ, None))
 
-    def open(self, call: Call, positions_B1: Tensor) -> None:
-        """First layer: every layer's new token gets its position and an empty score."""
-        self.newest_B11 = positions_B1[:, None].repeat(self.L, 1, 1)
-        positions = self.newest_B11.expand(-1, self.H, 1).reshape(-1)
-        self.positions.view(-1).index_copy_(0, self.at, positions)
-        for name in self.policy.statistics:
-            self.state[name].view(-1).index_fill_(0, self.at, 0)
-        assert self.score is not None
-        if self.score.entry_by_position:
-            for name, tensor in self._entry(call).items():
-                self.state[name].flatten(0, 2).index_copy_(0, self.at, tensor.flatten(0, 1))
+    def _open(self, call: Call) -> None:
+        """Every layer's new token gets its position and an empty score."""
+        self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
+        self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
+        self.slots.seen += 1
+        self.slots.write_position(self.call.positions_BQ)
+        if self.call.score is not None and self.call.score.entry_by_position:
+            like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
+            self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
-    def _entry(self, call: Call) -> dict[str, Tensor]:
-        """What the score notes about the new token [L*B,H,G], computed for AHEAD coming ones at once."""
-        assert self.score is not None
-        seen = call.slots.seen
-        if self.ahead is None or not 0 <= seen - self.ahead[0] < AHEAD:
-            coming = self.newest_B11[:, 0] + torch.arange(AHEAD, device=self.device)
-            shape = (self.L * self.B, self.H, AHEAD, 1)
-            like = torch.empty(1, device=self.device).expand(shape)
-            first = self.parallel.first(self.H)
-            self.ahead = (seen, self.score.entry(like, coming, call.group, self.layer_of, self.seed, first))
-        at = seen - self.ahead[0]
-        return {name: tensor[:, :, at] for name, tensor in self.ahead[1].items()}
-
-    def attend(self, call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor) -> Tensor:
-        """A decode step of one layer, [B,H,G,D]; the last layer's also evicts for all."""
-        slots, layer, policy = call.slots, call.layer, self.policy
-        assert slots.keys is not None and slots.values is not None and self.score is not None
-        with torch.no_grad():
-            if layer == 0:
-                self.open(call, call.positions_BQ)
-            slots.write_kv(k_BH1D, v_BH1D)
-            if not self.score.entry_by_position:
-                slots.write_entry(call.entry(k_BH1D, v_BH1D, call.positions_BQ, None))
-            else:
-                slots.write_entry(call.selection_entry(v_BH1D))
-        slots.seen += 1
-        wanted = policy.rows != "none"
-        q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(slots.used), call.positions_BQ)
-        q_BHGD, newest_B11 = q_BHG1D[:, :, :, 0], call.positions_BQ[:, None]
-        out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, self._buffer(call, q_BHGD))
-        if layer == self.L - 1:
-            with torch.no_grad():
-                self._close(call)
-        return out
-
-    def _buffer(self, call: Call, q_BHGD: Tensor) -> Tensor | None:
-        """Where this layer's probabilities go, [B,H,G,C]."""
-        if self.policy.rows == "none":
-            return None
-        if self.p is None:
-            dtype = torch.promote_types(q_BHGD.dtype, torch.float32)
-            self.p = torch.empty(self.L * self.B, self.H, call.group, self.C, dtype=dtype, device=self.device)
-        return self.p[call.layer * self.B : (call.layer + 1) * self.B]
-
-    def _close(self, call: Call) -> None:
-        """Last layer: observe, choose the victims and free their slots, for all layers."""
-        assert self.score is not None
-        if self.p is not None:
-            self._observe(call)
-        context = EvictionContext(
-            layer=self.layer_of[:, None, None],
-            seed=self.seed,
-            positions_BHT=self.positions,
-            newest_B11=self.newest_B11,
-            recent_B11=self.newest_B11 - self.limits.newest,
-            state=self.state,
-            limits=self.limits,
-            group=call.group,
-            sliding=self.sliding,
-            empty=False,
-            aligned=self.policy.aligned,
-            parallel=self.parallel,
-            keep_BH1=self.keep_B11,
-            norms=lambda known, out: self.state["norm"],
-        )
-        self._free(call.cache, victim(self.policy.eviction_keys(context, None), None))
-        self.positions.view(-1).index_fill_(0, self.at, -1)
-
-    def _observe(self, call: Call) -> None:
-        assert self.score is not None and self.p is not None
-        if self.score.observed_rows:
-            self.state["tail"].copy_(self.p.mean(2))
-        if not self.policy.statistics:
-            return
-        N = self.L * self.B * self.H
-        noise = self.state.get("noise")
-
-        def place() -> tuple[Tensor, Tensor, Tensor]:
-            first = self.parallel.first(self.H) * call.group
-            head_HG = (first + torch.arange(self.H * call.group, device=self.device)).view(self.H, -1)
-            row_N1 = self.newest_B11.expand(-1, self.H, 1).reshape(N, 1)
-            return head_HG.repeat(self.L * self.B, 1), row_N1, self.positions.view(N, -1)
-
-        tau = call.cache.temperature(1)
-        if isinstance(tau, Tensor) and tau.ndim:
-            tau = tau.to(self.device).repeat(self.L).repeat_interleave(self.H)[:, None, None, None]
-        block = Block(
-            self.p.view(N, call.group, 1, self.C),
-            keys_NR=self._visible_count().view(N, 1) if "count" in self.policy.statistics else None,
-            noise_NMG=None if noise is None else noise.flatten(0, 1),
-            place=place,
-            tau=tau,
-            layer=self.layer_of.repeat_interleave(self.H)[:, None, None, None],
-            seed=self.seed,
-        )
-        for name in self.policy.statistics:
-            total = self.state[name]
-            if name in self.score.statistics and self.score.decay != 1.0:
-                total.mul_(self.score.decay)
-            total.add_(STATISTICS[name](block, self.score).view_as(total))
-
-    def _visible_count(self) -> Tensor:
-        if self.sliding is None:
-            return torch.full((self.L * self.B, self.H), self.C, device=self.device)
-        return (self.newest_B11 - self.positions < self.sliding).sum(-1)
+    def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
+        """The place of a layer's probabilities [B,H,G,C]."""
+        if self.p_BHGT is None:
+            shape = len(self.slots.positions), self.H, call.group, self.C
+            self.p_BHGT = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=self.slots.device)
+        return self.p_BHGT[self.rows[call.layer]]

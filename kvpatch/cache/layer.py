@@ -206,8 +206,8 @@ class SlotLayer(CacheLayerMixin):
 
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
         """The state tensor `name`, made (zero) where it is not there yet, of one number per slot or shaped as `like`."""
-        assert self.keys is not None
         if name not in self.state:
+            assert self.keys is not None
             dtype, rest = (accumulator(self.keys.dtype), ()) if like is None else (like.dtype, like.shape[3:])
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
         return self.state[name]
@@ -251,8 +251,11 @@ class SlotLayer(CacheLayerMixin):
             return
         self.write_kv(k_BH1D, v_BH1D)
         self.write_entry(entry)
-        B, H, _ = self.positions.shape
-        slot = self.free_slots()
+        self.write_position(positions_B1)
+
+    def write_position(self, positions_B1: Tensor) -> None:
+        """The new token's position, and empty sums, into the free slot of each head."""
+        (B, H, _), slot = self.positions.shape, self.free_slots()
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
         for name in self.statistics:
             self.state[name].view(-1).index_fill_(0, slot, 0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.attention.stacked import Deck
+from kvpatch.attention.stacked import LayerStack
 from tests.helpers.comparing import EVICTING, WINDOWED
 from tests.helpers.running import SEVERAL, go_on, kept, read, run
 from tests.helpers.tiny import force, make, prompt
@@ -32,7 +32,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
             again, _ = go_on(model, fed[:, 4:], twin)
         torch.testing.assert_close(stacked[:, 5:], again, atol=1e-6, rtol=0)
         with monkeypatch.context() as patched_out:
-            patched_out.setattr(kvpatch.attention.attend, "_deck", lambda *_: None)
+            patched_out.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
             alone, other = run(model, ids, fed, policy, 0.4)
         assert other.stack is None
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
@@ -52,8 +52,8 @@ def test_steps_are_stacked_once_the_slots_are_full():
 
 def test_layers_stand_side_by_side_in_one_stack(model, monkeypatch):
     """Made once, at the first step after a prompt."""
-    made, of = [], Deck.of
-    monkeypatch.setattr(Deck, "of", lambda *given: made.append(of(*given)) or made[-1])
+    made, of = [], LayerStack.of
+    monkeypatch.setattr(LayerStack, "of", lambda *given: made.append(of(*given)) or made[-1])
     cache = read(model, "h2o", 0.5, steps=4)
     assert len(made) == 1
     assert cache.stack is made[0]

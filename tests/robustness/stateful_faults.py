@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpatch import patching
 from kvpatch.attention import attend, blockwise, compress, decode, prefill
 from kvpatch.attention.layer_call import Call
-from kvpatch.attention.stacked import Deck
+from kvpatch.attention.stacked import LayerStack
 from kvpatch.backends import head_offsets, torch_backend
 from kvpatch.cache import concat, layer, passes
 from kvpatch.cache.layer import SlotLayer
@@ -33,8 +33,9 @@ class Fault(Exception):
 # where: of each kind of call, the functions that it goes through
 PASS = [
     (attend, "_attend"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_observe"),
-    (decode, "_evict"), (decode, "victim"), (Deck, "__init__"), (Deck, "open"), (Deck, "attend"), (Deck, "_observe"),
-    (Deck, "_close"), (Deck, "_free"), (torch_backend, "attend"), (torch_backend, "step"), (torch_backend, "observe"),
+    (decode, "_evict"), (decode, "victim"), (LayerStack, "__init__"), (LayerStack, "_open"),
+    (LayerStack, "write"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
+    (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
     (Call, "eviction_context"), (Policy, "eviction_keys"),
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_settle"),
