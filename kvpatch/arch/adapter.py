@@ -119,7 +119,7 @@ class Adapter:
 
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
     """[B,Q,heads*D] -> a view [B,heads,Q,D]."""
-    return tensor_BQE.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def source_module(attn: nn.Module) -> Any:

@@ -41,38 +41,59 @@ def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bou
 
 
 def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    assert cache.now is not None, "passes.begin() runs in the decoder's pre-hook"
-    call = Call(cache, cache.now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)
+    call = _bound(cache, layer, q, k, bound_adapter)
     slots = call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if cache.settings.strict:
         anomaly.check_inputs(call, q, k, v)
-    q_BHGQD, P, Q = q.unflatten(1, (-1, call.group)), call.now.prompt, q.shape[2]
-    read = blockwise.attend if call.now.blocks else prefill.attend
-    if P == Q:
-        out = read(call, q_BHGQD, k, v)
-    elif Q == 1:
-        out = decode.attend(call, q_BHGQD[:, :, :, 0], k, v, 0, _stack(call, q_BHGQD))[:, :, :, None]
+    (B, N, Q, D), P = q.shape, call.now.prompt
+    if Q == 1 and not P:
+        q_BHGD = q.view(B, N // call.group, call.group, D)
+        out = decode.attend(call, q_BHGD, k, v, 0, _stack(call, q_BHGD))
+        out_BQE = out.reshape(B, 1, -1)
     else:
-        outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
-        for t in range(P, Q):
-            at = slice(t, t + 1)
-            outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
-        out = torch.cat(outs, 3)
+        out = _attend_columns(call, q.view(B, N // call.group, call.group, Q, D), k, v)
+        out_BQE = rearrange(out, "b h g q d -> b q (h g d)")
     if cache.settings.strict:
-        anomaly.check_outcome(call, out)
-    if P and call.now.ends_prompt:
-        decode.foresee(call, q_BHGQD[:, :, :, 0])
+        anomaly.check_outcome(call, out.view(B, N // call.group, call.group, Q, -1))
     slots.graph = None
     passes.end(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not cache.scratch:
         anomaly.check_cache(cache)
-    return rearrange(out, "b h g q d -> b q (h g d)")
+    return out_BQE
 
 
-def _stack(call: Call, q_BHG1D: Tensor) -> LayerStack | None:
+def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Output [B,H,G,Q,D] of a pass of several columns, or of a prompt's."""
+    P, Q = call.now.prompt, k.shape[2]
+    read = blockwise.attend if call.now.blocks else prefill.attend
+    outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
+    for t in range(P, Q):
+        at = slice(t, t + 1)
+        outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
+    if P and call.now.ends_prompt:
+        decode.foresee(call, q_BHGQD[:, :, :, 0])
+    return torch.cat(outs, 3) if len(outs) > 1 else outs[0]
+
+
+def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
+    """The call of this layer: made where a prompt is read, and bound again by the decode steps that follow."""
+    now = cache.now
+    assert now is not None, "passes.begin() runs in the decoder's pre-hook"
+    call = None if now.prompt or now.traced else cache.calls.get(layer)
+    if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
+        call.bound_adapter.autocast = bound_adapter.autocast
+        call.begin(now)
+        return call
+    call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)
+    if not now.traced and not cache.scratch:
+        cache.calls[layer] = call
+    return call
+
+
+def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     """The cache's layers stacked, for this pass: made when every slot is in use, given up when rows are moved or steps
     recorded."""
     cache = call.cache
@@ -84,6 +105,6 @@ def _stack(call: Call, q_BHG1D: Tensor) -> LayerStack | None:
     # only between passes: within one, the layers before this one have evicted already
     if cache.stack_due and call.layer == 0 and call.slots.free_BH is not None:
         cache.stack_due = False
-        alone = decode.backend_of(call, q_BHG1D[:, :, :, 0]) != "torch"
+        alone = decode.backend_of(call, q_BHGD) != "torch"
         cache.stack = None if alone else LayerStack.of(cache, call)
     return cache.stack

@@ -37,8 +37,10 @@ def attend(
             return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
         with torch.no_grad():
             call.slots.write(k_BH1D, v_BH1D, positions_B1, entry)
-    q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], call.keys(call.slots.used), positions_B1)
-    q_BHGD, out, p_BHGT = q_BHG1D[:, :, :, 0], None, None
+    keys, out, p_BHGT = call.keys(call.slots.used), None, None
+    if call.settings.renumbered:
+        q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], keys, positions_B1)
+        q_BHGD = q_BHG1D[:, :, :, 0]
     if name == "flash":
         out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
     if out is None:

@@ -27,7 +27,7 @@ class Call:
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        self.cache, self.now, self.bound_adapter, self.group = cache, now, bound_adapter, group
+        self.cache, self.bound_adapter, self.group, self.device = cache, bound_adapter, group, device
         self.layer = layer
         self.layer_B: int | Tensor = layer  # of stacked layers one number per row
         self.settings = cache.settings
@@ -37,12 +37,18 @@ class Call:
         self.geometry: Geometry = self.slots.geometry
         self.policy = self.settings.policies[layer]
         self.score = self.policy.score if self.settings.evicts[layer] else None
+        self.parallel = self.settings.parallel.size > 1
+        self.begin(now)
+
+    def begin(self, now: Forward) -> None:
+        """Take part in another pass; what does not change from pass to pass stays bound."""
         asked = now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None
-        if self.settings.bounds[layer] is not None and asked:
+        if asked and self.settings.bounds[self.layer] is not None:
             # what the user asks of the policy does not concern a layer that bounds itself
-            self.now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
-        self.positions_BQ = self.now.on(device)
-        self.rows_BQ = self.positions_BQ if self.now.rows_BQ is None else self.now.rows_BQ.to(device)
+            now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
+        self.now = now
+        self.positions_BQ = now.on(self.device)
+        self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
 
     def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
         """This call of stacked layers instead: `slots` has their rows, and layer_B [B] says whose each row is."""
@@ -54,7 +60,7 @@ class Call:
     def evicting(self) -> bool:
         """True where a decode step evicts: heads on other processes may, and a score may need all to look."""
         slots = self.slots
-        return self.score is not None and slots.evicting and not (slots.unfilled and self.settings.parallel.size == 1)
+        return self.score is not None and slots.evicting and not (slots.unfilled and not self.parallel)
 
     @property
     def observes(self) -> bool:

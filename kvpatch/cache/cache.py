@@ -91,7 +91,7 @@ class EvictingCache(TextState):
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # which knows the model
-        own = {**vars(self), "stack": None, "stack_due": self.stack is not None or self.stack_due}
+        own = {**vars(self), "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
         vars(new).update(copy.deepcopy(own, memo))
         return new
 

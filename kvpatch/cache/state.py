@@ -100,10 +100,10 @@ class TextState(MutationGuard, Cache):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
     settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores. seen_B: tokens of each row
-    [B]. now: the forward pass that is under way. shared: the score that layers share [B,H,T], by position + 1. stack: layers
-    stacked for decode steps, made and read by attention/ alone; dropped when rows move. scratch: the cache serves one pass of a
-    model that keeps none, and each layer is emptied when it has run. rotary: (positions, table) for renumbered keys.
-    limits_of: protected sizes that layers of one budget share. choice: the backends in use.
+    [B]. now: the forward pass that is under way. shared: the score that layers share [B,H,T], by position + 1. stack, calls:
+    layers stacked for decode steps, and what the steps of a layer have bound; made and read by attention/ alone. scratch: the
+    cache serves one pass of a model that keeps none, and each layer is emptied when it has run. rotary: (positions, table) for
+    renumbered keys. limits_of: protected sizes that layers of one budget share. choice: the backends in use.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -123,6 +123,7 @@ class TextState(MutationGuard, Cache):
         self.seen_B: Tensor | None = None
         self.now: Forward | None = None
         self.shared: Tensor | None = None
+        self.calls: dict[int, Any] = {}
         self.stack: Any = None
         self.stack_due = False
         self.make_table: Callable[[int], Any] | None = None

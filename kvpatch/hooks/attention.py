@@ -25,9 +25,11 @@ def attention_forward(
     names = parameters(cls)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = {**dict(zip(names, args, strict=False)), **kwargs}
-        cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
-        cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
+        call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+        cache = call.get("past_key_values")
+        if not isinstance(cache, EvictingCache):
+            cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
+            cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
         if cache is None:
             _refuse_lost_mask(call, Q=call[names[0]].shape[1])
             return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)

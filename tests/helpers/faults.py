@@ -21,8 +21,8 @@ from tests.helpers.tiny import make, prompt, snapshot
 N = 24  # tokens of a prompt
 HERE = str(Path(kvpatch.__file__).parent)
 AT_HAND = {
-    "now", "choice", "rotary", "make_table", "limits_of", "stack", "stack_due", "ahead", "free_at", "heads_at", "geometry",
-    "output_rows", "marks", "changes", "_places", "_sequences", "settings", "request", "span", "traced",
+    "now", "choice", "rotary", "make_table", "limits_of", "stack", "stack_due", "calls", "ahead", "free_at", "heads_at",
+    "geometry", "output_rows", "marks", "changes", "_places", "_sequences", "settings", "request", "span", "traced",
     "recording",
 }  # fmt: skip
 
