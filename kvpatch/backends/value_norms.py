@@ -1,4 +1,4 @@
-"""Norms of projected values ||v W_O||, for two-stage selection; never [B,Hq,T,E] at once."""
+"""Norms of projected values ||v W_O|| for two-stage selection, computed in blocks: no [B,H*G,T,E] tensor exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..policies.context import accumulator
 
-CPU_BLOCK = 1 << 18  # numbers of a block of projected values: 1 MiB of float32, about a core's L2 cache
+CPU_BLOCK = 1 << 18  # elements of a block of projected values: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26
 
 
@@ -30,7 +30,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     for h in range(H):
         weight = rearrange(rows_HGDE[h], "g d e -> d (g e)").to(device, dtype)
         v_ND, at = v_HND[h], None
-        if wanted_BHT is not None and on_cpu:  # elsewhere finding them out costs more than it saves
+        if wanted_BHT is not None and on_cpu:  # on a device, finding the indices costs more than it saves
             at = wanted_BHT[:, h].reshape(-1).nonzero()[:, 0]
             v_ND = v_ND[at]
         norms = torch.cat([_many(part, weight, G, norm) for part in v_ND.to(dtype).split(size)])
@@ -52,6 +52,6 @@ def _few(v_HND: Tensor, rows_HGDE: Tensor, norm: int) -> Tensor:
 def _many(v_ND: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
     """Norms [N] of many tokens of a head: one product for its group."""
     y_NE = v_ND @ weight
-    if norm == 1:  # the mean of the group's norms is that of all its numbers together; faster than vector_norm
+    if norm == 1:  # the mean over the group is one sum over all its elements, faster than vector_norm
         return y_NE.abs_().sum(-1) / G
     return torch.linalg.vector_norm(y_NE.unflatten(-1, (G, -1)), dim=-1).mean(-1)

@@ -55,20 +55,20 @@ def _sum(block: Block, score: Any) -> Tensor:
 
 
 def _squares(block: Block, score: Any) -> Tensor:
-    """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
+    """Sum the squares of the probability averaged over the group; averaging comes first, so the square is of the mean."""
     mean_NRM = block.p_NGRM.mean(1)
     return mean_NRM.square().sum(1)
 
 
 def _count(block: Block, score: Any) -> Tensor:
-    """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
+    """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
     assert block.keys_NR is not None
     above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
     return above.to(block.p_NGRM.dtype).sum((1, 2))
 
 
 def _gumbel(block: Block, score: Any) -> Tensor:
-    """softmax((x + noise) / tau) from p = softmax(x): proportional to (p * exp(noise)) ** (1 / tau)."""
+    """Sum softmax((x + noise) / tau), computed from p = softmax(x) as proportional to (p * exp(noise)) ** (1 / tau)."""
     p, weight = block.p_NGRM, None
     if score.fresh:
         p = p * torch.exp(score.draw_for_rows(block))
@@ -76,17 +76,17 @@ def _gumbel(block: Block, score: Any) -> Tensor:
         weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
     plain = not isinstance(block.tau, Tensor) and block.tau == 1.0
     if weight is not None and plain:
-        # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
+        # column sums of p*w / rowsum(p*w) as two matrix-vector products, without a second matrix
         total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
         return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
     p = p if weight is None else p * weight
     if plain:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
-    # a row of padding is -inf throughout, and NaN after the softmax; one that was NaN before it stays so, as in other sums
+    # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
     return p.log().div_(block.tau).softmax(-1).masked_fill_(p.amax(-1, keepdim=True) == 0, 0.0).sum((1, 2))
 
 
-_TINY = 1e-30  # a row without keys (padding) divides zero by this
+_TINY = 1e-30  # divisor of a row of padding, whose sum is zero
 STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
     "sum": Statistic(_sum, kernel="sum"),
     "squares": Statistic(_squares, kernel="squares"),
