@@ -48,7 +48,14 @@ def _plain_weight(module: Any, inputs: int) -> Tensor | None:
 
 
 class BoundAdapter:
-    """A module and its adapter. H is the module's number of KV heads. autocast: the module is called under it."""
+    """An adapter and the attention module that it is asked about.
+
+    Attributes:
+        adapter: the adapter.
+        attn: the attention module.
+        H: KV heads of the module.
+        autocast: whether the module is called under torch.autocast.
+    """
 
     def __init__(self, adapter: Adapter, attn: Any, H: int) -> None:
         self.adapter, self.attn, self.H, self.autocast = adapter, attn, H, False

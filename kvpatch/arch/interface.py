@@ -145,12 +145,12 @@ class InterfaceAdapter(Adapter):
 
 
 def attends_both_ways(module: nn.Module) -> bool:
-    """Whether an attention module says that it is an encoder's."""
+    """Tell whether an attention module declares itself bidirectional, as in an encoder."""
     return getattr(module, "is_causal", None) is False
 
 
 def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
-    """The error for an encoder: under a budget it would attend causally, and compute something else."""
+    """Return the error for an encoder, whose attention a causal cache would change."""
     return KVPatchError(
         f"{type(model).__name__} attends in both directions (is_causal=False of {type(attn).__name__}): an encoder reads its "
         "text at once and keeps no cache that could be put on a budget. Give a causal decoder."

@@ -44,7 +44,10 @@ class Run:
 
 
 def wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell if dense slots for heads that need so many would waste too much: never where it is `least` slots a head or fewer."""
+    """Tell whether dense slots would waste too much for heads that need these numbers of slots.
+
+    Wasting at most `least` slots per head is never too much.
+    """
     waste = max(needs) * len(needs) - sum(needs)
     return waste * SPARE > sum(needs) and waste > least * len(needs)
 
@@ -144,11 +147,11 @@ class HeadOffsets:
         return new, self.begin_N[heads_N[head]] + column
 
     def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
-        """The head_offsets of the same heads with other capacities."""
+        """Return offsets of the same heads with other capacities."""
         return HeadOffsets(capacities, filled, self.begin_N.device, exactly=True)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
-        """The rows in the segments of `new`, whose heads are the same; what finds no room there was empty."""
+        """Move entries to the segments of `new`, which has the same heads; entries that do not fit must be free slots."""
         head, column = self.places()
         stays = column < new.capacity_N[head]
         moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])

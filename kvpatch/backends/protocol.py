@@ -83,13 +83,24 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of a backend, as far as it decides who can do it.
+    """Properties of a call that decide which backends can perform it.
 
-    device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
-    came before this piece of a prompt. gradients: the output must be differentiable. scores: probabilities are wanted, of a
-    step or of all rows of a prompt. statistics: the sums made of them, by name, each with the kernels' name for the same
-    computation (None: torch alone knows it). fresh: noise is drawn for every query and key. renumbered: positions are ranks,
-    new at every step. special: logits are capped, a sink takes part in the softmax, or ALiBi is coarse.
+    Attributes:
+        device: type of the device, "cpu" or "cuda".
+        dtype: of queries, keys and values.
+        head_dim: D.
+        group: G, query heads per KV head.
+        alibi: positions are ALiBi biases.
+        window: there is a sliding window shorter than the text.
+        padding: some keys are empty.
+        past: there are keys before this piece of the prompt.
+        gradients: the output must be differentiable.
+        scores: probabilities are needed, of a step or of all rows of a prompt.
+        statistics: names of the sums over probabilities, each with the kernels' name of the same computation, or None if only
+            torch computes it.
+        fresh: noise is needed for every query and key.
+        renumbered: positions are ranks among the held tokens, new at every step.
+        special: logits are capped, there are attention sinks, or ALiBi is coarse.
     """
 
     device: str

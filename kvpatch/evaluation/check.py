@@ -1,7 +1,7 @@
-"""`kvpatch check` and `check_model`: does the patch do on this very model what it promises? On random ids, in seconds.
+"""Checks that the patch keeps its promises on a given model, on random ids, in seconds: `kvpatch check`, `check_model`.
 
-Nothing here asks the library what it kept. Eviction is compared with the unpatched model's own attention under a 4-D
-mask that is written by hand, for a policy whose kept set can be told without looking: the first and the newest tokens.
+The checks do not ask the library which tokens it kept. Eviction is compared with the unpatched model under a hand-written 4-D
+attention mask, for a policy whose kept set is known in advance: the first and the newest tokens.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """Results of all checks of one model; as a string, a line for each and one about the tolerance.
+    """Results of all checks of one model; `str` is a table of them.
 
-    tolerance: by how much logits of this dtype may differ, as a share of the largest.
+    Attributes:
+        results: one per check.
+        dtype: of the model.
+        tolerance: largest difference of logits of this dtype that passes, as a share of the largest logit.
     """
 
     results: tuple[Result, ...]
@@ -53,7 +56,7 @@ class CheckTable:
 
     @property
     def passed(self) -> bool:
-        """Whether all did."""
+        """Tell whether all checks passed."""
         return all(result.passed for result in self.results)
 
     def __iter__(self) -> Iterator[Result]:
@@ -69,23 +72,26 @@ class CheckTable:
 
     @property
     def note(self) -> str:
-        """The tolerance in words."""
+        """Sentence about the tolerance."""
         kind = str(self.dtype).removeprefix("torch.")
         return f"In {kind}, logits may differ by {self.tolerance:.0e} of the largest one."
 
 
 def check_model(model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, *, seed: int = 0) -> CheckTable:
-    """Test on a model, in seconds and on random ids, that a patch does what it promises.
+    """Check on a model, in seconds and on random ids, that a patch keeps its promises.
 
     Args:
-        model: as `patched` takes it; of one without a head, hidden states are compared.
-        policy, k, seed: as `patched` takes them.
+        model: as `patched` takes it; hidden states are compared if it has no head.
+        policy: as `patched` takes it.
+        k: as `patched` takes it.
+        seed: of the random ids and of the policy.
 
     Returns:
-        A table to print, to go through, or to ask for `.passed`. An error inside a check is that check's result.
+        A table to print or iterate over; `.passed` tells whether all checks passed. An exception inside a check becomes its
+        result.
 
     Raises:
-        KVPatchError: as `patched`, before anything is measured.
+        KVPatchError: `patched` refuses the model or an option, before anything is measured.
 
     Example:
         >>> print(kvpatch.check_model(model, "snapkv", k=0.3))

@@ -36,17 +36,18 @@ except ImportError as error:
 class KVPatchLM(HFLM):  # type: ignore[misc]
     """The harness' HFLM, patched until `lm.patch.remove()`.
 
-    Where the harness scores a batch it pads on the right and gives no mask, so that a share `k` would count a row's padding
-    and the figures would depend on the batch size: this model gives the mask.
+    The harness pads batches on the right and passes no mask; a share `k` would then count padding, and results would depend
+    on the batch size. This model passes the mask.
 
     Args:
-        pretrained: as HFLM's: a name, a folder, or a model.
-        policy, k: as `kvpatch.patched` takes them.
-        block, schedule, positions, seed, strict: likewise, and kv_backend for its `backend`: HFLM has one of its own.
-        **kwargs: the policy's own options, such as window=; all else is HFLM's.
+        pretrained: name, folder or model, as HFLM takes it.
+        policy: as `kvpatch.patched` takes it.
+        k: as `kvpatch.patched` takes it.
+        **kwargs: block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its `backend`,
+            since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
 
     Raises:
-        KVPatchError: as `kvpatch.patched`.
+        KVPatchError: `kvpatch.patched` refuses the model or an option.
     """
 
     def __init__(

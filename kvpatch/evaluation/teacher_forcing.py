@@ -13,7 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fed:
-    """logits_BSV: `predictions` after the prompt and each further token. seconds: of these. cache: as it was left."""
+    """Result of feeding a text.
+
+    Attributes:
+        logits_BSV: `predictions` after the prompt and after each further token, at least float32.
+        seconds: time for the further tokens.
+        cache: the cache afterwards.
+    """
 
     logits_BSV: Tensor
     seconds: float
@@ -47,7 +53,7 @@ def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> F
 
 
 def predictions(out: Any) -> Tensor:
-    """A model's logits [B,Q,V]; the hidden states [B,Q,E] behind the last layer where it has no head."""
+    """Return a model's logits [B,Q,V], or the last hidden states [B,Q,E] of a model without a head."""
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 

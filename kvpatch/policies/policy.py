@@ -121,7 +121,7 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names in statistics.STATISTICS that must be summed beside each key."""
+        """Names of the sums per cached key, keys of statistics.STATISTICS, that the score and the scope need."""
         assert self.score is not None
         return tuple(dict.fromkeys((*self.score.statistics, *self.scope.statistics)))
 

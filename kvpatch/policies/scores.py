@@ -31,11 +31,12 @@ Value = TypeVar("Value", bound=Callable[..., Tensor])
 
 
 def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
-    """Declare the form in which a fused decode kernel finds what a score's `value` computes.
+    """Declare the source from which a fused decode kernel computes a score's `value`.
 
-    form: a state's name, "mean" (context.mean), "recency" (the position) or None; or a function of the score that gives one
-    of these. It is bound to the decorated function: a subclass with a `value` of its own is unknown to kernels, and torch
-    asks it.
+    The declaration belongs to the decorated function: if a subclass overrides `value`, torch computes it.
+
+    form: name of a state, "mean" (context.mean), "recency" (the position) or None; or a function of the score that returns one
+    of these.
     """
 
     def declare(value: Value) -> Value:
@@ -47,13 +48,25 @@ def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]
 
 @dataclass(frozen=True)
 class Score:
-    """Base: a score that needs no attention and keeps nothing. Subclasses are frozen; their fields are their options.
+    """Base class of scores: needs no attention and stores nothing.
 
-    rows: which query rows of the prompt it must see: none, the last few ("window"), or all.
-    statistics: names in statistics.STATISTICS, summed over those rows beside each key.
-    schedules: when the score is defined. protects_window: the rows of the tail are kept. entry_by_position: `entry` looks
-    at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
-    a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
+    Subclasses are frozen dataclasses whose fields are their options; they implement `value` and declare what it needs.
+
+    Attributes:
+        rows: query rows of the prompt whose attention is needed: "none", "window" (the last few) or "all".
+        statistics: keys of statistics.STATISTICS, summed per cached key over those rows.
+        schedules: schedules under which the score is defined.
+        protects_window: whether the tokens of the observation window are kept.
+        entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
+        signed: whether values may be negative; False saves an operation per step.
+        is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
+            them.
+
+    Example:
+        @dataclass(frozen=True)
+        class EveryOther(Score):
+            def value(self, context):
+                return (context.positions_BHT % 2 == 0).float()
     """
 
     rows: ClassVar[Rows] = "none"
@@ -71,9 +84,9 @@ class Score:
 
     @property
     def stored(self) -> str | None:
-        """The form in which a fused decode kernel finds the value, as @kernel_value declares it; None: only torch can."""
+        """Source of the value in a fused decode kernel, as declared by @kernel_value; None if only torch can compute it."""
         value, form = getattr(type(self).value, "kernel_value", (None, None))
-        if value is not type(self).value:  # a wrapper may have taken over the attributes of what it wraps
+        if value is not type(self).value:  # a wrapper may copy the attributes of the function that it wraps
             return None
         return form(self) if callable(form) else form
 
@@ -104,9 +117,18 @@ class Score:
     def entry(
         self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
     ) -> dict[str, Tensor]:
-        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]. layer: a number, or one per row [B]. first: the
-        number of the first head, where others are on other processes. "noise" [B,H,Q,G], exp(noise) >= 0, weighs the
-        probabilities of the statistic "gumbel"."""
+        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G].
+
+        The entry "noise" [B,H,Q,G] holds exp(noise), at least 0, which weights the probabilities in the statistic "gumbel".
+
+        Args:
+            k_BHQD: keys of the tokens.
+            positions_BQ: their positions, int64; -1 for padding.
+            group: G, query heads per KV head.
+            layer: index of the layer, or of each batch row [B] if layers are stacked.
+            seed: seed of the policy's random numbers.
+            first: index, in the whole model, of the first KV head in k_BHQD.
+        """
         return {}
 
     def check(self) -> None:

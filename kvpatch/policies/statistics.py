@@ -1,8 +1,8 @@
-"""Sums beside each key: name -> increments [N,M] over the rows of a block and the query heads of a group.
+"""Statistics: sums per cached key, over query rows and the query heads of a group.
 
-A function takes the Block and the score that asked, and sees every probability of those rows once. A statistic of your own is
-one more row, `STATISTICS["cubes"] = cubes`, which scores and scopes then name. Torch computes it; kernels compute only rows
-that say so.
+A function takes a Block and the score that needs the sum, and returns increments [N,M] over the block's rows; it sees every
+attention probability of those rows exactly once. To add a statistic, set `STATISTICS["cubes"] = cubes` and name it in a score
+or scope. Torch computes it; kernels compute only rows of type Statistic.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from .context import Block
 
 @dataclass(frozen=True)
 class Statistic:
-    """A row of STATISTICS of which kernels know the function.
+    """Row of STATISTICS whose function kernels compute too.
 
-    kernel: the name that kernels have for the same computation. It belongs to this function: a row that is replaced by
-    another function is computed by that one, on every backend.
+    The kernel's name belongs to this function: if the row is replaced by another function, every backend computes that one.
+
+    Attributes:
+        function: computes the increments in torch.
+        kernel: name of the same computation in kernels.
     """
 
     function: Callable[[Block, Any], Tensor]
@@ -35,13 +38,13 @@ class Statistic:
 
 
 def kernel_of(name: str) -> str | None:
-    """The kernels' name for the statistic `name`; None where torch alone computes it."""
+    """Return the kernels' name of the statistic `name`, or None if only torch computes it."""
     row = STATISTICS[name]
     return row.kernel if isinstance(row, Statistic) else None
 
 
 def check_names(names: tuple[str, ...], of: str) -> None:
-    """Raise KVPatchError for a name without a function in STATISTICS. of: the policy that names them."""
+    """Raise KVPatchError for a name that is not in STATISTICS; `of` is the policy for the error message."""
     for name in names:
         if not callable(STATISTICS.get(name)):
             raise KVPatchError(

@@ -1,7 +1,7 @@
 """Schema of a saved cache, checked against the patch that loads it before any tensor is read.
 
 It covers names, types and ranges in the description, and names, shapes and dtypes of the tensors, which follow from policy,
-model and description. cache/invariants.py checks the values of the tensors.
+model and description. contents.py checks the values of the tensors.
 """
 
 from __future__ import annotations
