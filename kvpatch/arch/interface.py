@@ -48,7 +48,7 @@ class InterfaceAdapter(Adapter):
 
     why_not = "its own forward applies the positions"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a row of the families' table, by keyword
         self,
         name: str,
         attention: str,

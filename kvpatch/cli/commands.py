@@ -98,7 +98,7 @@ def architectures() -> None:
 
 
 @app.command()
-def generate(
+def generate(  # noqa: PLR0913 - typer: an option is a parameter
     model: Model,
     prompt_file: Annotated[str, typer.Option(help="A text to go on from; - reads standard input.")],
     policy: PolicyName = "keyformer",
@@ -159,7 +159,7 @@ def check(
 
 
 @app.command()
-def compare(
+def compare(  # noqa: PLR0913 - typer: an option is a parameter
     model: Model,
     prompt_file: Annotated[str, typer.Option(help="Your own prompt; - reads standard input.")],
     continuation_file: Annotated[
