@@ -4,10 +4,11 @@ Example:
     with kvpatch.patched(model, policy="h2o", k=0.5):
         model.generate(**inputs, max_new_tokens=256)
 
-Dimension key, used in names throughout (`k_BHTD`, `score_BHT`):
-    B batch rows, H KV heads, G query heads per KV head, Q new queries, T tokens held, C capacity (slots allocated),
-    K kept, W observation window, D head size, L layers, E model width, V vocabulary, N any part of B*H, R rows and
-    M keys of a block.
+Dimension key, used in names throughout (`k_BHTD`, `score_BHT`); a digit is a size of that many:
+    B batch rows, H KV heads, G query heads per KV head, N heads flattened (any part of B*H or H*G), L layers,
+    Q new queries, R query rows and M keys of a block, W observation window, S predictions that are compared,
+    T tokens (of a text, or slots in use), C capacity (slots allocated), K tokens kept, F entries of ragged storage, end to end,
+    D head size, E model width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The error types of the library, and the helper that words "did you mean"."""
+"""The error types of the library, and a helper that suggests names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 
 class InvalidError(Exception):
-    """A state that no cache can be in, or a part of a file that describes one, in words; whoever reads the file names it."""
+    """Invalid state of a cache, or invalid part of a saved one; the reader of the file adds its name to the message."""
 
 
 class KVPatchError(ValueError):
-    """Raised before anything is changed; the message says what was given and what to type instead."""
+    """Error of the caller, raised before anything is changed; the message names the parameter, its value and a remedy."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """``" Did you mean 'h2o'?"`` for the nearest of `known`, or an empty string when nothing is near."""
+    """Return ``" Did you mean 'h2o'?"`` with the nearest of `known`, or an empty string if none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

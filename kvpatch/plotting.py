@@ -1,6 +1,6 @@
-"""Pictures of what was kept, and of what that changed.
+"""Pictures of the kept tokens and of their effect on predictions.
 
-matplotlib is imported when one is drawn; no window is opened and no global state touched.
+matplotlib is imported when a picture is drawn; no window is opened and no global state is changed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from .errors import KVPatchError
 
-_BLUES = ("#24557a", "#4f9bc4")  # layers take turns, so that the eye can tell them apart
+_BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One policy's share of heads that kept each token, [L,n], with a title above it."""
+    """Panel of one policy: the share of heads that kept each token, [L,T], and a title."""
 
     title: str
     share_LT: Tensor
@@ -30,7 +30,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Marks:
-    """What to point at in the text, as [start, stop) pairs of token positions."""
+    """Spans of the text to point at, as [start, stop) pairs of token positions."""
 
     needles: Sequence[tuple[int, int]] = ()
     asked: Sequence[tuple[int, int]] = ()
@@ -38,6 +38,7 @@ class Marks:
 
 
 def new_figure(**options: Any) -> Any:
+    """Create a matplotlib Figure, without a window. Raises KVPatchError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def new_figure(**options: Any) -> Any:
 
 
 def every_head(kept_LHT: Tensor, title: str) -> Any:
-    """A line per layer and head, a column per token, filled where the head holds the token."""
+    """Draw kept_LHT (bool [L,H,T]): a line per layer and head, a column per token, filled if the head holds the token."""
     L, H, n = kept_LHT.shape
     axes = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained").add_subplot()
     from matplotlib.colors import ListedColormap
@@ -70,7 +71,7 @@ def every_head(kept_LHT: Tensor, title: str) -> Any:
 
 
 def budgets(held_LH: Tensor, title: str) -> Any:
-    """Tokens that each head holds, a line per layer and a cell per head."""
+    """Draw held_LH (int [L,H]), the tokens that each head holds: a line per layer, a cell per head."""
     L, H = held_LH.shape
     axes = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained").add_subplot()
     image = axes.imshow(held_LH.numpy(), cmap="Blues", vmin=0, aspect="auto")
@@ -89,7 +90,7 @@ def budgets(held_LH: Tensor, title: str) -> Any:
 
 
 def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
-    """Policies below one another, a column per budget; colour: the share of a layer's heads that kept a token."""
+    """Draw policies below one another and budgets side by side; the colour is the share of heads that kept a token."""
     depth = max(map(len, columns))
     figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
     grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
@@ -119,9 +120,16 @@ def divergence(
     tolerance: float,
     title: str,
 ) -> Any:
-    """Nats against tokens per head, a line per policy; `chance` is drawn dashed. `ticks`: budgets as they were typed.
+    """Draw the divergence in nats against the budget in tokens per head, a line per policy.
 
-    The axis of nats is a logarithm above 1e-4 and linear below, so that 0, which nothing evicted gives, has a place.
+    The axis of nats is logarithmic above 1e-4 and linear below, so that 0, the value without eviction, has a place.
+
+    Args:
+        curves: (tokens, nats) pairs by policy.
+        chance: the policy that is drawn dashed.
+        ticks: budgets as they were typed, by tokens.
+        tolerance: nats, drawn as a dotted line.
+        title: shown above.
     """
     axes = new_figure(figsize=(8.5, 5), layout="constrained").add_subplot()
     for i, (name, points) in enumerate(curves.items()):
@@ -143,7 +151,7 @@ def divergence(
 
 
 def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
-    """A bar above the panel and thin lines down its edges."""
+    """Draw a bar above the panel and thin lines down the edges of each span."""
     for start, stop in spans:
         x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
         axes.plot(x, [y, y], color=colour, lw=4, solid_capstyle="butt", clip_on=False)
@@ -153,19 +161,19 @@ def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) 
 def _explain(figure: Any, marks: Marks, title: str) -> None:
     from matplotlib.lines import Line2D
 
-    words = (
+    labels = (
         (marks.needles, _NEEDLE, "a needle"),
         (marks.asked, _ASKED, "the needle that is asked for"),
         (marks.question, _QUESTION, "the question"),
     )
-    lines = [Line2D([], [], color=colour, lw=4, label=label) for spans, colour, label in words if spans]
+    lines = [Line2D([], [], color=colour, lw=4, label=label) for spans, colour, label in labels if spans]
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     if lines:
         figure.legend(handles=lines, loc="outside lower left", ncols=len(lines), frameon=False, fontsize=9)
 
 
 def save(figure: Any, path: str | PathLike[str]) -> None:
-    """Write a figure. Raises KVPatchError in words for a path that cannot be."""
+    """Write a figure to a file. Raises KVPatchError if `path` cannot be written."""
     target = Path(path)
     if not target.parent.is_dir():
         raise KVPatchError(f"path={str(path)!r}: the folder {str(target.parent)!r} does not exist.")

@@ -1,4 +1,4 @@
-"""What was kept, what it cost, what it saved."""
+"""The report: kept tokens, memory, and the backends that ran."""
 
 from __future__ import annotations
 
@@ -15,21 +15,37 @@ from .cache.cache import EvictingCache
 from .errors import KVPatchError
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-"""Eighths of a character cell: none of the tokens of a segment kept ... all of them."""
+"""Characters for shares of kept tokens, from none to all in eighths."""
 
 
 @dataclass
 class Report:
-    """The state of one cache, taken when a run ended. str() is a table; `to_dict()` for machines; `plot(path)`.
+    """Snapshot of a cache: the kept tokens, their memory, and the backends that ran.
 
-    seen: tokens that went through the cache (columns, padding included). positions: per layer [B,H,T], -1 for an empty
-    slot. nbytes: keys and values really allocated; full_nbytes: what a cache that keeps every column would hold.
-    lengths: tokens of each row, padding left out. backends: by task, who did it
-    and why nobody that is preferred to it. mass: per layer [B,H], the share of the prompt's attention, as far as the
-    policy looked at it, that fell on what was kept; None where it did not look, or kept all. bounds: per layer, the sliding
-    window of a layer that bounds itself, on which the policy does not act; None for the others. part: whose heads these are,
-    where several processes share a model: every number here is this process' own. felt: whether any token was computed after
-    the first eviction; those before it are as a full cache gives them.
+    `str(report)` is a table for people, `to_dict()` plain numbers for programs, and `plot(path)` a picture.
+
+    Attributes:
+        policy: name of the policy.
+        schedule: "prompt", "decode" or "both".
+        budget: of each layer, tokens (int) or a share of the prompt (float).
+        backend: names of the backends that ran.
+        seen: columns that went through the cache, padding included.
+        nbytes: bytes allocated for keys and values.
+        full_nbytes: bytes of a cache that keeps every column.
+        positions: of each layer, positions of the held tokens, int64 [B,H,T]; -1 in an empty slot.
+        lengths: tokens of each batch row without padding.
+        backends: by task, the backend that ran last and the reason against each preferred one.
+        mass: of each layer, the share of the prompt's attention on kept tokens, [B,H], over the query rows that the policy
+            observed; None if it observed none or kept everything.
+        bounds: of each layer, the sliding window in tokens if the layer keeps that instead of a budget, else None.
+        part: the heads of this process, if several processes share the model; all numbers here count those alone.
+        felt: whether any token was computed after the first eviction; tokens before it have a full cache's logits.
+
+    Example:
+        with kvpatch.patched(model, policy="h2o", k=0.5) as patch:
+            model.generate(**inputs)
+        print(patch.report())
+        patch.report().plot("kept.png")
     """
 
     policy: str
@@ -49,7 +65,7 @@ class Report:
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
-        """The state of `cache` now; what happens to the cache later does not change it."""
+        """Take a snapshot of `cache`, which later changes to the cache do not affect."""
         every: list[Any] = cache.layers
         settings = cache.settings
         filled = [index for index, layer in enumerate(every) if layer.is_initialized]
@@ -78,17 +94,17 @@ class Report:
 
     @property
     def share(self) -> float:
-        """Bytes held over the bytes of a full cache; 1.0 where nothing is held at all."""
+        """Bytes of the cache as a share of a full cache's; 1.0 for an empty cache."""
         return self.nbytes / self.full_nbytes if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
-        """Tokens held, int64 [L,B,H]."""
+        """Return the number of tokens that each head holds, int64 [L,B,H]."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long)
         return torch.stack([(positions >= 0).sum(-1).cpu() for positions in self.positions])
 
     def kept(self, row: int = 0) -> Tensor:
-        """Which tokens of one batch row are held, bool [L,H,n] over the n tokens of its text.
+        """Return the held tokens of one batch row as a bool mask [L,H,T] over the T tokens of its text.
 
         Raises:
             KVPatchError: there is no such row, or the cache is empty.
@@ -105,7 +121,7 @@ class Report:
         return kept[..., :n]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
+        """Return the report as plain values that JSON can hold."""
         return {
             "policy": self.policy,
             "schedule": self.schedule,
@@ -145,8 +161,8 @@ class Report:
         masses = [mass for mass in self.mass if mass is not None]
         if masses:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
-            words = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
-            rows.append(("attention kept", words))
+            kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
+            rows.append(("attention kept", kept))
         rows.append(("attention by", self.backend))
         for task, (name, why) in self.backends.items():
             rows.append((f"  {task}", name + (f" ({why})" if why else "")))
@@ -161,20 +177,20 @@ class Report:
     def _budget(self) -> str:
         if self.policy == "full":
             return "all tokens"
-        words = [_budget_words(k) for k in self.budget]
-        if len(set(words)) > 1:
-            return f"layer by layer: {', '.join(words)}"
-        return words[0] + (", counting generated tokens only" if self.schedule == "decode" else "")
+        budgets = [_budget(k) for k in self.budget]
+        if len(set(budgets)) > 1:
+            return f"layer by layer: {', '.join(budgets)}"
+        return budgets[0] + (", counting generated tokens only" if self.schedule == "decode" else "")
 
     def strip(self, row: int = 0, width: int = 64) -> str:
-        """One line per layer for a terminal: which share of heads and tokens was kept, segment by segment of the text.
+        """Draw one line per layer for a terminal; a character shows the share of tokens kept in its part of the text.
 
         Args:
             row: of the batch.
-            width: characters of a line; a text of fewer tokens gets one character for each.
+            width: characters of a line; a text of fewer tokens gets one character per token.
 
         Raises:
-            KVPatchError: there is no such row, or `width` is no positive number.
+            KVPatchError: there is no such row, or `width` is not a positive int.
         """
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise KVPatchError(f"width={width!r} must be a number of characters, at least 1.")
@@ -190,10 +206,10 @@ class Report:
         """Save a picture of one batch row.
 
         Args:
-            path: of the picture, such as "kept.png".
+            path: file to write, such as "kept.png".
             row: of the batch.
-            what: "kept", a line per layer and head and a column per token of the text; or "budgets", a heat map of how many
-                tokens each head of each layer holds.
+            what: "kept" draws a line per layer and head and a column per token of the text; "budgets" a heat map of the
+                number of tokens that each head holds.
 
         Raises:
             KVPatchError: matplotlib is missing, `path` cannot be written, or there is no such row or picture.
@@ -215,13 +231,13 @@ def _range(numbers: tuple[int, ...] | list[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _budget_words(k: int | float) -> str:
+def _budget(k: int | float) -> str:
     if isinstance(k, int):
         return f"{k:,} tokens"
     return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
 
 
 def block(share: float) -> str:
-    """The character that stands for a share in [0, 1]; blank means exactly none, and full exactly all."""
+    """Return the character for a share in [0, 1]: blank for exactly none, full for exactly all."""
     eighths = round(8 * share)
     return BLOCKS[8 if share >= 1 else 0 if share <= 0 else min(max(eighths, 1), 7)]

@@ -1,4 +1,4 @@
-"""One short adapter per architecture, and the table of them."""
+"""Adapters, one per model architecture, and their registry."""
 
 from .adapter import Adapter, adapter_of, list_architectures, register_arch
 from .bloom import BloomAdapter

@@ -1,4 +1,4 @@
-"""What an adapter says: where an architecture differs, and nothing else."""
+"""The base class of adapters, which describe how an architecture's attention differs, and their registry."""
 
 from __future__ import annotations
 
@@ -16,15 +16,28 @@ Forward = Callable[..., Any]
 
 
 class Adapter:
-    """One architecture. Subclass it, fill in what differs, and hand an instance to `register_arch`.
+    """Description of one architecture: subclass it, override what differs, and pass an instance to `register_arch`.
 
-    name: what `list_architectures()` lists. classes: qualified names of the attention modules it serves, as
-    "package.module.ClassName"; their forward takes hidden states first, finds the cache among its other arguments and returns
-    (output, weights); they have a layer_idx.
-    projection: the attribute that holds the output projection, if it is one module. renumbers: whether keys can be cached
-    without positions (`plain`, `rotary_table` and `rotate` are filled in); why_not says why they cannot. positions_from_mask:
-    the decoder counts positions in the padding mask, which it does not get here, so that they are handed to it.
-    distances_from_mask: ALiBi counts in the padding mask, so that padding between two tokens adds nothing to their distance.
+    The attention modules that it serves have a `layer_idx`; their forward takes hidden states first, receives the cache among
+    its other arguments, and returns (output, weights).
+
+    Attributes:
+        name: as listed by `list_architectures()`.
+        classes: qualified names of the attention classes, "package.module.ClassName".
+        summary: one line for tables.
+        projection: attribute of the output projection if it is a single module, else None.
+        renumbers: whether keys can be cached without positions, which needs `plain`, `rotary_table` and `rotate`.
+        why_not: the reason if they cannot, for the error message.
+        positions_from_mask: whether the decoder derives positions from the padding mask. The patch withholds that mask, so it
+            passes position_ids to such a decoder instead.
+        distances_from_mask: whether ALiBi counts distances in the padding mask, so that padding between two tokens adds
+            nothing to their distance.
+
+    Example:
+        class MyAdapter(LlamaAdapter):
+            name, classes = "mine", ("my_package.modeling_mine.MyAttention",)
+
+        kvpatch.register_arch(MyAdapter())
     """
 
     name: str
@@ -39,91 +52,104 @@ class Adapter:
     def run(
         self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
     ) -> Any:
-        """What the module's forward returns, with `core` in place of its attention.
+        """Run the module's forward with `core` in place of its attention, and return what that forward returns.
 
-        own: that forward; call: its arguments behind the hidden states, by name. core: attention through the cache, of queries
-        [B,H*G,Q,D], keys and values [B,H,Q,D] -> [B,Q,H*G*D]. positioned: False where keys are cached without positions.
+        Args:
+            attn: the attention module.
+            own: its own forward.
+            core: attention through the cache: queries [B,H*G,Q,D], keys and values [B,H,Q,D] -> output [B,Q,H*G*D].
+            hidden_BQE: hidden states.
+            call: the forward's other arguments by name.
+            positioned: whether keys are cached with positions applied.
         """
         project = self.project if positioned else self.plain
         return self.output(attn, core(*project(attn, hidden_BQE, **call))), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
-        """What stands in place of the module's own attributes while it is patched."""
+        """Return attributes to set on the module while it is patched, by name."""
         return {}
 
     def project(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B,H*G,Q,D] and keys, values [B,H,Q,D] with positions applied. `call`: the forward's arguments."""
+        """Project hidden states to queries [B,H*G,Q,D], keys and values [B,H,Q,D], and apply positions to queries and keys.
+
+        call: the other arguments of the module's forward.
+        """
         raise NotImplementedError
 
     def plain(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project`, without positions."""
+        """Project hidden states as `project` does, but without applying positions."""
         raise NotImplementedError
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """What `rotate` needs for positions below `count`."""
+        """Build the table that `rotate` needs for positions below `count`."""
         return None
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Keys or queries without positions, put at `places`; as they are where positions are no part of them (ALiBi)."""
+        """Apply positions `places_BHT` to queries or keys; returns them unchanged if positions are not part of them (ALiBi)."""
         return x_BHTD
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
-        """The output projection."""
+        """Apply the output projection to attention's output [B,Q,H*G*D]."""
         assert self.projection is not None
         return getattr(attn, self.projection)(y_BQE)
 
     def aside(self, decoder: nn.Module) -> dict[str, Any]:
-        """Attributes of the decoder and what they are during a pass through the cache: for a decoder that builds from its
-        padding mask what the cache knows better."""
+        """Return attributes to set on the decoder during a forward pass through the cache, by name.
+
+        They disable what the decoder would build from its padding mask and the cache computes itself, such as ALiBi.
+        """
         return {}
 
     def scale(self, attn: nn.Module) -> float:
-        """What logits are multiplied with."""
+        """Return the factor of the logits, 1 / sqrt(D) in most models."""
         return attn.scaling  # type: ignore[return-value]
 
     def slopes(self, attn: nn.Module) -> Tensor | None:
-        """ALiBi slopes [H*G] on any device, added as slope * (i - t); None for other positions."""
+        """Return the ALiBi slopes [H*G], on any device, or None for other positions.
+
+        Key i's logit for the query at t gets slope * (i - t) added.
+        """
         return None
 
     def coarse(self, attn: nn.Module) -> float | None:
-        """What ALiBi is multiplied with after slopes times positions were rounded to bfloat16; None where they are not."""
+        """Return the factor of ALiBi in a model that first rounds slopes times positions to bfloat16, else None."""
         return None
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Tokens that a query sees, itself included; None for all."""
+        """Return the number of tokens that a query sees, itself included, or None if it sees all."""
         return None
 
     def softcap(self, attn: nn.Module) -> float | None:
-        """c where logits x become c * tanh(x / c) before any mask; None for x as it is."""
+        """Return c if logits x become c * tanh(x / c) before masking, else None."""
         return None
 
     def sinks(self, attn: nn.Module) -> Tensor | None:
-        """A logit of each query head [H*G] that takes its share of the softmax and belongs to no key; None without."""
+        """Return the attention sinks [H*G], or None without them: logits in the softmax of a head that belong to no key."""
         return None
 
     def dropout(self, attn: nn.Module) -> float:
-        """Dropout of attention probabilities while training."""
+        """Return the dropout of attention probabilities in training."""
         return getattr(attn, "attention_dropout", 0.0)
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
-        """KV heads H and head size D of the module; of all processes together where a tp_plan shares them out."""
+        """Return KV heads H and head size D of the module; under a tp_plan, H counts the heads of all processes."""
         raise NotImplementedError
 
     def max_positions(self, config: Any) -> int | None:
-        """Positions that the model has at all, or None where they go on."""
+        """Return the number of positions that the model has, or None if it is unbounded."""
         return None
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError for a configuration that this adapter does not serve."""
+        """Raise KVPatchError for a model whose configuration this adapter does not serve."""
 
 
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
-    """[B,Q,heads*D] -> a view [B,heads,Q,D]."""
+    """Return a view [B,heads,Q,D] of a tensor [B,Q,heads*D]."""
     return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def source_module(attn: nn.Module) -> Any:
-    """The module that defines the attention class: the home of its rotary functions."""
+    """Return the Python module that defines the attention class and its rotary functions."""
     return sys.modules[type(attn).__module__]
 
 
@@ -131,10 +157,15 @@ REGISTRY: dict[str, Adapter] = {}
 
 
 def register_arch(adapter: Adapter) -> None:
-    """Teach `patched` another architecture.
+    """Register an adapter, so that models with its attention classes can be patched.
 
     Raises:
-        KVPatchError: `adapter` is no Adapter instance, or a class it names is served already.
+        KVPatchError: `adapter` is not an instance of Adapter or is incomplete, or one of its classes has an adapter already.
+
+    Example:
+        kvpatch.register_arch(
+            kvpatch.InterfaceAdapter("jais2", "transformers.models.jais2.modeling_jais2.Jais2Attention", "Jais 2")
+        )
     """
     if not isinstance(adapter, Adapter):
         raise KVPatchError("register_arch takes an instance of a kvpatch.arch.Adapter subclass, as in MyAdapter().")
@@ -157,21 +188,21 @@ def register_arch(adapter: Adapter) -> None:
 
 
 def list_architectures() -> tuple[str, ...]:
-    """Names of all architectures with an adapter."""
+    """Return the names of all architectures with an adapter."""
     return tuple(dict.fromkeys(adapter.name for adapter in REGISTRY.values()))
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """The adapter that serves `module`, or None where it is no known attention module."""
+    """Return the adapter that serves `module`, or None if it is not a known attention module."""
     return REGISTRY.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
 def dtype_bytes(model: nn.Module) -> int:
-    """Bytes of one number of the model's activations."""
+    """Return the bytes of one element of the model's activations."""
     return dtype_of(model).itemsize
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The type of the model's activations: its first floating-point parameter's."""
+    """Return the dtype of the model's activations: that of its first floating-point parameter."""
     dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
     return next(dtypes, torch.get_default_dtype())

@@ -14,12 +14,12 @@ from .adapter import Adapter, Core, Forward, source_module
 
 @functools.cache
 def _slopes(build: Callable[[Tensor, int, torch.dtype], Tensor], num_heads: int) -> Tensor:
-    """From the model's own table for two tokens: the newer one's bias is the slope."""
+    """Read the slopes from the model's own table for two tokens, where the newer one's bias is the slope."""
     return build(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)[:, 0, 1]
 
 
 def alibi_slopes(attn: Any) -> Tensor:
-    """The slopes of a model that builds its ALiBi from the padding mask."""
+    """Return the slopes [H*G] of a model that builds its ALiBi from the padding mask."""
     return _slopes(source_module(attn).build_alibi_tensor, attn.num_heads)
 
 
@@ -28,6 +28,8 @@ def _no_alibi(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 class BloomAdapter(Adapter):
+    """BLOOM, whose attention module also adds the residual."""
+
     name = "bloom"
     summary = "BLOOM: ALiBi"
     classes = ("transformers.models.bloom.modeling_bloom.BloomAttention",)
@@ -40,7 +42,7 @@ class BloomAdapter(Adapter):
         q, k, v = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_heads, 3, attn.head_dim)).transpose(1, 2).unbind(3)
         return q, k, v
 
-    plain = project  # ALiBi is no part of a key
+    plain = project  # keys do not contain ALiBi
 
     def run(
         self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool

@@ -1,4 +1,4 @@
-"""One attention module as the core sees it: the adapter's answers, for this module."""
+"""The bound adapter: an adapter together with one attention module."""
 
 from __future__ import annotations
 
@@ -29,32 +29,39 @@ def _evaluating(attn: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process' part of a sharded parameter; any other as it is."""
+    """Return this process' part of a sharded parameter; other tensors unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
-def _shown(module: Any, inputs: int) -> Tensor | None:
-    """The weight [inputs,E] of a plain projection, of a sharded one this process' part; None of any other."""
+def _plain_weight(module: Any, inputs: int) -> Tensor | None:
+    """Return the weight [inputs,E] of a plain projection, this process' part if it is sharded; None for other modules."""
     weight = getattr(module, "weight", None)
     if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook") or not isinstance(weight, Tensor):
         return None
-    if hasattr(weight, "full_tensor"):  # sharded; where every process has all heads, so has it all rows
+    if hasattr(weight, "full_tensor"):  # sharded; a process that has all heads needs all rows
         weight = local(weight) if local(weight).shape[-1] == inputs else weight.full_tensor()
-    elif type(weight) not in (Tensor, nn.Parameter):  # quantized: a kind of tensor of its own
+    elif type(weight) not in (Tensor, nn.Parameter):  # a quantized tensor has a type of its own
         return None
     weight = weight.T if type(module) is nn.Linear else weight
-    return weight if weight.shape[0] == inputs else None  # a part of it, whose module splits what it is given
+    return weight if weight.shape[0] == inputs else None  # a partial weight belongs to a module that splits its input
 
 
 class BoundAdapter:
-    """A module and its adapter. H is the module's number of KV heads. autocast: the module is called under it."""
+    """An adapter and the attention module that it is asked about.
+
+    Attributes:
+        adapter: the adapter.
+        attn: the attention module.
+        H: KV heads of the module.
+        autocast: whether the module is called under torch.autocast.
+    """
 
     def __init__(self, adapter: Adapter, attn: Any, H: int) -> None:
         self.adapter, self.attn, self.H, self.autocast = adapter, attn, H, False
 
     def geometry(self, device: torch.device) -> Geometry:
-        """How the layer attends."""
+        """Return the layer's scale, ALiBi slopes, sliding window, softcap and sinks."""
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
@@ -67,26 +74,30 @@ class BoundAdapter:
         return Geometry(*own)
 
     def rotate(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Keys or queries with the positions `places` applied."""
+        """Apply positions `places_BHT` to queries or keys."""
         return self.adapter.rotate(self.attn, x_BHTD, places_BHT, table)
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """The rows of the output projection that belong to each query head [H,G,D,E], without the bias, and whether they had
-        to be worked out. `like`: the values.
+        """Return the rows of the output projection per query head [H,G,D,E], and whether they were measured.
 
-        A plain projection shows its weight; any other (LoRA, quantized, offloaded) is asked what it does to unit vectors. One
-        that adds up what several processes give it (`parallel`) is asked by one after another.
+        The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured by applying it to unit
+        vectors, without its bias. The processes of a row-parallel projection, which sums over them, take turns.
+
+        Args:
+            like: values, for dtype, device and D.
+            group: G, query heads per KV head.
+            parallel: the share of this process in the layer's heads.
         """
         module = getattr(self.attn, self.adapter.projection) if self.adapter.projection else None
-        inputs, worked_out = self.H * group * like.shape[-1], False
-        shown = _shown(module, inputs)
-        if shown is not None:
-            weight = shown
+        inputs, measured = self.H * group * like.shape[-1], False
+        plain = _plain_weight(module, inputs)
+        if plain is not None:
+            weight = plain
         else:
-            unit, worked_out = torch.eye(inputs, dtype=like.dtype, device=like.device)[None], True
+            unit, measured = torch.eye(inputs, dtype=like.dtype, device=like.device)[None], True
             run = module if module is not None else lambda y: self.adapter.output(self.attn, y)
             mixed = torch.autocast(like.device.type) if self.autocast else nullcontext()
             with mixed, _evaluating(self.attn):  # a dropout on the way is no part of the weight
                 answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
                 weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
-        return rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group), worked_out
+        return rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group), measured

@@ -11,6 +11,8 @@ from .llama import LlamaAdapter
 
 
 class FalconAdapter(LlamaAdapter):
+    """Falcon, with rotary positions or ALiBi by its configuration."""
+
     name = "falcon"
     summary = "Falcon: rotary positions or ALiBi, MQA and GQA"
     classes = (
@@ -27,7 +29,7 @@ class FalconAdapter(LlamaAdapter):
         return (self.plain if attn.config.alibi else super().project)(attn, hidden_BQE, position_embeddings=position_embeddings)
 
     def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        # every KV head's queries, then its key and its value
+        # for each KV head its queries, then its key, then its value
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -42,14 +44,14 @@ class FalconAdapter(LlamaAdapter):
         return alibi_slopes(attn) * attn.inv_norm_factor if attn.config.alibi else None
 
     def coarse(self, attn: Any) -> float | None:
-        """The model rounds slopes, positions and their products, which beyond 256 tokens puts far tokens in steps."""
+        """Return the factor of ALiBi: the model rounds slopes, positions and products, so far tokens share biases."""
         return attn.inv_norm_factor if attn.config.alibi else None
 
     def aside(self, decoder: Any) -> dict[str, Any]:
         return {"use_alibi": False} if decoder.config.alibi else {}
 
     def dropout(self, attn: Any) -> float:
-        return attn.attention_dropout.p if attn.config.alibi else 0.0  # with rotary positions the model has none
+        return attn.attention_dropout.p if attn.config.alibi else 0.0  # the model has no dropout with rotary positions
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         return attn.num_kv_heads, attn.head_dim

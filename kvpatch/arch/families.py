@@ -1,4 +1,4 @@
-"""Families served by the generic adapter of interface.py: a row each."""
+"""The table of model families that InterfaceAdapter serves, one row each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .interface import InterfaceAdapter
 
 
 def _row(name: str, stem: str, summary: str, **where: Any) -> InterfaceAdapter:
-    """stem: of the attention class in the family's modeling file."""
+    """Build the adapter of a family; `stem` is the name of its attention class without "Attention"."""
     return InterfaceAdapter(name, f"transformers.models.{name}.modeling_{name}.{stem}Attention", summary, **where)
 
 

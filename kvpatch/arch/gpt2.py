@@ -11,6 +11,8 @@ from .adapter import Adapter, heads_first
 
 
 class GPT2Adapter(Adapter):
+    """GPT-2 and models with its attention class."""
+
     name = "gpt2"
     summary = "GPT-2 and Cerebras-GPT: learned positions"
     classes = ("transformers.models.gpt2.modeling_gpt2.GPT2Attention",)

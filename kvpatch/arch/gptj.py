@@ -1,4 +1,4 @@
-"""GPT-J: rotary positions on the first `rotary_dim` numbers of a head, interleaved in pairs."""
+"""GPT-J: rotary positions on the first `rotary_dim` elements of a head, interleaved in pairs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .adapter import Adapter, heads_first, source_module
 
 
 class GPTJAdapter(Adapter):
+    """GPT-J."""
+
     name = "gptj"
     summary = "GPT-J: partial rotary positions"
     classes = (

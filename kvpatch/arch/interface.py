@@ -1,9 +1,9 @@
-"""Families whose attention goes through transformers' attention interface: their own forward runs, and the core attends.
+"""The adapter for models that call attention through transformers' AttentionInterface.
 
-Such a module projects, norms and rotates as its family does, hands keys and values to the cache, and calls the function that
-is registered under the name of its config's attention implementation. While it is patched its config names the function
-below, which gets the core beside the arguments that the family passes. So a family is one row (families.py): whatever its
-forward does before and behind attention is honoured, and what it asks of attention itself is compared with the row.
+Such a module projects, normalizes and rotates, updates the cache, and calls the attention function registered under
+config._attn_implementation. While the module is patched, its config names the function `attention` below, which calls
+kvpatch's core instead. The family's own forward runs before and after attention, so a family is one row (families.py); the
+arguments that its forward passes to attention are compared with the row.
 """
 
 from __future__ import annotations
@@ -22,18 +22,33 @@ NAME = "kvpatch"
 
 
 class InterfaceAdapter(Adapter):
-    """One family.
+    """Adapter of a family whose attention module calls AttentionInterface.
 
-    attention: the qualified name of the attention class, "package.module.ClassName". slides: every layer has a sliding window
-    of config.sliding_window; where config.layer_types says which layers slide, that is known without it. learned: positions
-    are a table of config.max_position_embeddings rows. positions_from_mask: as in Adapter. The others are names of
-    attributes of an attention module ("config.x" is its config's): projection, the output projection, None where more than
-    that stands between attention and the module's output; scale, which may also be a number; softcap; sinks; dropout.
+    Arguments that name an attribute of the attention module may also name one of its config, as "config.x".
+
+    Args:
+        name: as listed by `list_architectures()`.
+        attention: qualified name of the attention class, "package.module.ClassName".
+        summary: one line for tables.
+        projection: attribute of the output projection; None if the module does more between attention and its output.
+        scale: attribute of the logits' factor, or the factor itself.
+        slides: whether every layer has the window config.sliding_window. Not needed if config.layer_types names the sliding
+            layers.
+        softcap: attribute of the cap of the logits.
+        sinks: attribute of the attention sinks.
+        dropout: attribute of the dropout of attention probabilities.
+        learned: whether positions are a table with config.max_position_embeddings rows.
+        positions_from_mask: as in Adapter.
+
+    Example:
+        kvpatch.register_arch(
+            kvpatch.InterfaceAdapter("jais2", "transformers.models.jais2.modeling_jais2.Jais2Attention", "Jais 2")
+        )
     """
 
     why_not = "its own forward applies the positions"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a row of the families' table, by keyword
         self,
         name: str,
         attention: str,
@@ -112,9 +127,9 @@ class InterfaceAdapter(Adapter):
             )
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
-        """Raise KVPatchError where a module asks something of attention that its row does not say."""
+        """Raise KVPatchError if the module's arguments to attention differ from what this adapter describes."""
         window = self.sliding(attn)
-        asked = {"sliding_window": window, **asked}  # some say it in the mask alone
+        asked = {"sliding_window": window, **asked}  # some families pass it in the mask alone
         for what, name, mine in (
             ("scale", "scaling", self.scale(attn)),
             ("slides", "sliding_window", window),
@@ -130,12 +145,12 @@ class InterfaceAdapter(Adapter):
 
 
 def attends_both_ways(module: nn.Module) -> bool:
-    """Whether an attention module says that it is an encoder's."""
+    """Tell whether an attention module declares itself bidirectional, as in an encoder."""
     return getattr(module, "is_causal", None) is False
 
 
 def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
-    """The error for an encoder: under a budget it would attend causally, and compute something else."""
+    """Return the error for an encoder, whose attention a causal cache would change."""
     return KVPatchError(
         f"{type(model).__name__} attends in both directions (is_causal=False of {type(attn).__name__}): an encoder reads its "
         "text at once and keeps no cache that could be put on a budget. Give a causal decoder."
@@ -143,7 +158,7 @@ def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
 
 
 def routes_through_interface(module: nn.Module) -> bool:
-    """Whether an InterfaceAdapter might serve `module`."""
+    """Tell whether an InterfaceAdapter might serve `module`."""
     home = vars(source_module(module))
     return hasattr(module, "layer_idx") and "Attention" in type(module).__name__ and "ALL_ATTENTION_FUNCTIONS" in home
 
@@ -156,22 +171,24 @@ def _found(attn: Any, name: str | None) -> Any:
 
 
 class Handover:
-    """Stands where a module expects its cache: keys and values come back as they are, for the core to write."""
+    """Stand-in for a module's cache: `update` returns keys and values unchanged, and the core writes them."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values unchanged."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens that the cache has seen."""
         return self.cache.get_seq_length(layer_idx)
 
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What stands in transformers' AttentionInterface: the core where there is one, else what the model would have called."""
+    """Attention function registered with transformers: calls the core if one is given, else the model's own function."""
     core = asked.pop("kvpatch", None)
     if core is None:
         own = AttentionInterface().get_interface(

@@ -12,6 +12,8 @@ from .adapter import Adapter, heads_first, source_module
 
 
 class LlamaAdapter(Adapter):
+    """Llama, and base class of adapters of models with its rotary positions."""
+
     name = "llama"
     summary = "Llama 1 to 3 and their kin: rotary positions, GQA and MQA"
     classes: tuple[str, ...] = ("transformers.models.llama.modeling_llama.LlamaAttention",)
@@ -32,7 +34,7 @@ class LlamaAdapter(Adapter):
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         rotary = copy.deepcopy(decoder.rotary_emb)
-        if hasattr(rotary, "original_inv_freq"):  # dynamic scalings remember the longest text: this one has none yet
+        if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len
         like = torch.empty(0, dtype=next(decoder.parameters()).dtype, device=device)
         return [table[0] for table in rotary(like, torch.arange(count, device=device)[None])]

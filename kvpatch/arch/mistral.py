@@ -8,6 +8,8 @@ from .llama import LlamaAdapter
 
 
 class MistralAdapter(LlamaAdapter):
+    """Mistral."""
+
     name = "mistral"
     summary = "Mistral: rotary positions, GQA, sliding window"
     classes = ("transformers.models.mistral.modeling_mistral.MistralAttention",)

@@ -13,11 +13,13 @@ from .adapter import Adapter, heads_first, source_module
 
 @functools.cache
 def _slopes(build: Callable[[int, int], Tensor], n_heads: int) -> Tensor:
-    """From the model's own table for two tokens: the older one's bias is minus the slope."""
+    """Read the slopes from the model's own table for two tokens, where the older one's bias is minus the slope."""
     return -build(n_heads, 2)[:, 0, 0]
 
 
 class MptAdapter(Adapter):
+    """MPT."""
+
     name = "mpt"
     summary = "MPT: ALiBi"
     classes = ("transformers.models.mpt.modeling_mpt.MptAttention",)
@@ -32,7 +34,7 @@ class MptAdapter(Adapter):
         q, k, v = (heads_first(t, attn.head_dim) for t in qkv.chunk(3, dim=2))
         return q, k, v
 
-    plain = project  # ALiBi is no part of a key
+    plain = project  # keys do not contain ALiBi
 
     def scale(self, attn: Any) -> float:
         return attn.softmax_scale

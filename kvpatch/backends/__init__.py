@@ -1,4 +1,4 @@
-"""Who computes attention and the statistics of its probabilities: torch on any device, flash-attn and Triton on a GPU."""
+"""Backends for attention and statistics: torch on any device, flash kernels and Triton on a GPU."""
 
 from .dispatch import BACKENDS, Choice, backend, check, check_name
 from .protocol import Backend, Case, Geometry, Keys, Task

@@ -1,4 +1,4 @@
-"""Which backend does which task of a call, and why: chosen by what the call asks, remembered for the report."""
+"""Dispatch: chooses a backend for each task of a call and records the choice for the report."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _loaded: dict[str, Any] = {}
 
 
 def backend(name: str) -> Any:
-    """The module of that name, imported when it is first used."""
+    """Return the module of a backend, imported on first use."""
     if name not in _loaded:
         _loaded[name] = importlib.import_module(f".{BACKENDS[name]}", __package__)
     return _loaded[name]
 
 
 def check_name(name: object) -> None:
-    """Raise KVPatchError for a name that is no backend's."""
+    """Raise KVPatchError unless `name` is "auto" or a backend's name."""
     if name != "auto" and not (isinstance(name, str) and name in BACKENDS):
         known = ("auto", *BACKENDS)
         raise KVPatchError(f"Unknown backend {name!r}.{suggest(str(name), known)} Known: {', '.join(map(repr, known))}.")
 
 
 def check(name: str, case: Case) -> None:
-    """Raise KVPatchError where the backend that was asked for can do nothing for the plain case of a model."""
+    """Raise KVPatchError if the backend `name` can do no task for a model; `case` is the model's plain case."""
     if name == "auto":
         return
     own = [task for task in TASKS if name in PREFERRED[task]]
@@ -48,9 +48,14 @@ def check(name: str, case: Case) -> None:
 
 
 class Choice:
-    """The backends of one cache. `wanted`: "auto" takes the first that can, "torch" only torch, another name that one for
-    its tasks wherever it can. ran: by task, which backend did it last, and why none that is preferred to it. coming: the same
-    of steps that may be compiled."""
+    """The choice of backends for one cache.
+
+    Attributes:
+        wanted: "auto" takes the first backend that can do a task, "torch" only torch, another name that backend where it can.
+        known: choices already made, as (name, reasons against the preferred ones) by task and case.
+        ran: by task, the backend that ran last and the reasons against the preferred ones.
+        coming: the same for steps that may be compiled.
+    """
 
     def __init__(self, wanted: str = "auto") -> None:
         self.wanted = wanted
@@ -59,19 +64,19 @@ class Choice:
         self.coming: dict[str, tuple[str, str]] = {}
 
     def of(self, task: Task, case: Case) -> str:
-        """The backend's name; it is about to run."""
+        """Choose the backend for a task that is about to run, record it, and return its name."""
         if torch.compiler.is_compiling():
-            return self.known[task, case][0] if (task, case) in self.known else "torch"  # which takes every case
+            return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case
         self.ran[task] = self._found(task, case)
         return self.ran[task][0]
 
     def record(self, task: Task, name: str, why: str) -> None:
-        """What ran for a reason of the caller's."""
+        """Record a backend that the caller chose itself, and its reason."""
         if not torch.compiler.is_compiling():
             self.ran[task] = (name, why)
 
     def foresee(self, task: Task, case: Case) -> None:
-        """Choose for what may come: a step under torch.compile cannot."""
+        """Choose ahead for a step under torch.compile, which cannot choose while it is traced."""
         self.coming[task] = self._found(task, case)
 
     def _found(self, task: Task, case: Case) -> tuple[str, str]:
@@ -85,7 +90,7 @@ class Choice:
         passed = []
         for name in PREFERRED[task]:
             if name == "triton" and self.wanted != name and case.device == "cpu":
-                passed.append("triton: kernels run on a GPU")  # in its interpreter only where that is asked for
+                passed.append("triton: kernels run on a GPU")  # the interpreter runs only on request
                 continue
             reason = backend(name).reason(task, case)
             if reason is None:

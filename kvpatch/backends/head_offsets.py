@@ -1,11 +1,11 @@
-"""Heads that hold different numbers of tokens: flat keys and values in which every head has a segment of its own.
+"""Head offsets: flat storage of keys and values in which every head has a segment of its own length.
 
-Keys and values are entries [F,D]; R is the sum of what the heads hold and of the free slots that each head needs. Dense slots
-[B,H,C,D] are the case of equal segments, and they stay a layout of their own, since everything but attention and the write is
-the same for both: positions and scores are kept as [B,H,C], C the longest head, with -1 behind a head's own end. (They
-are 8 to 24 bytes a token beside the 256 to 1024 of a key and a value; padding these alone keeps one set of score, scope and
-selection functions for all layers.) Pages were the alternative: they spare the copy when a layer that does not evict outgrows
-its slack, at the price of an index per page in every attention call and of half a page per head.
+Keys and values are entries [F,D], where F is the sum of the heads' capacities: the tokens that each holds and its free slots.
+Positions and scores stay dense, [B,H,C] with C the longest segment and -1 behind a head's end, so that one set of score,
+scope and selection functions serves all layers. They take 8 to 24 bytes per token; a key and a value take 256 to 1024.
+
+Pages would avoid the copy when a layer that does not evict outgrows its free slots, but they cost an index per page in every
+attention call and half a page per head.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FEW = 64  # heads; of more, capacities are rounded up, so that many heads make few runs
-WASTE = 50  # by a fiftieth of their mean at most
-SPARE = 50  # a layer becomes ragged where dense slots would waste more than a fiftieth
+FEW = 64  # with more heads, capacities are rounded up, so that heads share capacities and there are fewer runs
+WASTE = 50  # rounding adds at most 1/50 of the mean capacity
+SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
 
 
 @dataclass
 class Run:
-    """Heads (of the flattened B*H) of one capacity whose segments follow each other from row `begin` on.
+    """Heads of one capacity, with adjacent segments.
 
-    filled: slots that each of them had in use when the head_offsets were made; None where they differ.
+    Attributes:
+        heads: indices into the flattened B*H.
+        count: number of heads.
+        begin: first entry of the first segment.
+        capacity: slots of each head.
+        filled: slots in use in each head when the offsets were made; None if heads differ.
     """
 
     heads: Tensor | slice
@@ -34,21 +39,37 @@ class Run:
     filled: int | None
 
     def of(self, entries_FD: Tensor) -> Tensor:
-        """The run's part of flat keys or values, as a view [heads, capacity, D]."""
+        """Return the run's part of flat keys or values, a view [count, capacity, D]."""
         return entries_FD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
 
 
 def wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell if dense slots for heads that need so many would waste too much: never where it is `least` slots a head or fewer."""
+    """Tell whether dense slots would waste too much for heads that need these numbers of slots.
+
+    Wasting at most `least` slots per head is never too much.
+    """
     waste = max(needs) * len(needs) - sum(needs)
     return waste * SPARE > sum(needs) and waste > least * len(needs)
 
 
 class HeadOffsets:
-    """Where the slots of each head lie.
+    """Offsets of each head's segment in flat storage.
 
-    capacities: slots of each head of the flattened B*H, rounded up where there are many heads unless `exactly`. filled:
-    slots in use; while decoding all heads grow alike, or none does.
+    While decoding, either all heads gain one token per step or none does.
+
+    Args:
+        capacities: slots of each head of the flattened B*H.
+        filled: slots in use in each head.
+        device: device of the offset tensors.
+        exactly: keep the capacities; else they are rounded up if there are many heads.
+
+    Attributes:
+        width: slots of the longest segment.
+        runs: heads grouped by capacity.
+        rows: F, entries in all.
+        begin_N: first entry of each head, int64.
+        capacity_N: slots of each head, int64.
+        uneven: whether heads of equal capacity differ in use, so that some slots must always be masked.
     """
 
     def __init__(self, capacities: list[int], filled: list[int], device: torch.device, exactly: bool = False) -> None:
@@ -69,13 +90,12 @@ class HeadOffsets:
         self.rows = row
         self.begin_N = torch.tensor(begins, device=device)
         self.capacity_N = torch.tensor(self.capacities, device=device)
-        # whether some slots must be masked, whatever the geometry
         self.uneven = any(run.filled is None for run in self.runs)
         self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
         self._places: tuple[Tensor, Tensor] | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Head and column of every row, [R] each."""
+        """Return head and column of every entry, int64 [F] each."""
         if self._places is None:
             device = self.begin_N.device
             lengths = torch.tensor(self.capacities, device=device)
@@ -85,8 +105,12 @@ class HeadOffsets:
         return self._places
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As a variable-length kernel takes them: heads in the order of their rows [N], where each begins and the last ends
-        [N+1] int32, slots in use [N] int32."""
+        """Return the segments in the form that variable-length attention kernels take.
+
+        Returns:
+            Heads in the order of their segments, int64 [N]; first entry of each segment and the end of the last, int32 [N+1];
+            slots in use, int32 [N].
+        """
         if self._sequences is None:
             device = self.begin_N.device
             order = self.begin_N.argsort()
@@ -95,7 +119,13 @@ class HeadOffsets:
         return self._sequences
 
     def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
-        """Rows [R,D] with the entries at `index` (where `kept`) of each head at its front; what is free is zero."""
+        """Gather dense slots into flat entries [F,D].
+
+        Args:
+            tensor_BHTD: dense keys or values.
+            index_BHK: slots to take for each head, in order; they go to the front of its segment.
+            kept_BHK: bool, False for entries of index_BHK to leave out. Free slots are zero.
+        """
         H, (head, column) = tensor_BHTD.shape[1], self.places()
         at = column.clamp(max=index_BHK.shape[-1] - 1)
         rows = tensor_BHTD[head // H, head % H, index_BHK.flatten(0, 1)[head, at]]
@@ -103,25 +133,25 @@ class HeadOffsets:
         return rows.masked_fill_(~real[:, None], 0)
 
     def unpack(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
-        """[B,H,width,D], zero behind each head's end."""
+        """Scatter flat entries into dense slots [B,H,width,D], zero behind each head's end."""
         head, column = self.places()
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
         padded[head * width + column] = entries_FD
         return padded.view(B, H, width, -1)
 
     def select(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
-        """The head_offsets of these heads, in this order and repeatedly where asked, and the rows [R'] to take for them."""
+        """Return the offsets of the heads `heads_N`, in that order and with repetitions, and the entries to take for them."""
         mine = heads_N.tolist()
         new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device, exactly=True)
         head, column = new.places()
         return new, self.begin_N[heads_N[head]] + column
 
     def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
-        """The head_offsets of the same heads with other capacities."""
+        """Return offsets of the same heads with other capacities."""
         return HeadOffsets(capacities, filled, self.begin_N.device, exactly=True)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
-        """The rows in the segments of `new`, whose heads are the same; what finds no room there was empty."""
+        """Move entries to the segments of `new`, which has the same heads; entries that do not fit must be free slots."""
         head, column = self.places()
         stays = column < new.capacity_N[head]
         moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])

@@ -1,10 +1,11 @@
-"""What a backend is: who computes attention and the statistics of its probabilities, and what is handed to it.
+"""Protocol of backends: the tasks that they perform and the records that they receive.
 
-There are four tasks. A backend is a module that does some of them, and says of the others and of what it cannot take why not:
+There are four tasks. A backend is a module that performs some of them; for the others, and for cases that it cannot take,
+`reason` returns why not.
 
-    prompt      torch, flash: attend() -> output and, where the kernel gives it, the log-sum-exp of every row
-    statistics  triton: statistics() -> sums of the probabilities beside each key; torch: observe() hands the probabilities
-                over block by block instead, for what only a policy can sum; both: window_sums(), of a few rows
+    prompt      torch, flash: attend() -> output and, if the kernel returns it, the log-sum-exp of every row
+    statistics  triton: statistics() -> sums of the probabilities per key; torch: observe() passes the probabilities block by
+                block to an observer, for any sum that a policy defines; both: window_sums() of a few rows
     decode      one token over dense slots. triton: step() writes, attends, observes and evicts; torch: step() attends
     ragged      one token over heads that hold different numbers of tokens: the same, and flash: ragged_step() attends
 """
@@ -25,10 +26,18 @@ TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")
 
 @dataclass
 class Keys:
-    """What a query may attend to. positions_BHT: -1 where a slot is empty (only if `holes`). The last Q columns of a
-    prompt are its own tokens; `past` columns come before them, in text order if `ordered`. With `head_offsets` heads hold
-    different numbers of tokens, and keys and values are entries [F,D] (ragged.py); each has taken `grown` more slots since
-    the head_offsets were made, or None where they fill up unevenly."""
+    """Keys and values that queries may attend to.
+
+    Attributes:
+        k_BHTD: keys; flat entries [F,D] with `head_offsets`.
+        v_BHTD: values, likewise.
+        positions_BHT: int64, -1 in an empty slot. The last Q columns of a prompt are its own tokens.
+        holes: whether slots may be empty.
+        past: columns before the prompt's own.
+        ordered: whether those columns are in text order.
+        head_offsets: offsets of the heads if they hold different numbers of tokens.
+        grown: slots that every head has taken since the offsets were made; None if heads fill up unevenly.
+    """
 
     k_BHTD: Tensor
     v_BHTD: Tensor
@@ -42,11 +51,16 @@ class Keys:
 
 @dataclass
 class Geometry:
-    """How a layer attends: scale of the logits, ALiBi slopes [H,G] (added as slope * (i - t)), window in tokens.
+    """Variant of attention that a layer computes.
 
-    softcap: logits x become softcap * tanh(x / softcap) before any mask [Gemma 2]. sinks_HG: a logit of each query head that
-    takes its share of the softmax and belongs to no key [gpt-oss]. coarse: where it is not None, ALiBi is coarse * (slope /
-    coarse * i) for key i, slope, position and product in bfloat16 [Falcon's code].
+    Attributes:
+        scale: factor of the logits.
+        slopes_HG: ALiBi slopes; key i's logit for the query at t gets slope * (i - t) added. None without ALiBi.
+        sliding: sliding window in tokens; None without one.
+        softcap: logits x become softcap * tanh(x / softcap) before masking [Gemma 2]; None for no cap.
+        sinks_HG: a logit per query head in the softmax that belongs to no key [gpt-oss]; None without.
+        coarse: if not None, ALiBi of key i is coarse * (slope / coarse * i), with slope, position and product rounded to
+            bfloat16 [Falcon's code].
     """
 
     scale: float
@@ -58,24 +72,35 @@ class Geometry:
 
     @property
     def plain(self) -> bool:
-        """Whether the probabilities are a softmax over scaled products, biases and masks alone."""
+        """Tell whether the probabilities are a softmax over scaled products, biases and masks alone."""
         return self.softcap is None and self.sinks_HG is None
 
     @property
     def special(self) -> bool:
-        """Whether kernels cannot take it."""
+        """Tell whether the layer needs torch, because no kernel computes its variant of attention."""
         return not self.plain or self.coarse is not None
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of a backend, as far as it decides who can do it.
+    """Properties of a call that decide which backends can perform it.
 
-    device: its type. window: a sliding window that is shorter than what is read. padding: some keys are empty. past: keys that
-    came before this piece of a prompt. gradients: the output must be differentiable. scores: probabilities are wanted, of a
-    step or of all rows of a prompt. statistics: the sums made of them, by name, each with the kernels' name for the same
-    computation (None: torch alone knows it). fresh: noise is drawn for every query and key. renumbered: positions are ranks,
-    new at every step. special: logits are capped, a sink takes part in the softmax, or ALiBi is coarse.
+    Attributes:
+        device: type of the device, "cpu" or "cuda".
+        dtype: of queries, keys and values.
+        head_dim: D.
+        group: G, query heads per KV head.
+        alibi: positions are ALiBi biases.
+        window: there is a sliding window shorter than the text.
+        padding: some keys are empty.
+        past: there are keys before this piece of the prompt.
+        gradients: the output must be differentiable.
+        scores: probabilities are needed, of a step or of all rows of a prompt.
+        statistics: names of the sums over probabilities, each with the kernels' name of the same computation, or None if only
+            torch computes it.
+        fresh: noise is needed for every query and key.
+        renumbered: positions are ranks among the held tokens, new at every step.
+        special: logits are capped, there are attention sinks, or ALiBi is coarse.
     """
 
     device: str
@@ -95,10 +120,10 @@ class Case:
 
 
 class Backend(Protocol):
-    """`reason` is what every backend has; the functions of its tasks are named at the top of this file."""
+    """Interface that all backends share; the functions of their tasks are listed at the top of this file."""
 
     NAME: str
 
     def reason(self, task: Task, case: Case) -> str | None:
-        """Why this backend cannot do it, in words for the user; None if it can."""
+        """Return an error message for the user if this backend cannot perform the task, or None if it can."""
         ...

@@ -1,12 +1,12 @@
-"""Attention and its statistics in plain torch, on any device and dtype. No tensor here is n x n.
+"""The torch backend: attention and statistics on any device and dtype, without an n x n tensor.
 
-A prompt is Q query columns against `past` columns that came before and the Q columns themselves: row r sees columns
-0 .. past + r, minus what is empty and what has left the sliding window.
+A prompt has Q query columns and attends to `past` earlier columns and to its own: row r sees columns 0 .. past + r, except
+empty ones and those outside the sliding window.
 
-Statistics are made of probabilities a[t,i], recomputed for a block of rows at a time: from attention's own log-sum-exp
-where the kernel returns it (a = exp(x - lse)), else by a softmax over the block's rows. In full precision on the CPU one
-pass over such blocks is cheaper than a flash kernel followed by a second Q K^T (measured up to 16,384 keys), so it makes
-the output too.
+Statistics need the probabilities a[t,i], which are recomputed for one block of rows at a time: from the log-sum-exp that the
+attention kernel returned (a = exp(x - lse)), or by a softmax over the block's rows. In full precision on the CPU, one pass
+over such blocks is cheaper than a flash kernel followed by a second Q K^T (measured up to 16,384 keys), so that pass also
+computes the output.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
-DEVICE_BLOCK = 1 << 26  # and elsewhere: 256 MiB
+DEVICE_BLOCK = 1 << 26  # on other devices: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask
 FLOAT16 = torch.finfo(torch.float16).max
-SMALL = 1 << 19  # numbers: heads of different lengths that are padded to so many cost less than a call for each length
+SMALL = 1 << 19  # elements: padding ragged heads to at most this size costs less than a call for each length
 
 
 @dataclass
 class Rows:
-    """Probabilities of rows [start, stop) of heads [n0, n1) of the flattened [B*H], over key columns [lo, hi)."""
+    """Probabilities of rows [start, stop) of heads [n0, n1) of the flattened B*H, over key columns [lo, hi)."""
 
     n0: int
     n1: int
@@ -49,12 +49,12 @@ Observer = Callable[[Rows], None]
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Torch takes everything."""
+    """Return None: torch performs every task."""
     return None
 
 
 def fuses(q_BHGQD: Tensor) -> bool:
-    """Whether `observe` makes a prompt's output along with its probabilities, for less than both cost apart."""
+    """Tell whether `observe` should also compute a prompt's output, because that is cheaper than a separate kernel."""
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
     on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
     return on_cpu and full_precision and not keeps_graph
@@ -66,8 +66,17 @@ def fuses(q_BHGQD: Tensor) -> bool:
 def attend(
     q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor | None]:
-    """Exact attention of a prompt [B,H,G,Q,D] and, where a kernel returns it under the same logits, the log-sum-exp
-    [B,H,G,Q]. rows_BQ: positions of the queries, -1 for padding."""
+    """Compute exact attention of a prompt.
+
+    Args:
+        q_BHGQD: queries.
+        keys: keys and values; the last Q columns are the prompt's own.
+        rows_BQ: positions of the queries, int64; -1 for padding.
+        geometry: variant of attention.
+
+    Returns:
+        The output [B,H,G,Q,D], and the log-sum-exp [B,H,G,Q] if the kernel returns it for the same logits, else None.
+    """
     if not geometry.plain:
         return _attend_special(q_BHGQD, keys, rows_BQ, geometry), None
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
@@ -80,7 +89,7 @@ def attend(
             q, keys.k_BHTD, keys.v_BHTD, 0.0, True, attn_mask=bias, scale=geometry.scale
         )
         lse = rearrange(lse, "b (h g) q -> b h g q", g=G)
-        # with ALiBi the log-sum-exp is relative to one far token: too coarse to be subtracted from
+        # with ALiBi the log-sum-exp is relative to one far token: too coarse for exp(x - lse)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), lse if geometry.slopes_HG is None else None
     if square and not keys.holes and geometry.slopes_HG is None:
         out = F.scaled_dot_product_attention(
@@ -91,7 +100,7 @@ def attend(
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-    """What is added to a key's logit whatever the query: [B|1,H*G|1,1,T], or None."""
+    """Return the bias of each key's logit for all queries, [B|1,H*G|1,1,T], or None if there is none."""
     if not keys.holes and geometry.slopes_HG is None:
         return None
     positions_BT = keys.positions_BHT[:, 0]
@@ -103,10 +112,10 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | No
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """scaled_dot_product_attention over blocks of rows with an explicit mask of at most MASK_BLOCK entries."""
+    """Call scaled_dot_product_attention on blocks of rows, with explicit masks of at most MASK_BLOCK entries."""
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
-    if geometry.slopes_HG is not None:  # a half cannot hold ALiBi's bias
+    if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
         q_BHGQD, k_BHTD, v_BHTD = (t.to(accumulator(dtype)) for t in (q_BHGQD, k_BHTD, v_BHTD))
     heads = H * G if geometry.slopes_HG is not None else (1 if keys.past == 0 else H)
     size = max(MASK_BLOCK // (B * heads * keys.k_BHTD.shape[2]), 1)
@@ -129,7 +138,7 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
 
 
 def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Attention with capped logits or sinks, over blocks of rows of at most MASK_BLOCK logits."""
+    """Compute attention with capped logits or sinks, in blocks of rows of at most MASK_BLOCK logits."""
     assert geometry.slopes_HG is None, "no architecture has both"
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)
@@ -147,7 +156,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
 
 
 def _alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
-    """ALiBi of keys at `positions`, less that of a key at `origin`: in a softmax only differences count."""
+    """Return ALiBi of keys at `positions` minus that of a key at `origin`; the softmax depends on differences alone."""
     if geometry.coarse is None:
         return slopes * (positions - origin)
     rounded = (slopes / geometry.coarse).bfloat16()
@@ -156,12 +165,15 @@ def _alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry
 
 
 def _capped(x: Tensor, geometry: Geometry) -> Tensor:
-    """Scaled logits, capped where the layer caps them."""
+    """Cap scaled logits if the layer has a softcap."""
     return x if geometry.softcap is None else geometry.softcap * torch.tanh(x / geometry.softcap)
 
 
 def _weights(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
-    """The softmax of logits [B,H,G,...,M], less what goes to a sink. sinks: for logits of another layout."""
+    """Return the softmax of logits [B,H,G,...,M] without the share of the attention sinks.
+
+    sinks: the sinks' logits in the layout of `x`, if that is not [B,H,G,...].
+    """
     if geometry.sinks_HG is None:
         return x.softmax(-1)
     if sinks is None:
@@ -170,7 +182,7 @@ def _weights(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tens
 
 
 def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
-    """Key columns that rows [start, stop) can see at all."""
+    """Return the range of key columns that rows [start, stop) can see."""
     lo = 0
     if geometry.sliding is not None and keys.ordered:
         lo = max(keys.past + start - geometry.sliding + 1, 0)
@@ -178,7 +190,7 @@ def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int
 
 
 def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
-    """bool [B,1|H,R,M]; a row that sees nothing, which is padding, sees itself, so that it gives no NaN."""
+    """Return a bool mask [B,1|H,R,M] of visible keys; a row that sees none, which is padding, sees itself, to give no NaN."""
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)
@@ -203,9 +215,17 @@ def observe(
     count: bool = False,
     out: Tensor | None = None,
 ) -> None:
-    """Hand every row's probabilities to `observer`, a block at a time; write p V into `out` where it is given.
+    """Pass the probabilities of all rows to an observer, one block at a time.
 
-    count: `Rows.keys_NR` is wanted.
+    Args:
+        q_BHGQD: queries.
+        keys: keys and values.
+        rows_BQ: positions of the queries, -1 for padding.
+        geometry: variant of attention.
+        lse: log-sum-exp [B,H,G,Q] of the rows, if a kernel returned it.
+        observer: called with each block.
+        count: whether to set `Rows.keys_NR`.
+        out: attention output [B,H,G,Q,D] to fill; None if it is not needed.
     """
     B, H, G, Q, _ = q_BHGQD.shape
     T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
@@ -243,7 +263,7 @@ def observe(
 
 
 def _row_blocks(Q: int, past: int, entries: int) -> Iterator[tuple[int, int]]:
-    """Blocks of rows whose probabilities are about `entries` numbers: taller at the top of the triangle."""
+    """Split rows into blocks of about `entries` probabilities each, so blocks are taller where rows see fewer keys."""
     start = 0
     while start < Q:
         stop = min(Q, start + max(16, min(256, entries // (past + start + 128))))
@@ -252,7 +272,7 @@ def _row_blocks(Q: int, past: int, entries: int) -> Iterator[tuple[int, int]]:
 
 
 class _Mask:
-    """Adds ALiBi and -inf to blocks of logits."""
+    """Masks of blocks of logits: adds ALiBi, and sets invisible keys to -inf."""
 
     def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> None:
         self.keys, self.geometry = keys, geometry
@@ -264,6 +284,7 @@ class _Mask:
             self.slopes_NG = geometry.slopes_HG.repeat(B, 1)
 
     def apply(self, x_NGRM: Tensor, n0: int, n1: int, start: int, stop: int, lo: int, hi: int) -> None:
+        """Mask the logits of a block in place."""
         R = stop - start
         positions = self.positions_NT[n0:n1, None, None, lo:hi]
         if self.geometry.slopes_HG is not None:
@@ -279,14 +300,21 @@ class _Mask:
             x_NGRM.masked_fill_(gone, -torch.inf)
 
     def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
-        """A row of padding is no row: its probabilities (NaN, where it sees nothing) become zero."""
+        """Set the probabilities of padding rows to zero; they are NaN in a row that sees no key."""
         if self.padded:
             p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
 
 
 def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
-    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
-    The log-sum-exp of the rows is not needed here."""
+    """Return the attention of an observation window per key: summed over its rows, averaged over the group, [B,H,T].
+
+    Args:
+        q_BHGWD: queries of the window.
+        keys: keys and values.
+        rows_BW: positions of the queries; -1 for rows that do not count.
+        geometry: variant of attention.
+        lse_BHGW: ignored; other backends need the log-sum-exp of the rows.
+    """
     dtype = accumulator(q_BHGWD.dtype)
     x = torch.einsum("bhgwd,bhtd->bhgwt", q_BHGWD.to(dtype), keys.k_BHTD.to(dtype)) * geometry.scale
     x = _capped(x, geometry)
@@ -310,11 +338,23 @@ def step(
     probabilities: bool,
     buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One query per row over the slots: output [B,H,G,D] and, if wanted, its probabilities [B,H,G,T] (in `buffer`)."""
+    """Attend from one query per batch row.
+
+    Args:
+        q_BHGD: queries.
+        keys: keys and values.
+        newest_B11: position of the query's token.
+        geometry: variant of attention.
+        probabilities: whether to return probabilities.
+        buffer: tensor [B,H,G,T] to write them to, or None.
+
+    Returns:
+        The output [B,H,G,D], and the probabilities [B,H,G,T] or None.
+    """
     if keys.head_offsets is not None:
         return _ragged_step(q_BHGD, keys, keys.head_offsets, newest_B11, geometry, probabilities)
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
-    exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # a half cannot hold ALiBi's bias
+    exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # ALiBi's bias exceeds half precision
     out = None
     if geometry.plain and exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
@@ -335,7 +375,7 @@ def step(
 def _ragged_step(
     q_BHGD: Tensor, keys: Keys, head_offsets: HeadOffsets, newest_B11: Tensor, geometry: Geometry, probabilities: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`step` over heads of different lengths: heads of one length are attended together, without padding."""
+    """Attend as `step` does over heads of different lengths; heads of one capacity are computed together."""
     (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
     masked = keys.grown is None or geometry.slopes_HG is not None or geometry.sliding is not None
     D = q_BHGD.shape[-1]
@@ -345,7 +385,7 @@ def _ragged_step(
     masked = masked or head_offsets.uneven
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
     bias = None if bias is None else bias.flatten(0, 1)
-    # a half cannot hold ALiBi's bias
+    # ALiBi's bias exceeds half precision
     q_NGD, exact = q_BHGD.flatten(0, 1), geometry.slopes_HG is None and geometry.plain
     sinks_NG1 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[..., None]
     q_NGD = q_NGD if exact and q_BHGD.dtype != dtype else q_NGD * geometry.scale
@@ -372,12 +412,12 @@ def _ragged_step(
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Logits of a float16 model that exceed it are its largest number: infinite ones would make NaN of a whole row."""
+    """Clamp float16 logits to finite numbers, since an infinite logit would make its whole row NaN."""
     return x.clamp(-FLOAT16, FLOAT16) if x.dtype == torch.float16 else x
 
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-    """[B,H,1|G,T] to add to the logits, or None where every slot counts as it is."""
+    """Return the bias of the logits, [B,H,1|G,T], or None if there is neither mask nor ALiBi."""
     if not keys.holes and geometry.slopes_HG is None and geometry.sliding is None:
         return None
     positions = keys.positions_BHT

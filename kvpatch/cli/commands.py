@@ -44,12 +44,12 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="A policy's option, as in -o window=16; any number of times.")
 ]
 
-KS = "0.7,0.5,0.3,0.2"  # what `compare` measures where nothing is said
+KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
-    """A mistake of the caller becomes one line and exit code 2."""
+def short_errors() -> Iterator[None]:
+    """Turn a KVPatchError into one line on stderr and exit code 2."""
     logging.set_verbosity_error()
     getLogger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()
@@ -61,6 +61,7 @@ def in_words() -> Iterator[None]:
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any]:
+    """Parse `name=value` pairs; values are Python literals or texts. Raises KVPatchError for a malformed pair."""
     options = {}
     for text in given or ():
         name, equals, value = text.partition("=")
@@ -84,20 +85,20 @@ def _show(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 @app.command()
 def policies() -> None:
-    """What each policy keeps, and its options with their defaults."""
+    """List the policies, the tokens that each protects, and options with their defaults."""
     _show(tables.POLICY_COLUMNS, tables.policy_rows())
     print("\nEvery policy also takes sinks= (first tokens), recent= (newest ones) and protect= (a mask or token ids).")
 
 
 @app.command()
 def architectures() -> None:
-    """Which architectures have an adapter."""
+    """List the architectures that have an adapter."""
     _show(tables.ARCHITECTURE_COLUMNS, tables.architecture_rows())
     print("\nAnother one takes a short adapter: see `kvpatch.register_arch` and the README.")
 
 
 @app.command()
-def generate(
+def generate(  # noqa: PLR0913 - typer: an option is a parameter
     model: Model,
     prompt_file: Annotated[str, typer.Option(help="A text to go on from; - reads standard input.")],
     policy: PolicyName = "keyformer",
@@ -113,9 +114,9 @@ def generate(
     strict: Annotated[bool, typer.Option("--strict", help="Stop with an error where a number is NaN or infinite.")] = False,
     option: Options = None,
 ) -> None:
-    """Write on from a prompt under a budget, then say what was kept. Greedy."""
-    with in_words():
-        get_policy(policy).with_options(schedule, **parse_options(option))  # typing errors cost no loading
+    """Generate greedily from a prompt under a budget, then report the kept tokens."""
+    with short_errors():
+        get_policy(policy).with_options(schedule, **parse_options(option))  # fail on a misspelt option before loading the model
         text = read_prompt(prompt_file)
         lm, tokenizer = load_model(model, dtype, device), load_tokenizer(model)
         ids, note = encode(lm, tokenizer, text, max_new_tokens)
@@ -147,8 +148,8 @@ def check(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Test on your own model, in seconds and on random ids, that the patch does what it promises."""
-    with in_words():
+    """Check on your own model, in seconds and on random ids, that the patch keeps its promises."""
+    with short_errors():
         get_policy(policy)
         table = check_model(load_model(model, dtype, device), policy, parse_k(k), seed=seed)
     _show(("", "check", "measured"), [("pass" if r.passed else "FAIL", r.name, r.detail) for r in table])
@@ -158,7 +159,7 @@ def check(
 
 
 @app.command()
-def compare(
+def compare(  # noqa: PLR0913 - typer: an option is a parameter
     model: Model,
     prompt_file: Annotated[str, typer.Option(help="Your own prompt; - reads standard input.")],
     continuation_file: Annotated[
@@ -187,15 +188,15 @@ def compare(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("kvpatch-compare"),
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file too, a JSON object per line.")] = None,
 ) -> None:
-    """On your own prompt: how far policies and budgets move the next-token distributions from the full cache's.
+    """Compare policies and budgets on your own prompt by their next-token distributions.
 
-    The unpatched and the patched model are fed the same tokens after the prompt, one by one, and every prediction is
-    compared: KL, agreement, bytes, time; a table, a picture, and one sentence of advice.
+    The unpatched and the patched model are fed the same tokens after the prompt, one by one, and their predictions are
+    compared: KL, agreement, bytes, time. Prints a table and one sentence of advice, and saves a picture.
     """
     from . import compare as comparing
 
-    with in_words():
-        get_policy("full").with_options(schedule)  # whether there is such a word; a policy that refuses it gets a row
+    with short_errors():
+        get_policy("full").with_options(schedule)  # refuse an unknown schedule; a policy that refuses a known one gets a row
         chosen = comparing.choose(policies, parse_options(option), max_new_tokens)
         ks = comparing.budgets(",".join(budgets or [KS]))
         asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, seed, tolerance, agreement, out, json)
@@ -211,8 +212,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("kvpatch-demo"),
     model: Annotated[str | None, typer.Option(help="Your own model instead of the repository's.")] = None,
 ) -> None:
-    """Several policies on prompts that need their cache: answers right, text kept, bytes, speed, and a picture."""
+    """Run several policies on prompts that need their cache; prints answers, bytes and speed, and saves a picture."""
     from .demo import run
 
-    with in_words():
+    with short_errors():
         run(out, model)

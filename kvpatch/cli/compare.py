@@ -1,4 +1,4 @@
-"""`kvpatch compare`: what each policy and budget changes on the user's own text."""
+"""Implementation of `kvpatch compare`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,24 @@ from .compare_view import CHANCE
 from .loading import encode, parse_k
 
 LEAST = 8
-"""Tokens of the shortest prompt that is taken: fewer leave nothing to choose from."""
+"""Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: policies and budgets by what was typed for them; how; what is good enough; where results go."""
+    """Arguments of a comparison.
+
+    Attributes:
+        policies: by the names that were typed.
+        ks: budgets, by the texts that were typed.
+        new: tokens to feed after the prompt, at most.
+        schedule: of the policies; None for each policy's own.
+        seed: of the policies' random numbers.
+        tolerance: largest KL to advise, nats per token.
+        agreement: smallest share of agreeing predictions to advise.
+        out: folder of the picture.
+        lines: file for the figures in JSON, or None.
+    """
 
     policies: dict[str, Policy]
     ks: dict[str, int | float | str]
@@ -43,7 +55,11 @@ class Asked:
 
 
 def run(asked: Asked, model: Any, tokenizer: Any, prompt: str, own: str | None, name: str) -> None:
-    """Measure and show; `name` is the model's. Raises KVPatchError as `text_ids`, and where a file cannot be written."""
+    """Measure, and print and save the results; `name` is the model's, `own` a text to feed or None for greedy text.
+
+    Raises:
+        KVPatchError: as `text_ids`, or a file cannot be written.
+    """
     ids_1T, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
     for note in notes:
         print(note, file=sys.stderr)
@@ -68,7 +84,7 @@ def run(asked: Asked, model: Any, tokenizer: Any, prompt: str, own: str | None, 
 
 
 def json_lines(result: Result, asked: Asked, model: Any, name: str, continuation: str) -> str:
-    """A JSON object per row, each with all that is needed to tell where it comes from."""
+    """Format one JSON object per row, each with all settings of the run."""
     where = {
         "model": name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -92,15 +108,18 @@ def json_lines(result: Result, asked: Asked, model: Any, name: str, continuation
 
 
 def prepare(out: Path, lines: Path | None) -> None:
-    """Make the folder for the picture. Raises KVPatchError for places that cannot be, or without matplotlib, before anything
-    is measured."""
+    """Make the folder for the picture and check the file for the figures, before anything is measured.
+
+    Raises:
+        KVPatchError: one of them cannot be written, or matplotlib is missing.
+    """
     plotting.new_figure()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
     if lines is not None:
-        _write(lines, "", "a")  # what an earlier run wrote stays until there are new figures
+        _write(lines, "", "a")  # keeps the figures of an earlier run until there are new ones
 
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
@@ -115,9 +134,9 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
 
 
 def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
-    """The policies of a comma-separated list by name, and CHANCE; each with those `options` that it has.
+    """Look up the policies of a comma-separated list, and CHANCE, and set those `options` that each has.
 
-    new: tokens that generate() would be asked for; a policy whose temperature rises over them gets to know.
+    new: number of generated tokens, for policies whose temperature depends on it.
 
     Raises:
         KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.
@@ -139,7 +158,7 @@ def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
 
 
 def budgets(text: str) -> dict[str, int | float | str]:
-    """Budgets of a comma-separated list, by the text of each. Raises KVPatchError for one that is none."""
+    """Parse a comma-separated list of budgets, by the text of each. Raises KVPatchError for an invalid one."""
     parsed = {part.strip(): parse_k(part.strip()) for part in text.split(",") if part.strip()}
     if not parsed:
         raise KVPatchError("-k names no budget: give some, such as 0.5,0.2.")
@@ -149,9 +168,14 @@ def budgets(text: str) -> dict[str, int | float | str]:
 
 
 def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int) -> tuple[Tensor, int, list[str]]:
-    """Token ids [1,n+m] of the prompt and of what is fed after it, n, and sentences about what was left out.
+    """Encode the text: token ids [1,n+m] of prompt and fed text, n, and sentences about omitted tokens.
 
-    own: the text to feed, at most `new` tokens of it; None: the unpatched model's own greedy continuation.
+    Args:
+        model: the unpatched model.
+        tokenizer: of the model.
+        prompt: text of the prompt.
+        own: text to feed; None for the unpatched model's greedy continuation.
+        new: tokens to feed, at most.
 
     Raises:
         KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
@@ -170,7 +194,7 @@ def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int)
 
 
 def _continue(model: Any, ids_1T: Tensor, new: int) -> Tensor:
-    """The model's own greedy text, [1,m], without the token that ends it."""
+    """Generate the model's greedy continuation, [1,m], without the token that ends it."""
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]
     out_1T = model.generate(
@@ -182,7 +206,7 @@ def _continue(model: Any, ids_1T: Tensor, new: int) -> Tensor:
         pad_token_id=0 if padding is None else padding,
     )
     fed = out_1T[:, ids_1T.shape[1] :]
-    if int(fed[0, -1]) in ends:  # what would come after the end of a text says nothing about it
+    if int(fed[0, -1]) in ends:  # predictions after the end of a text say nothing about it
         fed = fed[:, :-1]
     if not fed.numel():
         raise KVPatchError("The model ends its text right after this prompt: give one to feed with --continuation-file.")

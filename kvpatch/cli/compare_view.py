@@ -1,4 +1,4 @@
-"""What `kvpatch compare` shows: the table, what there is to say about it, one sentence of advice, and the picture."""
+"""Output of `kvpatch compare`: a table with notes, one sentence of advice, and a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import plotting
 from ..evaluation.divergence import Figures, Result, Row
 
 CHANCE = "random"
-"""The policy that every other should beat: always measured, never advised."""
+"""Baseline that every policy should beat: always measured, never advised."""
 
 _HEADS = ("policy", "k", "tokens", "KL", "worst", "as full", "loss", "KV kB", "of full", "time")
 _LEGEND = (
@@ -24,7 +24,7 @@ _LEGEND = (
 
 
 def show(console: Console, result: Result, tolerance: float, agreement: float) -> None:
-    """The table, its notes and the advice."""
+    """Print the table, its notes and the advice."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in _HEADS:
         table.add_column(head, justify="left" if head == "policy" else "right", no_wrap=True)
@@ -42,7 +42,7 @@ def show(console: Console, result: Result, tolerance: float, agreement: float) -
 
 
 def _full(result: Result) -> tuple[str, ...]:
-    """The unpatched model, which the others are compared with."""
+    """Format the unpatched model's row."""
     nothing = Figures(0, 0.0, 0.0, 1.0, 0.0, result.nbytes, (result.n + result.fed,) * 2, result.seconds)
     return _cells(Row("full", "", nothing), result)
 
@@ -67,7 +67,7 @@ def _cells(row: Row, result: Result) -> tuple[str, ...]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """A line per policy that protects more than a budget holds, and a line per reason of refusal."""
+    """Return a line per policy that protects more than a budget holds, and a line per reason of refusal."""
     cut: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for row in rows:
@@ -75,15 +75,15 @@ def notes(rows: list[Row]) -> list[str]:
             refused.setdefault(row.error, []).append(f"{row.policy} at k={row.k}")
         for option, (size, left) in row.figures.cut.items() if row.figures else ():
             cut.setdefault(row.policy, []).append(f"{option} {size} cut to {left} at k={row.k}")
-    words = "protects more than the budget holds, which leaves nothing to choose by score"
-    lines = [f"* {policy} {words}: {', '.join(sizes)}." for policy, sizes in cut.items()]
+    reason = "protects more than the budget holds, which leaves nothing to choose by score"
+    lines = [f"* {policy} {reason}: {', '.join(sizes)}." for policy, sizes in cut.items()]
     return lines + [f"refused: {', '.join(which)}: {why}" for why, which in refused.items()]
 
 
 def advice(result: Result, tolerance: float, agreement: float) -> str:
-    """The setting of fewest bytes within both limits (of equal ones the nearest), or the nearest where none is.
+    """Advise the setting with the fewest bytes within both limits, or the one with the lowest KL if none is within them.
 
-    Only settings that hold less than the full cache are settings to advise, and chance is none.
+    Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised.
     """
     candidates = [
         (row, row.figures)
@@ -96,9 +96,9 @@ def advice(result: Result, tolerance: float, agreement: float) -> str:
     within = [pair for pair in candidates if _within(pair[1], tolerance, agreement)]
     if not within:
         row, one = min(candidates, key=lambda pair: pair[1].kl)
-        return f"None of these settings stays within {limits} on this text; the closest is {_words(row, one, result)}."
+        return f"None of these settings stays within {limits} on this text; the closest is {_described(row, one, result)}."
     row, one = min(within, key=lambda pair: (pair[1].nbytes, pair[1].kl))
-    said = f"The cheapest of these settings within {limits} on this text is {_words(row, one, result)}"
+    said = f"The cheapest of these settings within {limits} on this text is {_described(row, one, result)}"
     chance = next((other.figures for other in result.rows if (other.policy, other.k) == (CHANCE, row.k)), None)
     if chance is not None and _within(chance, tolerance, agreement):
         return f"{said}; eviction at random stays within it there too, so this text cannot tell policies apart."
@@ -109,13 +109,13 @@ def _within(one: Figures, tolerance: float, agreement: float) -> bool:
     return one.kl <= tolerance and one.agreement >= agreement
 
 
-def _words(row: Row, one: Figures, result: Result) -> str:
+def _described(row: Row, one: Figures, result: Result) -> str:
     kl, share = f"a KL of {one.kl:.4f} (worst token {one.worst:.2f})", f"{one.nbytes / result.nbytes:.0%}"
     return f"{row.policy} at k={row.k}: {share} of the full cache's bytes, {kl}, {one.agreement:.1%} agreement"
 
 
 def picture(result: Result, tolerance: float, title: str) -> Any:
-    """KL against the budget, a line per policy."""
+    """Draw KL against the budget, a line per policy."""
     measured = [(row, row.figures) for row in result.rows if row.figures is not None]
     curves: dict[str, list[tuple[int, float]]] = {row.policy: [] for row, _ in measured}
     for row, one in sorted(measured, key=lambda pair: pair[1].budget):

@@ -1,4 +1,4 @@
-"""`kvpatch demo`: several policies on prompts that need their cache."""
+"""Implementation of `kvpatch demo`: several policies on prompts that need their cache."""
 
 from __future__ import annotations
 
@@ -42,14 +42,22 @@ _CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own data be
 
 @dataclass(frozen=True)
 class Stage:
-    """One model with the text it is tried on."""
+    """A model and the text that it is run on."""
 
     model: Any
     text: Text
 
 
 def run(out: Path, model: str | None = None) -> None:
-    """All of it: table, strips, picture. Raises KVPatchError where a model is missing or `out` cannot be written."""
+    """Print the table and strips and save the picture.
+
+    Args:
+        out: folder of the picture.
+        model: folder or name of a model; None for the repository's models.
+
+    Raises:
+        KVPatchError: a model is missing or `out` cannot be written.
+    """
     console = Console(highlight=False)
     plotting.new_figure()  # without matplotlib nothing is measured
     try:
@@ -120,17 +128,17 @@ def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
 
 
 def _feed(stage: Stage, policy: str, k: float) -> Fed:
-    """The unpatched model for "full": what a user has today."""
+    """Feed the text under a policy; "full" stands for the unpatched model."""
     text = stage.text
     if policy == "full":
-        feed(stage.model, text.ids_BT[:, : text.n + 2], text.n, None)  # what is slow once should not count
+        feed(stage.model, text.ids_BT[:, : text.n + 2], text.n, None)  # warms up
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
     with patched(stage.model, policy, k, **POLICIES[policy]):
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
 
 
 def _after_prompt(policy: str, k: float, stage: Stage) -> Report:
-    """What is left of the first prompt when its first answer token is about to be fed."""
+    """Report the tokens of the first prompt that are kept after compression."""
     text = stage.text
     ids_1T = text.ids_BT[:1, : text.n]
     if text.mask_BT is not None:

@@ -1,4 +1,4 @@
-"""What `kvpatch demo` shows: the table, a strip per policy, and the picture."""
+"""Output of `kvpatch demo`: a table, a strip per policy, and a picture."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from .needles import Text
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one policy did; the first outcome is the unpatched model's.
+    """Outcome of one policy and budget; the first outcome is the unpatched model's.
 
-    right: which questions were answered, bool [B]; later: the same where the question came after the eviction. loss,
-    tokens and seconds: of the source file, nats per token, the likeliest next tokens, and the time of the decode steps.
+    Attributes:
+        policy: name of the policy.
+        k: the budget.
+        right: bool [B], questions that were answered right.
+        nbytes: bytes allocated for keys and values.
+        later: as `right`, for questions that came after the eviction.
+        loss: of the source file, nats per token.
+        tokens: likeliest next tokens of the source file.
+        seconds: time of the decode steps on the source file.
     """
 
     policy: str
@@ -35,7 +42,7 @@ class Outcome:
     seconds: float | None = None
 
     def cells(self, full: Outcome) -> dict[str, str]:
-        """A row of the table, by column."""
+        """Format a row of the table, by column."""
         cells = {"k": f"{self.k:g}", "right": _right(self.right)}
         if self.later is not None:
             cells["later"] = _right(self.later)
@@ -56,7 +63,7 @@ Reports = dict[tuple[str, float], Report]
 
 
 def show(console: Console, outcomes: list[Outcome], reports: Reports, text: Text) -> None:
-    """The table and the strips."""
+    """Print the table and the strips."""
     full = outcomes[0]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
@@ -65,7 +72,7 @@ def show(console: Console, outcomes: list[Outcome], reports: Reports, text: Text
     for one in outcomes:
         table.add_row(one.policy, *one.cells(full).values())
     console.print(table)
-    shown = " ".join(words for head, words in _LEGEND.items() if head in full.cells(full))
+    shown = " ".join(line for head, line in _LEGEND.items() if head in full.cells(full))
     console.print(shown, style="dim")
     _strips(console, reports, text)
 
@@ -80,7 +87,7 @@ _LEGEND = {
 
 
 def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> None:
-    """A line per policy at the smallest budget: the share of all heads that kept each segment of the first prompt."""
+    """Print a line per policy at the smallest budget: the share of heads that kept each part of the first prompt."""
     k = min(share for _, share in reports)
     kept = {policy: report.kept().float().mean((0, 1)) for (policy, share), report in reports.items() if share == k}
     n = len(next(iter(kept.values())))
@@ -100,7 +107,7 @@ def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> 
 
 
 def picture(outcomes: list[Outcome], reports: Reports, text: Text) -> Any:
-    """A column of panels per budget, a panel per policy."""
+    """Draw a column of panels per budget, a panel per policy."""
 
     def panel(one: Outcome) -> plotting.Panel:
         title = f"{one.policy}, k={one.k:g}: {_right(one.right)} answers right"

@@ -1,4 +1,4 @@
-"""Models, tokenizers and prompts for the command line; whatever is wrong with them is said in one line."""
+"""Models, tokenizers and prompts for the command line, with errors of one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODELS = REPOSITORY / "tools" / "models"
 
 
 def parse_k(text: str) -> int | float | str:
-    """`-k`: digits are a number of tokens, a number with a dot is a share of the prompt, all else a size ("2GiB")."""
+    """Parse `-k`: digits are tokens, a number with a dot is a share of the prompt, anything else a size such as "2GiB"."""
     if text.isdigit():
         return int(text)
     try:
@@ -29,10 +29,10 @@ def parse_k(text: str) -> int | float | str:
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> Any:
-    """A causal language model from a folder or the hub, in evaluation mode.
+    """Load a causal language model from a folder or the hub, in evaluation mode.
 
     Raises:
-        KVPatchError: it cannot be loaded, or the dtype or device is none.
+        KVPatchError: it cannot be loaded, or the dtype or device is invalid.
     """
     if dtype not in DTYPES:
         raise KVPatchError(f"--dtype {dtype} is unknown.{suggest(dtype, DTYPES)} Known: {', '.join(DTYPES)}.")
@@ -60,7 +60,7 @@ def _device(device: str) -> torch.device:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer beside a model. Raises KVPatchError where there is none that knows any token."""
+    """Load a model's tokenizer. Raises KVPatchError if there is none or it knows no token."""
     _refuse_missing_folder(name)
     missing = f"--model {name} comes without a tokenizer, which text needs."
     if Path(name).is_dir() and not any(any(Path(name).glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")):
@@ -86,7 +86,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_prompt(name: str, option: str = "--prompt-file") -> str:
-    """The text of a file, or of standard input for "-". Raises KVPatchError where there is none."""
+    """Read a text from a file, or from standard input for "-". Raises KVPatchError if there is none."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
@@ -99,10 +99,10 @@ def read_prompt(name: str, option: str = "--prompt-file") -> str:
 
 
 def encode(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str]:
-    """Token ids [1,n] that leave room for `new` tokens, and a sentence about what was left out, or "".
+    """Encode a prompt: token ids [1,n] that leave room for `new` tokens, and a sentence about omitted tokens, or "".
 
     Raises:
-        KVPatchError: nothing would be left of the prompt, or the tokenizer is another model's.
+        KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
     """
     ids = tokenizer(text, return_tensors="pt").input_ids.long()
     known = model.get_input_embeddings().num_embeddings

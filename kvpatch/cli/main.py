@@ -1,4 +1,4 @@
-"""The command `kvpatch`: the door. The commands themselves are in commands.py, which needs the extra `tools`."""
+"""Entry point of the command `kvpatch`; the commands are in commands.py, which needs the extra `tools`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _EXTRA = ("typer", "rich", "click")
 
 
 def main() -> None:
-    """Run the command line; where typer or rich are missing, say how to get them."""
+    """Run the command line, or print how to install typer and rich if they are missing."""
     try:
         from .commands import app
     except ModuleNotFoundError as error:

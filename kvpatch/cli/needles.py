@@ -1,4 +1,4 @@
-"""Prompts for the demo: needles in a long context, and a source file of the Python library."""
+"""Texts of the demo: prompts with needles in a long context, and a source file of Python's library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..plotting import Marks
 from .loading import REPOSITORY
 
 SOURCE = "calendar.py"
-"""A file of the library that tools/training/text.py holds out: llama-python has never seen it."""
+"""A library file that tools/training/text.py holds out, so that llama-python was not trained on it."""
 
 _OFFICES = ("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Riga", "Accra", "Delhi")
 _FILLER = (
@@ -35,10 +35,15 @@ _FILLER = (
 
 @dataclass(frozen=True)
 class Text:
-    """Rows of tokens: the first `n` columns are the prompt, the rest is known and fed one by one.
+    """Batch of texts to feed.
 
-    answer: which of the fed tokens, [start, stop), must be right for the row to be right; None where nothing is asked.
-    marks: what to point at in row 0, in its own positions.
+    Attributes:
+        what: description for the user.
+        ids_BT: token ids; the first `n` columns are the prompt, the rest is fed one by one.
+        n: columns of the prompt.
+        mask_BT: 0 for left padding; None without padding.
+        answer: span [start, stop) of the fed tokens that answer the question; None if nothing is asked.
+        marks: spans to point at in row 0, in positions of that row.
     """
 
     what: str
@@ -49,14 +54,18 @@ class Text:
     marks: Marks = field(default_factory=Marks)
 
     def right(self, logits_BSV: Tensor) -> Tensor:
-        """Which rows greedy decoding would answer right, bool [B], from the logits of the true tokens fed."""
+        """Tell which rows greedy decoding would answer right, bool [B], from the logits under teacher forcing."""
         assert self.answer is not None
         start, stop = self.answer
         return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 
 
 def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
-    """The needle task of tools/training/tasks.py: records of a key and three values among filler; the question is a key."""
+    """Build the needle task of tools/training/tasks.py: records of a key and three values among filler, and a key as question.
+
+    Raises:
+        KVPatchError: tools/training/tasks.py is missing.
+    """
     tasks = _tasks()
     batch = tasks.needle(random.Random(seed), rows, needles=4, questions=1, in_prompt=in_prompt)
     n, row = batch.prompt_length, batch.tokens_BT[0].tolist()
@@ -69,7 +78,7 @@ def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
 
 
 def _tasks() -> Any:
-    """tools/training/tasks.py, which lies beside the package in the repository and not in it."""
+    """Import tools/training/tasks.py, which is part of the repository and not of the package."""
     name, path = "kvpatch_demo_tasks", REPOSITORY / "tools" / "training" / "tasks.py"
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
@@ -80,10 +89,10 @@ def _tasks() -> Any:
 
 
 def text_needles(model: Any, tokenizer: Any, rows: int, seed: int = 7) -> Text:
-    """The same in words, for any model: the code of four offices among filler; the prompt asks for one of them.
+    """Build a needle task in English for any model: codes of four offices among filler, and a question about one.
 
     Raises:
-        KVPatchError: the tokenizer has no common length for the answers, or the model too few positions.
+        KVPatchError: the tokenizer encodes the answers in no common length, or the model has too few positions.
     """
     rng = random.Random(seed)
     made = [_office_prompt(rng, tokenizer) for _ in range(2 * rows)]
@@ -106,7 +115,7 @@ def _office_prompt(rng: random.Random, tokenizer: Any) -> tuple[list[int], list[
     asked = rng.choice(list(codes))
     lines: list[str] = [*codes, *(rng.choice(_FILLER) for _ in range(20))]
     rng.shuffle(lines)
-    ids: list[int] = list(tokenizer("").input_ids)  # what the tokenizer puts in front of every text
+    ids: list[int] = list(tokenizer("").input_ids)  # tokens that the tokenizer puts in front of every text
     needles: list[tuple[int, int]] = []
     wanted: list[tuple[int, int]] = []
     for line in lines:
@@ -122,12 +131,12 @@ def _office_prompt(rng: random.Random, tokenizer: Any) -> tuple[list[int], list[
 
 
 def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> Text:
-    """Stretches of a source file of this Python's library, spread evenly over it, each behind <bos> if there is one."""
+    """Cut excerpts from a source file of Python's library, evenly spread, each behind <bos> if the tokenizer has one."""
     text = (Path(sysconfig.get_paths()["stdlib"]) / SOURCE).read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False).input_ids
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = prompt + fed - len(first)
     starts = [i * (len(ids) - length) // max(rows - 1, 1) for i in range(rows)]
     rows_BT = torch.tensor([first + ids[start : start + length] for start in starts], device=model.device)
-    what = f"{rows} segments of {SOURCE}, {prompt} tokens of prompt and {fed} more"
+    what = f"{rows} excerpts of {SOURCE}, {prompt} tokens of prompt and {fed} more"
     return Text(what, rows_BT, prompt)

@@ -1,1 +1,1 @@
-"""Measurements on the user's own model."""
+"""Measurements on the user's own model and text."""

@@ -1,7 +1,7 @@
-"""`kvpatch check` and `check_model`: does the patch do on this very model what it promises? On random ids, in seconds.
+"""Checks that the patch keeps its promises on a given model, on random ids, in seconds: `kvpatch check`, `check_model`.
 
-Nothing here asks the library what it kept. Eviction is compared with the unpatched model's own attention under a 4-D
-mask that is written by hand, for a policy whose kept set can be told without looking: the first and the newest tokens.
+The checks do not ask the library which tokens it kept. Eviction is compared with the unpatched model under a hand-written 4-D
+attention mask, for a policy whose kept set is known in advance: the first and the newest tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..policies import Policy, get_policy
 from .teacher_forcing import feed, positions_of, predictions, wide
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of two logits that passes, as a share of the largest logit (1 at least).
+"""Largest difference of two logits that passes, by dtype, as a share of the largest logit, which counts as at least 1.
 
-float64 gets no less, for the code of some models takes softmax in float32 whatever their dtype.
+The tolerance of float64 is that large because some models compute softmax in float32 regardless of their dtype.
 """
 
 Outcome = str | tuple[Tensor, Tensor] | None
-"""What is wrong in words, what was got and what was expected, or nothing that could be compared."""
+"""Outcome of a check: an error message, "" if there is no error; actual and expected logits; or None if not comparable."""
 
 _PROMPT, _NEW, _SINKS, _BUDGET = 40, 8, 4, 16
 
 
 @dataclass(frozen=True)
 class Result:
-    """One check: did it pass, and what was measured or went wrong."""
+    """Result of one check: its name, whether it passed, and the measured difference or the error message."""
 
     name: str
     passed: bool
@@ -42,9 +42,12 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """Results of all checks of one model; as a string, a line for each and one about the tolerance.
+    """Results of all checks of one model; `str` is a table of them.
 
-    tolerance: by how much logits of this dtype may differ, as a share of the largest.
+    Attributes:
+        results: one per check.
+        dtype: of the model.
+        tolerance: largest difference of logits of this dtype that passes, as a share of the largest logit.
     """
 
     results: tuple[Result, ...]
@@ -53,7 +56,7 @@ class CheckTable:
 
     @property
     def passed(self) -> bool:
-        """Whether all did."""
+        """Tell whether all checks passed."""
         return all(result.passed for result in self.results)
 
     def __iter__(self) -> Iterator[Result]:
@@ -69,23 +72,26 @@ class CheckTable:
 
     @property
     def note(self) -> str:
-        """The tolerance in words."""
+        """Sentence about the tolerance."""
         kind = str(self.dtype).removeprefix("torch.")
         return f"In {kind}, logits may differ by {self.tolerance:.0e} of the largest one."
 
 
 def check_model(model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, *, seed: int = 0) -> CheckTable:
-    """Test on a model, in seconds and on random ids, that a patch does what it promises.
+    """Check on a model, in seconds and on random ids, that a patch keeps its promises.
 
     Args:
-        model: as `patched` takes it; of one without a head, hidden states are compared.
-        policy, k, seed: as `patched` takes them.
+        model: as `patched` takes it; hidden states are compared if it has no head.
+        policy: as `patched` takes it.
+        k: as `patched` takes it.
+        seed: of the random ids and of the policy.
 
     Returns:
-        A table to print, to go through, or to ask for `.passed`. An error inside a check is that check's result.
+        A table to print or iterate over; `.passed` tells whether all checks passed. An exception inside a check becomes its
+        result.
 
     Raises:
-        KVPatchError: as `patched`, before anything is measured.
+        KVPatchError: `patched` refuses the model or an option, before anything is measured.
 
     Example:
         >>> print(kvpatch.check_model(model, "snapkv", k=0.3))
@@ -95,7 +101,21 @@ def check_model(model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, *,
 
 
 class Checks:
-    """The checks of one model under one policy and budget."""
+    """Checks of one model under one policy and budget.
+
+    Args:
+        model: a causal language model.
+        policy: a policy or the name of one.
+        k: the budget, as `kvpatch.patched` takes it.
+        seed: of the random token ids and of the policy.
+
+    Raises:
+        KVPatchError: `kvpatch.patched` refuses the model or the options.
+
+    Example:
+        for result in Checks(model, "h2o", k=0.5).run():
+            print(result.passed, result.name, result.detail)
+    """
 
     def __init__(self, model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, seed: int = 0) -> None:
         self.model, self.seed = model, seed
@@ -112,7 +132,7 @@ class Checks:
         self.tolerance = TOLERANCE.get(model.dtype, 1e-1)
 
     def run(self) -> list[Result]:
-        """All checks, in order; an error inside one is its result."""
+        """Run all checks in order; an exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.full),
             ("eviction is the same as masking", self.masking),
@@ -126,7 +146,7 @@ class Checks:
         try:
             with torch.no_grad():
                 outcome = check()
-        except Exception as error:  # whatever goes wrong on a model we do not know belongs into the table
+        except Exception as error:  # an unknown model may raise anything; it belongs into the table
             return Result(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
         if outcome is None:
             return Result(name, True, "not compared: this model reads ALiBi from its padding mask, so it takes no other")
@@ -138,12 +158,13 @@ class Checks:
         return Result(name, difference <= self.tolerance, f"off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
     def full(self) -> tuple[Tensor, Tensor]:
+        """Compare k=1.0 with the unpatched model."""
         expected = self._feed(self.ids_BT)
         with patched(self.model, self.policy, 1.0, seed=self.seed):
             return self._feed(self.ids_BT), expected
 
     def masking(self) -> tuple[Tensor, Tensor] | None:
-        """The first _SINKS and the newest tokens, against one unpatched forward whose mask hides all others."""
+        """Compare a window with sinks to one unpatched forward pass whose mask hides the evicted tokens."""
         if self.mask_has_positions:
             return None
         budget = min(_BUDGET, self.n - 1)
@@ -153,12 +174,12 @@ class Checks:
         total = self.ids_BT.shape[1]
         query, key = torch.arange(total)[:, None], torch.arange(total)[None]
         seen = key <= query
-        # a generated token meets what was kept before it came, and itself
+        # a generated token sees the tokens kept before it, and itself
         kept = seen & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
         text = self.model.config.get_text_config()
         types, window = set(getattr(text, "layer_types", None) or ()), getattr(text, "sliding_window", None)
         masks: Any = self._mask(kept)
-        if window is not None and len(types) > 1:  # layers that slide hold their window, whatever the policy
+        if window is not None and len(types) > 1:  # sliding layers keep their window under any policy
             masks = {"full_attention": masks, "sliding_attention": self._mask(seen & (key > query - window))}
         elif window is not None and types != {"full_attention"}:
             masks = self._mask(kept & (key > query - window))
@@ -168,14 +189,14 @@ class Checks:
         expected = self.model(self.ids_BT, attention_mask=masks, use_cache=False, **places)
         return got, wide(predictions(expected)[:, self.n - 1 :])
 
-    def _mask(self, seen_QK: Tensor) -> Tensor:
-        """[B,1,Q,K], to be added to logits."""
+    def _mask(self, seen_QT: Tensor) -> Tensor:
+        """Build the mask [B,1,Q,T] that is added to logits."""
         smallest = torch.finfo(self.model.dtype).min
-        mask = torch.zeros(seen_QK.shape, dtype=self.model.dtype).masked_fill(~seen_QK, smallest)
+        mask = torch.zeros(seen_QT.shape, dtype=self.model.dtype).masked_fill(~seen_QT, smallest)
         return mask[None, None].expand(len(self.ids_BT), 1, -1, -1).to(self.model.device)
 
     def padding(self) -> tuple[Tensor, Tensor]:
-        """Row 1 without its first third, padded on the left beside row 0, and alone."""
+        """Compare a shorter row, left-padded beside a longer one, with the same row alone."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
@@ -183,11 +204,15 @@ class Checks:
             return self._feed(self.ids_BT, mask)[1:], self._feed(self.ids_BT[1:, pads:], skipped=pads)
 
     def seeded(self) -> str:
+        """Compare two runs with the same seed."""
         first, second = (self._patched_logits() for _ in range(2))
         return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
 
     def restored(self) -> str:
-        """Attributes and hooks by identity, logits bit for bit; after a block that ended and after one that raised."""
+        """Compare the model before and after patching: attributes and hooks by identity, logits bit for bit.
+
+        One block ends normally and one raises.
+        """
         before, logits = _snapshot(self.model), self._feed(self.ids_BT)
         self._patched_logits()
         try:
@@ -206,12 +231,12 @@ class Checks:
             return self._feed(self.ids_BT)
 
     def _feed(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
-        """Logits [B,1+_NEW,V] of the prompt's last token and of each further one, fed one by one."""
+        """Return logits [B,1+_NEW,V] of the prompt's last token and of each further token, fed one by one."""
         return feed(self.model, ids_BT, self.n - skipped, mask_BT).logits_BSV
 
 
 def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:
-    """Every attribute and hook of every module, by identity."""
+    """Record every attribute and hook of every module by identity."""
     return {
         (name, key): _Same([*value.keys(), *value.values()] if isinstance(value, dict) else [value])
         for name, module in model.named_modules()
@@ -220,7 +245,7 @@ def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:
 
 
 class _Same:
-    """Equal to another when both hold the very same objects; holding them, so that no address is used again."""
+    """Objects compared by identity; holding them keeps their addresses from being reused."""
 
     def __init__(self, objects: list[Any]) -> None:
         self.objects = objects

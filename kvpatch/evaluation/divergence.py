@@ -1,7 +1,7 @@
-"""How far a policy and a budget move a model's next-token distributions on one text: the figures of `kvpatch compare`.
+"""Divergence of next-token distributions between the patched and the unpatched model: the figures of `kvpatch compare`.
 
-The same known tokens are fed to the unpatched and to the patched model (teacher forcing), so that a difference between two
-predictions is the cache's doing and not that of a text which has gone another way.
+Both models are fed the same known tokens (teacher forcing), so that predictions differ because of the cache and not because
+of different generated text.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from .teacher_forcing import Fed, feed
 
 @dataclass(frozen=True)
 class Figures:
-    """What one policy did under one budget, against the unpatched model, over the fed tokens.
+    """Figures of one policy under one budget, over the fed tokens, relative to the unpatched model.
 
-    budget: tokens that `k` comes to. kl, worst: mean and largest KL(full || evicted) of a next token, nats. agreement: share
-    of predictions whose likeliest token is the full cache's. loss: by how much the fed text's own loss rises, nats per
-    token; None where a single token was fed. nbytes: keys and values really allocated at the end. held: tokens of the
-    emptiest and the fullest head at the end. seconds: of all fed tokens. cut: protected sizes that did not fit into the
-    budget, option -> (asked for, left).
+    Attributes:
+        budget: tokens that `k` amounts to.
+        kl: mean KL(full || evicted) of the next token, nats.
+        worst: largest KL(full || evicted) of a next token, nats.
+        agreement: share of predictions with the same likeliest token.
+        loss: increase of the fed text's loss, nats per token; None if a single token was fed.
+        nbytes: bytes allocated for keys and values at the end.
+        held: fewest and most tokens that a head holds at the end.
+        seconds: time for all fed tokens.
+        cut: protected sizes that exceeded the budget, option -> (requested, remaining).
     """
 
     budget: int
@@ -47,7 +52,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Row:
-    """A policy and a budget, both as they were typed; figures, or why there are none."""
+    """Row of the comparison: policy and budget as typed, and the figures or the error message."""
 
     policy: str
     k: str
@@ -57,7 +62,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """All rows; the unpatched model's bytes and its seconds for all fed tokens; tokens of the prompt and fed ones."""
+    """Result of a comparison.
+
+    Attributes:
+        rows: one per policy and budget.
+        nbytes: cache bytes of the unpatched model.
+        seconds: its time for all fed tokens.
+        n: tokens of the prompt.
+        fed: tokens fed after it.
+    """
 
     rows: list[Row]
     nbytes: int
@@ -67,11 +80,19 @@ class Result:
 
 
 class Comparison:
-    """One text on one model. ids [1,n+m]: a prompt of n tokens, and m that are fed one by one."""
+    """Comparison of policies and budgets on one text.
+
+    Args:
+        model: a causal language model.
+        ids_1T: token ids of the text.
+        n: tokens of the prompt; the rest is fed one by one.
+        schedule: of the policies; None for each policy's own.
+        seed: of the policies' random numbers.
+    """
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0) -> None:
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
-        with patched(model, "random", 0.5):  # a model without an adapter ends here; what is slow once should not count
+        with patched(model, "random", 0.5):  # raises for a model without an adapter; warms up
             feed(model, ids_1T[:, : n + 1], n)
         feed(model, ids_1T[:, : n + 1], n)
         full = feed(model, ids_1T, n)
@@ -81,7 +102,7 @@ class Comparison:
     def run(
         self, policies: dict[str, Policy], ks: dict[str, Any], on_row: Callable[[Row], None] = lambda row: None
     ) -> Result:
-        """Every policy under every budget; the unpatched model takes its turn once per budget."""
+        """Measure every policy under every budget, and the unpatched model once per budget."""
         rows = []
         for text, k in ks.items():
             self.seconds.append(feed(self.model, self.ids_1T, self.n).seconds)
@@ -97,12 +118,16 @@ class Comparison:
             return Row(name, text, None, str(error))
 
     def figures(self, policy: Policy, k: Any) -> Figures:
-        """Raises KVPatchError for what the policy refuses, and where its predictions are no numbers."""
+        """Measure one policy under one budget.
+
+        Raises:
+            KVPatchError: the policy refuses the budget or schedule, or predictions are NaN.
+        """
         with patched(self.model, policy, k, schedule=self.schedule, seed=self.seed) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
         log_q_SV, held = _log_probabilities(fed), Report.of(fed.cache).held()
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
-        own_S1 = self.ids_1T[0, self.n + 1 :, None].cpu()  # the last fed token's successor is not known
+        own_S1 = self.ids_1T[0, self.n + 1 :, None].cpu()  # the token after the last fed one is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)
         return Figures(
             budget=min(patch.settings.budget.tokens(0, self.n), self.n),
@@ -118,14 +143,14 @@ class Comparison:
 
 
 def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p || q) in nats, and whether the likeliest tokens are the same, both [S]; a token that p excludes counts 0."""
+    """Return KL(p || q) in nats and a bool that the likeliest tokens agree, both [S]; tokens with p = 0 count 0."""
     p_SV = log_p_SV.exp()
     kl_S = torch.where(p_SV > 0, p_SV * (log_p_SV - log_q_SV), 0.0).sum(-1).clamp_min(0.0)
     return kl_S, log_p_SV.argmax(-1) == log_q_SV.argmax(-1)
 
 
 def _log_probabilities(fed: Fed) -> Tensor:
-    """float64 [S,V], after each fed token; the prediction after the prompt is left out, for no eviction came before it."""
+    """Return log-probabilities after each fed token, float64 [S,V], without the prompt's, which precedes any eviction."""
     logits_SV = fed.logits_BSV[0, 1:].cpu().double()
     if logits_SV.isnan().any():
         raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
@@ -133,16 +158,16 @@ def _log_probabilities(fed: Fed) -> Tensor:
 
 
 def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
-    """Protected sizes that the budget had no room for: option -> (asked for, left), of the layer that has least room."""
+    """Return protected sizes that exceeded the budget, option -> (requested, remaining), of the layer with least room."""
     scope, score = cache.settings.policy.scope, cache.settings.policy.score
     cut: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         budget = cache.settings.tokens(index, n)
         if score is None or layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
-        tail, recent = score.observed_rows if score.protects_window else 0, share(scope.recent, budget)
-        newest, limits = "window" if tail > recent else "recent", layer.limits
-        asked = {"sinks": scope.sinks, newest: max(tail, recent), "protected": share(scope.deviation, budget)}
+        observed, recent = score.observed_rows if score.protects_window else 0, share(scope.recent, budget)
+        newest, limits = "window" if observed > recent else "recent", layer.limits
+        asked = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
         left = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}
         for name, size in asked.items():
             if int(left[name]) < min(size, cut.get(name, (0, size))[1]):

@@ -1,11 +1,11 @@
-"""lm-evaluation-harness under a budget: its model "kvpatch" is its "hf" with policy=, k= and block= among the model_args.
+"""Model "kvpatch" for lm-evaluation-harness: its "hf" with policy=, k= and block= among the model_args.
 
     python -m kvpatch.evaluation.lm_eval run --model kvpatch --model_args pretrained=gpt2,policy=h2o,k=0.5,block=16 --tasks piqa
 
-takes every option of `lm_eval`. generate_until tasks feel the budget as generate() does. Log-likelihood tasks are one forward
-pass per request, which feels it only with `block=`, fewer tokens than a request has; a share `k` then counts the request's
-context and continuation. Responses kept with --use_cache are found again by the request alone, not by the model: give each
-policy and budget a file of its own.
+takes every option of `lm_eval`. In generate_until tasks the budget acts as in generate(). A log-likelihood task is one
+forward pass per request, where the budget acts only with a `block=` of fewer tokens than the request has; a share `k` then
+refers to context and continuation together. --use_cache finds stored responses by the request alone, so give each policy and
+budget a file of its own.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ except ImportError as error:
 class KVPatchLM(HFLM):  # type: ignore[misc]
     """The harness' HFLM, patched until `lm.patch.remove()`.
 
-    Where the harness scores a batch it pads on the right and gives no mask, so that a share `k` would count a row's padding
-    and the figures would depend on the batch size: this model gives the mask.
+    The harness pads batches on the right and passes no mask; a share `k` would then count padding, and results would depend
+    on the batch size. This model passes the mask.
 
     Args:
-        pretrained: as HFLM's: a name, a folder, or a model.
-        policy, k: as `kvpatch.patched` takes them.
-        block, schedule, positions, seed, strict: likewise, and kv_backend for its `backend`: HFLM has one of its own.
-        **kwargs: the policy's own options, such as window=; all else is HFLM's.
+        pretrained: name, folder or model, as HFLM takes it.
+        policy: as `kvpatch.patched` takes it.
+        k: as `kvpatch.patched` takes it.
+        **kwargs: block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its `backend`,
+            since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
 
     Raises:
-        KVPatchError: as `kvpatch.patched`.
+        KVPatchError: `kvpatch.patched` refuses the model or an option.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return self.patch.settings.acts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As HFLM's; logs once that nothing will feel the budget where no block is set."""
+        """Score requests as HFLM does; logs a warning if the budget has no effect because no block is set."""
         self._warn_unfelt(len(requests))
         return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """As `loglikelihood`."""
+        """Score whole texts as HFLM does, with the same warning as `loglikelihood`."""
         self._warn_unfelt(len(requests))
         return super().loglikelihood_rolling(requests, disable_tqdm)
 
@@ -88,7 +89,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """As HFLM's, with a padding mask. Two requests that padding makes equal do not share a call."""
+        """Score requests with a padding mask; requests that padding makes equal go to different calls."""
         if not self._evicts or self.patch.settings.block is None:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
@@ -109,9 +110,9 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return [answers[index] for index in range(len(requests))]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits; rows that are being scored get the mask of their padding."""
+        """Return logits; rows that are being scored get a padding mask."""
         found = [self._lengths.get(_stripped(row)) for row in inps.tolist()] if self._lengths else [None]
-        if attn_mask is not None or None in found:  # a batch that only measures how much memory there is
+        if attn_mask is not None or None in found:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
         mask_BT = torch.arange(inps.shape[1])[None] < torch.tensor(found)[:, None]
         dtype = self.mixed_precision_dtype
@@ -120,7 +121,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _stripped(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Without zeros at the end, with which the harness pads."""
+    """Strip the zeros at the end, with which the harness pads."""
     end = len(tokens)
     while end and tokens[end - 1] == 0:
         end -= 1

@@ -1,4 +1,4 @@
-"""Feed a model a prompt and then known tokens, one by one: what `kvpatch check` and `kvpatch demo` compare."""
+"""Teacher forcing: a prompt in one forward pass, then known tokens one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fed:
-    """logits_BSV: `predictions` after the prompt and each further token. seconds: of these. cache: as it was left."""
+    """Result of feeding a text.
+
+    Attributes:
+        logits_BSV: `predictions` after the prompt and after each further token, at least float32.
+        seconds: time for the further tokens.
+        cache: the cache afterwards.
+    """
 
     logits_BSV: Tensor
     seconds: float
@@ -21,7 +27,7 @@ class Fed:
 
     @property
     def nbytes(self) -> int:
-        """Keys and values that the cache holds, transformers' own too."""
+        """Bytes of keys and values in the cache, kvpatch's or transformers' own."""
         if hasattr(self.cache, "nbytes"):
             return self.cache.nbytes
         return sum(t.numel() * t.element_size() for layer in self.cache.layers for t in (layer.keys, layer.values))
@@ -29,7 +35,7 @@ class Fed:
 
 @torch.no_grad()
 def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> Fed:
-    """`ids_BT[:, :n]` in one forward, the rest one by one. `mask_BT` marks left padding with 0."""
+    """Feed `ids_BT[:, :n]` in one forward pass and the rest one by one; `mask_BT` is 0 for left padding."""
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
@@ -47,12 +53,12 @@ def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> F
 
 
 def predictions(out: Any) -> Tensor:
-    """A model's logits [B,Q,V]; the hidden states [B,Q,E] behind the last layer where it has no head."""
+    """Return a model's logits [B,Q,V], or the last hidden states [B,Q,E] of a model without a head."""
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """At least float32."""
+    """Convert a tensor to float32 if its dtype is narrower."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -63,7 +69,7 @@ def _now(tensor: Tensor) -> float:
 
 
 def positions_of(model: Any) -> int | None:
-    """Number of positions that the model was made for, or None where its configuration does not say."""
+    """Return the number of positions that the model was made for, or None if its configuration does not tell."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((count for count in found if isinstance(count, int) and count > 0), None)

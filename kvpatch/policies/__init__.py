@@ -1,4 +1,4 @@
-"""What to keep: scores, scopes, budgets, selection, and the table that puts them together."""
+"""Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
 from .allocation import Adaptive, Pyramid
 from .policy import Policy

@@ -1,6 +1,6 @@
-"""How is a budget divided? Over layers once per prompt, over the KV heads of a layer where a prompt or a block ends.
+"""Division of a budget: over layers once per prompt, over the KV heads of a layer at the end of a prompt or block.
 
-Both are exact: what one layer or head gets more, another gets less, and the sum is the uniform budget's to the token.
+Both keep the total of the uniform budget to the token.
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ from .selection import FIRST, LAST, in_top
 class Pyramid:
     """Budgets that fall linearly from the first layer to the last [PyramidKV].
 
-    The last layer gets budget / beta, but no less than `least` tokens (the observation window and one more), and their mean
-    is the uniform budget. Differs from the paper: the total is exact to the token (largest remainders first); where the
-    first layer's share would exceed the prompt, the slope is made flatter, as in the authors' code.
+    The last layer gets budget / beta, but no less than `least` tokens (the observation window and one more); the mean over
+    layers is the uniform budget.
+
+    Differs from the paper: the total is exact to the token (rounded by largest remainders). The slope is flattened where the
+    first layer's share would exceed the prompt, as in the authors' code.
+
+    Attributes:
+        beta: ratio of the mean budget to the last layer's, at least 1.
     """
 
     beta: int | float = 20
 
     def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
         if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 1 <= self.beta < float("inf"):
             raise KVPatchError(f"beta={self.beta!r} must be a number of at least 1: the last layer gets budget / beta.")
 
     def split(self, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-        """Tokens of each layer.
+        """Return the tokens per KV head of each layer; they sum to n_layers * budget.
 
-        budget: the uniform one. least: of the last layer, if the budget allows. most: tokens that a layer can hold at
-        all, or None.
+        Args:
+            budget: tokens per KV head of each layer under the uniform budget.
+            n_layers: layers that share the budget.
+            least: fewest tokens of the last layer, as far as the budget allows.
+            most: tokens that one layer can hold at most, such as the prompt's length; None for no bound.
         """
         return _split(self.beta, budget, n_layers, least, most)
 
@@ -60,48 +69,58 @@ def _split(beta: int | float, budget: int, n_layers: int, least: int, most: int 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The heads of a layer share one budget by their scores [AdaKV; CriticalKV Algorithm 2].
+    """One budget per layer, shared by its heads according to their scores [AdaKV; CriticalKV Algorithm 2].
 
-    Each head first gets `floor` of the uniform budget by its own top scores (its protected tokens among them, and
-    never fewer than it must protect); the rest of H * budget goes to the highest scores of all heads together, ties to the
-    higher position, then to the lower head. Allocated where a prompt (or a block) ends; while decoding, a head keeps
-    its own budget. Differs from the paper: the floor is hard and the total exact, where the authors blend and round.
+    Each head first receives `floor` times the uniform budget for its own top scores, which include its protected tokens; a
+    head never receives fewer tokens than it must protect. The rest of H * budget goes to the highest scores over all heads
+    of the layer; ties go to the higher position, then to the lower head. The allocation happens at the end of a prompt or
+    block; while decoding, each head keeps its budget.
+
+    Differs from the paper: the floor is hard and the total exact, where the authors blend and round.
+
+    Attributes:
+        floor: share of the uniform budget that every head receives, in [0, 1].
     """
 
     floor: int | float = 0.2
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "both")
 
     def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
         if isinstance(self.floor, bool) or not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
             raise KVPatchError(f"floor={self.floor!r} must be a share of the uniform budget, in [0, 1].")
 
     def counts(
         self,
-        order_BHT: Tensor,
+        key_BHT: Tensor,
         empty_BHT: Tensor | None,
         fixed_BH: Tensor,
         budget_B: list[int],
         nominal_B: list[int],
         everyone: Parallel = WHOLE,
     ) -> Tensor:
-        """Tokens that each head may keep, int64 [B,H], H the heads of the whole layer.
+        """Return the number of tokens that each head may keep, int64 [B,H] over all heads of the layer.
 
-        order: the selection's (see selection.py); of heads that several processes have (`everyone`) this one's, as is `empty`.
-        fixed: tokens of each head of the layer that are kept outside the budget. nominal: protected sizes, clamped inside the
-        budget.
+        Args:
+            key_BHT: eviction keys (see selection.py) of this process' heads.
+            empty_BHT: bool, empty slots of this process' heads; None where there are none.
+            fixed_BH: tokens of each head of the layer that are kept outside the budget.
+            budget_B: uniform budget of each batch row, tokens per head.
+            nominal_B: protected tokens of each batch row, already clamped inside the budget.
+            everyone: the processes that share the layer's heads.
         """
-        order_BHT = everyone.heads(order_BHT, empty=FIRST)
+        key_BHT = everyone.heads(key_BHT, empty=FIRST)
         if empty_BHT is not None:
             empty_BHT = everyone.heads(empty_BHT, empty=True)
-        B, H, T = order_BHT.shape
+        B, H, T = key_BHT.shape
         at_least = [max(share(float(self.floor), b), p) for b, p in zip(budget_B, nominal_B, strict=True)]
-        least_BH = fixed_BH + torch.tensor(at_least, device=order_BHT.device)[:, None]
-        own = in_top(order_BHT, least_BH[..., None], None)
-        order_BHT = order_BHT.masked_fill(own, LAST)
+        least_BH = fixed_BH + torch.tensor(at_least, device=key_BHT.device)[:, None]
+        own = in_top(key_BHT, least_BH[..., None], None)
+        key_BHT = key_BHT.masked_fill(own, LAST)
         if empty_BHT is not None:
-            order_BHT = order_BHT.masked_fill(empty_BHT, FIRST)
+            key_BHT = key_BHT.masked_fill(empty_BHT, FIRST)
         # stable: of equal entries the lower head's comes first
-        ranked, index = order_BHT.flatten(1).sort(dim=-1, descending=True, stable=True)
-        total_B1 = fixed_BH.sum(-1, keepdim=True) + H * torch.tensor(budget_B, device=order_BHT.device)[:, None]
-        taken = (torch.arange(H * T, device=order_BHT.device) < total_B1) & (ranked > FIRST)
-        return torch.zeros(B, H, dtype=torch.long, device=order_BHT.device).scatter_add_(1, index // T, taken.long())
+        ranked, index = key_BHT.flatten(1).sort(dim=-1, descending=True, stable=True)
+        total_B1 = fixed_BH.sum(-1, keepdim=True) + H * torch.tensor(budget_B, device=key_BHT.device)[:, None]
+        taken = (torch.arange(H * T, device=key_BHT.device) < total_B1) & (ranked > FIRST)
+        return torch.zeros(B, H, dtype=torch.long, device=key_BHT.device).scatter_add_(1, index // T, taken.long())

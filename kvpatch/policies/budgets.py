@@ -1,4 +1,4 @@
-"""`k` and protected sizes become ints here, once, at the door.
+"""Budgets `k` and protected sizes, checked once and converted to numbers of tokens.
 
 Shares are rounded down as `floor(share * n + 1e-6)`, so that 0.29 of 100 is 29.
 """
@@ -22,12 +22,17 @@ _WANTED = (
 
 
 def share(value: int | float, of: int) -> int:
-    """Tokens: an int as it is, a float as that share of `of` tokens."""
+    """Return a size in tokens: an int unchanged, a float as a share of `of` tokens.
+
+    Example:
+        >>> share(0.29, 100), share(16, 100)
+        (29, 16)
+    """
     return value if isinstance(value, int) else math.floor(value * of + 1e-6)
 
 
 def parse_bytes(text: str) -> int | None:
-    """Bytes of a size such as "512MB" or "2GiB"; None where `text` is no size."""
+    """Return the bytes of a size such as "512MB" or "2GiB", or None if `text` is not a size."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
         return None
@@ -35,14 +40,14 @@ def parse_bytes(text: str) -> int | None:
 
 
 def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
-    """Raise KVPatchError unless `value` is a number of `unit` that a text can have."""
+    """Raise KVPatchError unless `value` is an int between `least` and MAX_POSITION; `unit` names what it counts."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_POSITION:
         most = f", at most {MAX_POSITION}" if isinstance(value, int) and value > MAX_POSITION else ""
         raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
 
 
 def check_k(k: object, where: str = "k") -> None:
-    """Raise KVPatchError unless `k` is one valid budget (not a list)."""
+    """Raise KVPatchError unless `k` is one valid budget, not a list; `where` names it in the error message."""
     if isinstance(k, bool) or not isinstance(k, int | float | str):
         raise KVPatchError(f"{where}={k!r} is not a budget. {_WANTED}")
     if isinstance(k, str):
@@ -59,7 +64,11 @@ def check_k(k: object, where: str = "k") -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the user asked for, one entry per layer. Made by `Budget.parse`; `tokens` resolves it for one row."""
+    """The budget `k` that the user asked for, per layer; `parse` builds it, `tokens` resolves it for one batch row.
+
+    Attributes:
+        per_layer: of each layer, tokens (int) or a share of the row's prompt (float).
+    """
 
     per_layer: tuple[int | float, ...]
 
@@ -67,16 +76,21 @@ class Budget:
     def parse(
         cls, k: object, *, n_layers: int, bytes_per_token: int, bounds: Sequence[int | None] = ()
     ) -> Budget:
-        """Check `k` and turn sizes into tokens.
+        """Check `k` and convert sizes in bytes to tokens.
 
         Args:
-            k: float, int, size string, or a sequence of `n_layers` of them.
+            k: a share of the prompt (float), tokens (int), a size (str), or a sequence with one of these per layer.
             n_layers: decoder layers of the model.
-            bytes_per_token: bytes of the keys and values of one token in one layer (all KV heads).
-            bounds: tokens of each layer that bounds itself, None for the others: a size is what all of them hold together.
+            bytes_per_token: bytes of the keys and values of one token in one layer, all KV heads together.
+            bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
+                all layers, so what the sliding layers hold is subtracted from it.
 
         Raises:
-            KVPatchError: anything else.
+            KVPatchError: `k` is no budget, has another number of layers, or holds no token.
+
+        Example:
+            >>> Budget.parse([0.5, 128], n_layers=2, bytes_per_token=4096).tokens(0, n=1000)
+            500
         """
         if isinstance(k, Sequence) and not isinstance(k, str | bytes | bytearray):
             if len(k) != n_layers:
@@ -90,11 +104,11 @@ class Budget:
         return cls((_tokens(k, bytes_per_token * free, reserved),) * n_layers)  # type: ignore[arg-type]
 
     def evicts(self, layer: int) -> bool:
-        """False where this layer's budget is the float 1.0, which never evicts, however long the text."""
+        """Return False if the layer's budget is the float 1.0, which never evicts, however long the text."""
         return not (isinstance(self.per_layer[layer], float) and self.per_layer[layer] == 1.0)
 
     def tokens(self, layer: int, n: int) -> int:
-        """Tokens that one KV head of `layer` may keep for a row whose prompt has `n` tokens; at least 1."""
+        """Return the tokens, at least 1, that a KV head of `layer` may keep for a batch row with a prompt of `n` tokens."""
         return max(1, share(self.per_layer[layer], n))
 
 

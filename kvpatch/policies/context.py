@@ -1,7 +1,6 @@
-"""What scores, scopes and selection read: a context at which something is chosen, the sizes that hold in it, and a block of
-attention rows to be summed.
+"""Inputs of scores, scopes and selection: the eviction context, its protected sizes, and a block of attention rows.
 
-Dimension key (see kvpatch/__init__.py): N = any part of B*H, R rows of a block, M keys of a block, S slots.
+Dimension key: see kvpatch/__init__.py.
 """
 
 from __future__ import annotations
@@ -17,23 +16,33 @@ from .parallel import WHOLE, Parallel
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Scores are float32, or float64 for a float64 model."""
+    """Return the dtype of scores and statistics for a model of `dtype`: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass
 class EvictionContext:
-    """What is known when scores are read: of one layer, at the end of a prompt or of a decode step. (Or of several layers
-    stacked along B; then layer is [B,1,1].)
+    """State of one layer when tokens are evicted: at the end of a prompt, a block, or a decode step.
 
-    positions_BHT (-1: empty slot) and the state's tensors lie slot by slot as the keys do, in text order at the end of a
-    prompt. newest_B11 is the newest token's position, so that `newest - positions` is an age; tokens above recent_B11 are
-    in the protected window. limits holds each row's protected sizes. group is G; sliding is the attention window in
-    tokens, or None. empty: some slots may be empty. aligned: all heads hold the same tokens in the same slots where their
-    scores are the same. parallel: whose heads these are, of a model that several processes share.
+    Tensors [B,H,T] have one entry per slot, in the order of the cached keys; at the end of a prompt that is text order.
+    Several layers may be stacked along B.
 
-    For a selection that asks: keep_BH1, tokens that each head may hold, and norms(known, out), the projected value norms
-    [B,H,T], which need not be right where a mask says that they are not wanted.
+    Attributes:
+        layer: index of the layer; int64 [B,1,1] for stacked layers.
+        seed: seed of the policy's random numbers.
+        positions_BHT: int64, the token's position in the text; -1 in an empty slot.
+        newest_B11: int64, position of the newest token, so that `newest_B11 - positions_BHT` is a token's age.
+        recent_B11: int64, position above which tokens belong to the protected recent ones.
+        state: the policy's statistics and entries by name, [B,H,T] or [B,H,T,G].
+        limits: protected sizes of each batch row.
+        group: G, query heads per KV head.
+        sliding: sliding window of the layer in tokens; None without one.
+        empty: whether some slots may be empty.
+        aligned: whether heads with equal scores hold the same tokens in the same slots.
+        parallel: the share of this process in the layer's heads.
+        keep_BH1: int64, tokens that each head may hold; None where the selection needs no count.
+        norms: norms(known, out) returns the norms of the projected values [B,H,T]. Entries where the mask `known` or `out`
+            is True are not needed and may hold anything.
     """
 
     layer: int | Tensor
@@ -55,7 +64,7 @@ class EvictionContext:
 
     @property
     def rows_seen(self) -> Tensor:
-        """c [B,H,T]: how many query rows could see each token so far, its own included; of the sums' dtype."""
+        """Number of query rows that could see each token so far, its own included: c [B,H,T], in the sums' dtype."""
         if self._rows_seen is None:
             seen = (self.newest_B11 + 1 - self.positions_BHT).to(self.state["sum"].dtype)
             self._rows_seen = seen if self.sliding is None else seen.clamp(max=self.sliding)
@@ -63,7 +72,7 @@ class EvictionContext:
 
     @property
     def mean(self) -> Tensor:
-        """Mean probability [B,H,T] that each token got from the rows that could see it."""
+        """Mean attention probability [B,H,T] of each token over the query rows that could see it."""
         if self._mean is None:
             mean = self.state["sum"] / self.rows_seen
             self._mean = mean if self.group == 1 else mean.div_(self.group)
@@ -76,12 +85,19 @@ FLAGS = ("any_first", "any_newest", "any_prompt")
 
 @dataclass
 class Limits:
-    """Sizes in tokens, clamped row by row so that the kept set is exactly the budget; int64 [B,1,1].
+    """Protected sizes of each batch row, clamped so that the kept set has exactly the budget; tensors are int64 [B,1,1].
 
-    first: tokens below this position are protected (sinks, or a prompt that is kept whole). newest: so many newest ones
-    are. prompt: positions below it take no part in rankings (schedule "decode"). deviation: RoCo's r. observed: rows of the
-    observation window. The rest is known to the host, so that nothing is computed for a size of zero; deviation_count is
-    r where it is one for all rows.
+    The flags and deviation_count are Python values, so that sizes of zero cost no tensor operation and no synchronization.
+
+    Attributes:
+        first: position below which tokens are protected: sinks, or a prompt that the schedule keeps.
+        newest: number of newest tokens that are protected.
+        prompt: position below which tokens are kept outside the budget and not ranked (schedule "decode").
+        deviation: tokens protected by standard deviation, r in RoCo.
+        observed: query rows in the observation window.
+        nominal: protected tokens in all.
+        any_first, any_newest, any_prompt: whether the size is above zero in some row.
+        deviation_count: the value of `deviation` if all rows share it, else None.
     """
 
     first: Tensor
@@ -97,7 +113,7 @@ class Limits:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """From one tuple (first, newest, prompt, deviation, observed, nominal) per row."""
+        """Build the limits of a batch from one tuple (first, newest, prompt, deviation, observed, nominal) per row."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
@@ -107,14 +123,14 @@ class Limits:
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
-        """The rows of several."""
+        """Concatenate the rows of several limits."""
         found: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
         found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}
         return cls(**found, deviation_count=counts.pop() if len(counts) == 1 else None)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
-        """The same with every tensor changed along its batch axis."""
+        """Apply `change`, which acts along the batch axis, to every tensor."""
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -123,11 +139,16 @@ class Limits:
 
 @dataclass
 class Block:
-    """Attention probabilities of some query rows, and what a statistic may need beside them.
+    """Attention probabilities of a block of query rows, and the other inputs of a statistic.
 
-    p_NGRM sums to one over M (to zero in rows of padding). keys_NR: how many keys each row attends to. noise_NMG: the
-    score's own entry for these keys. place() gives query heads [N,G] and positions of rows [N,R] and keys [N,M], for
-    fresh noise.
+    Attributes:
+        p_NGRM: probabilities; they sum to one over M, to zero in rows of padding.
+        keys_NR: number of keys that each row attends to; None where no statistic needs it.
+        noise_NMG: exp(noise) of each key, from the score's `entry`; None where the score keeps none.
+        place: place() returns query heads [N,G], positions of rows [N,R] and of keys [N,M], for noise drawn per query.
+        tau: temperature of the softmax.
+        layer: index of the layer.
+        seed: seed of the policy's random numbers.
     """
 
     p_NGRM: Tensor

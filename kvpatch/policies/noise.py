@@ -1,9 +1,8 @@
-"""Random numbers as a function of what they belong to.
+"""Counter-based random numbers: a hash of (seed, layer, head, query position, key position), not a generator's stream.
 
-A draw is a hash of (seed, layer, head, query position, key position) instead of the next number of a stream. So a token
-keeps its number wherever it lies in memory, in whatever order rows, heads and blocks are computed, after beams are
-reordered and when steps are rolled back; a row of a padded batch draws what it draws alone; no generator state has to be
-saved. Rows of a batch share their draws, position by position.
+A token therefore keeps its number regardless of its slot, of the order in which rows, heads and blocks are computed, of beam
+reordering and of rollback. A row of a padded batch draws the same numbers as alone, and a saved cache needs no generator
+state. Rows of a batch share their draws, position by position.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(h: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 tensors (the low 32 bits of a wrapped product are exact)."""
+    """Apply MurmurHash3's 32-bit finalizer to an int64 tensor (the low 32 bits of a wrapped product are exact)."""
     h = h ^ (h >> 16)
     h = (h * 0x85EBCA6B) & _MASK
     h = h ^ (h >> 13)
@@ -27,9 +26,14 @@ def _mix(h: Tensor) -> Tensor:
 
 
 def uniform(seed: int, layer: int | Tensor, head: Tensor, query: Tensor | int, key: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1), float32, of the broadcast shape of `head`, `query` and `key` (int64 tensors).
+    """Return uniform numbers in (0, 1), float32, in the broadcast shape of `head`, `query` and `key` (int64 tensors).
 
-    `query` is the position of the query that draws, -1 for a draw that belongs to the key alone.
+    Args:
+        seed: the policy's seed.
+        layer: index of the layer, or a tensor of them.
+        head: index of the query or KV head in the whole model.
+        query: position of the query; -1 for a number that belongs to the key alone.
+        key: position of the key.
     """
     start = (((seed * 0x9E3779B1 + 0x165667B1) & _MASK) + layer * 0x7FEB352D) & _MASK
     h = _mix((head * 0x27D4EB2F + start) & _MASK)
@@ -40,10 +44,10 @@ def uniform(seed: int, layer: int | Tensor, head: Tensor, query: Tensor | int, k
 
 
 def gumbel(u: Tensor) -> Tensor:
-    """Standard Gumbel from uniform: mean 0.5772, standard deviation 1.2825."""
+    """Transform uniform numbers to the standard Gumbel distribution: mean 0.5772, standard deviation 1.2825."""
     return -torch.log(-torch.log(u))
 
 
 def gaussian(u: Tensor) -> Tensor:
-    """A normal variable with the standard Gumbel's mean and standard deviation."""
+    """Transform uniform numbers to a normal distribution with the standard Gumbel's mean and standard deviation."""
     return GUMBEL_MEAN + GUMBEL_STD * math.sqrt(2.0) * torch.erfinv(2.0 * u - 1.0)

@@ -1,8 +1,8 @@
-"""The KV heads of this process, where several processes share a model, and what heads of a layer decide together.
+"""Tensor parallelism: the KV heads of this process, and decisions that need all heads of a layer.
 
-Policies are per head, so most of them never notice: keys, scores and the kept set of a head live where the head lives. What
-is left is here: random numbers belong to a head's number in the whole model (`first`), and what heads of a layer decide
-together (`heads`, `own`) is computed by every process from the same gathered numbers, so that all come to the same end.
+Keys, scores and the kept set of a head stay on the head's process. Two things need more: random numbers depend on a head's
+index in the whole model (`first`), and decisions over all heads of a layer (`heads`, `own`) are computed by every process
+from the same gathered numbers, so that all processes agree.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Parallel:
-    """One process among `size` that share every layer's heads evenly, in order; `group` is theirs
-    (torch.distributed)."""
+    """This process among `size` that share the heads of every layer evenly and in order.
+
+    Attributes:
+        size: number of processes.
+        rank: index of this process, 0 <= rank < size.
+        group: their torch.distributed process group.
+    """
 
     size: int = 1
     rank: int = 0
@@ -28,13 +33,13 @@ class Parallel:
         return self  # a copied cache lives in the same process
 
     def first(self, H: int) -> int:
-        """The number, in the whole model, of the first of this process' H heads."""
+        """Return the index, in the whole model, of the first of this process' H heads."""
         return self.rank * H
 
     def heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
-        """[B,H,...] of each process -> [B,size*H,...], all heads in order.
+        """Gather [B,H,...] of each process into [B,size*H,...], all heads in order.
 
-        empty: what fills up the last axis where processes hold different numbers of tokens; None where they cannot.
+        empty: value that pads the last axis if processes hold different numbers of tokens; None if they cannot.
         """
         if self.size == 1:
             return own_BH
@@ -47,7 +52,7 @@ class Parallel:
         return torch.cat(parts, 1)
 
     def own(self, all_BH: Tensor) -> Tensor:
-        """This process' part of what stands for all heads."""
+        """Select this process' heads from a tensor of all heads."""
         return all_BH if self.size == 1 else all_BH.chunk(self.size, 1)[self.rank]
 
     def __str__(self) -> str:

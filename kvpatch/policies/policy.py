@@ -1,4 +1,4 @@
-"""A policy is five parts put together, and a named policy is one row of a table."""
+"""The policy: a record of five exchangeable parts and a schedule."""
 
 from __future__ import annotations
 
@@ -21,13 +21,29 @@ SCHEDULES = ("prompt", "decode", "both")
 
 @dataclass(frozen=True)
 class Policy:
-    """Which tokens stay: a score, a scope of what may go, when, how the budget is divided, and how the kept set is chosen.
+    """An eviction policy: the parts that decide which tokens a KV head keeps, and the schedule that decides when.
 
-    score: None never evicts. schedule: "prompt" evicts once, after the prompt; "decode" one token per generated token,
-    the prompt being kept whole; "both" does both. source: the paper. over_layers: None (uniform) or a Pyramid. over_heads:
-    None (uniform) or Adaptive. selection: None (the top by score) or TwoStage. Change options with `with_options`,
-    combine with `critical`, `adaptive` and `pyramid`, or build a new policy from the parts and hand it to `patched` or
-    `register_policy`.
+    Change options with `with_options`, combine policies with `critical`, `adaptive` and `pyramid`, or build a policy from its
+    parts and pass it to `patched` or `register_policy`.
+
+    Attributes:
+        name: as shown in reports.
+        score: importance of each cached token; None never evicts.
+        scope: tokens protected from eviction.
+        schedule: "prompt" evicts once, at the end of the prompt; "decode" keeps the prompt and evicts one token per
+            generated token; "both" does both.
+        source: the paper, with section.
+        over_layers: Pyramid, or None for the same budget in every layer.
+        over_heads: Adaptive, or None for the same budget in every head.
+        selection: TwoStage, or None to keep the top tokens by score.
+
+    Raises:
+        KVPatchError: a part of the wrong type, an option out of range, or parts that do not fit together.
+
+    Example:
+        policy = Policy("mean_sinks", score=Mean(), scope=Scope(sinks=4, recent=0.25))
+        with kvpatch.patched(model, policy, k=0.5):
+            model.generate(**inputs)
     """
 
     name: str
@@ -77,14 +93,17 @@ class Policy:
         return [part for field, _, _ in _PARTS if (part := getattr(self, field)) is not None]
 
     def options(self) -> dict[str, Any]:
-        """Every option by name with its present value."""
+        """Return the current value of every option by name."""
         return {f.name: getattr(part, f.name) for part in self._parts() for f in dataclasses.fields(part)}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
-        """The same policy with some options changed.
+        """Return a copy with a changed schedule or changed options of its parts.
 
         Raises:
-            KVPatchError: an option this policy does not have (the message lists those it has), or a bad value.
+            KVPatchError: an option that this policy does not have (the message lists those it has), or a bad value.
+
+        Example:
+            kvpatch.get_policy("h2o").with_options(recent=0.1)
         """
         known = self.options()
         for name in options:
@@ -102,7 +121,7 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names in statistics.STATISTICS that must be summed beside each key."""
+        """Names of the sums per cached key, keys of statistics.STATISTICS, that the score and the scope need."""
         assert self.score is not None
         return tuple(dict.fromkeys((*self.score.statistics, *self.scope.statistics)))
 
@@ -113,34 +132,37 @@ class Policy:
 
     @property
     def rows(self) -> str:
-        """Which query rows of the prompt the policy must see: "none", "window" or "all"."""
+        """Query rows of the prompt whose attention the policy needs: "none", "window" (the last few) or "all"."""
         assert self.score is not None
         return "all" if self.statistics else self.score.rows
 
     @property
     def remembers(self) -> bool:
-        """Rows of generated tokens count although none evicts: a later turn's prompt will."""
+        """Tell whether decode steps must update statistics although they evict nothing, for the prompt of a later turn."""
         return bool(self.statistics) and self.schedule == "prompt" and self.scope.turns != "first"
 
     @property
     def aligned(self) -> bool:
-        """Heads whose scores are the same hold the same tokens."""
+        """Tell whether heads with equal scores hold the same tokens."""
         return self.over_heads is None and self.selection is None
 
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
-        """One int64 per cached token [B,H,T]: the lowest goes first (selection.py)."""
+        """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).
+
+        empty: bool [B,H,T], empty slots; they get the lowest key. None where there are none.
+        """
         assert self.score is not None
         position = context.positions_BHT
         value, protected = self.score.value(context), self.scope.mask(context)
         dead = None
         if context.sliding is not None:
-            # out of the sliding window of every later query: it can never be attended to again
+            # outside the sliding window of every later query, so never attended to again
             dead = context.newest_B11 + 1 - position >= context.sliding
-        ranked = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
+        keys = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
         if self.selection is None or context.keep_BH1 is None:
-            return ranked
-        ranked = self.selection.eviction_keys(context, value, ranked, protected, dead)
-        return ranked if empty is None else ranked.masked_fill(empty, FIRST)
+            return keys
+        keys = self.selection.eviction_keys(context, value, keys, protected, dead)
+        return keys if empty is None else keys.masked_fill(empty, FIRST)
 
 
 _PARTS: tuple[tuple[str, type, bool], ...] = (

@@ -1,4 +1,4 @@
-"""The named policies: a table, combinations, and the registry."""
+"""The table of named policies, the functions that combine policies, and the registry."""
 
 from __future__ import annotations
 
@@ -31,25 +31,50 @@ _COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*")
 
 
 def critical(base: str | Policy, **options: Any) -> Policy:
-    """`base` with CriticalKV's two-stage selection instead of the top by score [CriticalKV Algorithm 1].
+    """Replace the selection of `base` by CriticalKV's two stages [CriticalKV Algorithm 1].
 
     Args:
-        base: a name or a Policy.
+        base: a policy or the name of one.
         **options: alpha, eps, norm (see TwoStage), or options of the base.
 
     Raises:
-        KVPatchError: the base's score is no weight (it may be negative), or an unknown option.
+        KVPatchError: an unknown option, or a base whose score is not a weight, since it may be negative.
+
+    Example:
+        kvpatch.patched(model, kvpatch.critical("h2o", alpha=0.25), k=0.3)
     """
     return _with("critical", base, selection=TwoStage()).with_options(**options)
 
 
 def adaptive(base: str | Policy, **options: Any) -> Policy:
-    """`base` with a budget that the heads of a layer share by their scores [AdaKV]; options: floor."""
+    """Let the heads of a layer share the budget of `base` according to their scores [AdaKV].
+
+    Args:
+        base: a policy or the name of one.
+        **options: floor (see Adaptive), or options of the base.
+
+    Raises:
+        KVPatchError: an unknown option, or a base that never evicts or keeps the whole prompt.
+
+    Example:
+        kvpatch.patched(model, kvpatch.adaptive("roco", floor=0.5), k=0.3)
+    """
     return _with("adaptive", base, over_heads=Adaptive()).with_options(**options)
 
 
 def pyramid(base: str | Policy, **options: Any) -> Policy:
-    """`base` with budgets that fall from the first layer to the last [PyramidKV]; options: beta."""
+    """Let the budgets of `base` fall linearly from the first layer to the last [PyramidKV].
+
+    Args:
+        base: a policy or the name of one.
+        **options: beta (see Pyramid), or options of the base.
+
+    Raises:
+        KVPatchError: an unknown option, or a base that never evicts.
+
+    Example:
+        kvpatch.patched(model, kvpatch.pyramid("h2o", beta=10), k=0.3)
+    """
     return _with("pyramid", base, over_layers=Pyramid()).with_options(**options)
 
 
@@ -89,15 +114,18 @@ for _base in ("snapkv", "pyramidkv", "adakv"):
 
 
 def list_policies() -> tuple[str, ...]:
-    """Names of all registered policies, in the order of the table; `critical`, `adaptive` and `pyramid` combine any of them."""
+    """Return the names of all registered policies, in the order of the table."""
     return tuple(POLICIES)
 
 
 def get_policy(name: str) -> Policy:
-    """The policy registered as `name`, or a combination written out, such as "critical(adaptive(roco))".
+    """Look up a registered policy, or build a combination such as "critical(adaptive(roco))" from its name.
 
     Raises:
-        KVPatchError: an unknown name, with the nearest one.
+        KVPatchError: an unknown name; the message suggests the nearest one.
+
+    Example:
+        kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
         return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1]](combined[2])
@@ -110,10 +138,13 @@ def get_policy(name: str) -> Policy:
 
 
 def register_policy(name: str, policy: Policy) -> None:
-    """Make `patched(model, policy=name)` work for a Policy of your own.
+    """Register a policy under a name, for `patched(model, policy=name)` and the command line.
 
     Raises:
-        KVPatchError: `name` is taken or no identifier, or `policy` is no Policy.
+        KVPatchError: `name` is taken or not an identifier, or `policy` is not a Policy.
+
+    Example:
+        kvpatch.register_policy("h2o_sinks", kvpatch.get_policy("h2o").with_options(sinks=4))
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise KVPatchError(f"A policy's name must be an identifier such as 'my_policy', not {name!r}.")

@@ -1,4 +1,4 @@
-"""Which tokens may be evicted at all? Protection is a boolean mask; its sizes are clamped inside the budget."""
+"""Scopes: boolean masks of tokens protected from eviction, with sizes clamped inside the budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """A protected size is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
+    """Raise KVPatchError unless `value` is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
@@ -30,12 +30,16 @@ def check_size(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Scope:
-    """Protects the first `sinks` tokens, the `recent` newest ones, and the user's own.
+    """Protection of the first tokens, the newest tokens, and tokens that the user names.
 
-    sinks: tokens. recent: tokens (int) or a share of the budget (float). protect: a boolean mask over the prompt's
-    columns ([n] or [B,n]), or token ids (ints) that are protected wherever they occur in the prompt. turns: what the prompt
-    of a later turn of a chat counts under schedule "prompt": "all" budgets the whole text so far; "each" leaves what
-    earlier turns hold and budgets this turn's prompt; "first" evicts nothing after the first.
+    Attributes:
+        sinks: number of first tokens.
+        recent: number of newest tokens (int), or their share of the budget (float).
+        protect: boolean mask over the prompt's columns, [n] or [B,n], or token ids (int) that are protected wherever they
+            occur in the prompt.
+        turns: the tokens that the budget of a later turn of a chat covers under schedule "prompt": "all" the whole text so
+            far; "each" this turn's prompt alone, keeping what earlier turns hold; "first" evicts nothing after the first
+            turn.
     """
 
     sinks: int = 0
@@ -45,6 +49,7 @@ class Scope:
     statistics: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise KVPatchError(f"sinks={self.sinks!r} must be a number of tokens, 0 or more.")
         check_size("recent", self.recent)
@@ -55,16 +60,24 @@ class Scope:
 
     @property
     def deviation(self) -> int | float:
-        """RoCo's r; 0 where the scope has none."""
+        """Size of the set protected by standard deviation, r in RoCo: tokens or a share of the budget; here 0."""
         return 0
 
     def limits(
         self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int, rows: int
     ) -> tuple[int, ...]:
-        """The fields of Limits for one row, in order.
+        """Return the sizes of Limits for one batch row, in the order of SIZES, clamped inside the budget.
 
-        budget: tokens; n: the row's prompt; own: positions that `protect=` marks, ascending; fixed: all tokens below this
-        position are kept outside the budget; rows: query rows of the prompt or block.
+        Args:
+            budget: tokens that a head may keep.
+            n: tokens of the row's prompt.
+            own: positions that `protect=` marks, ascending.
+            score: the policy's score, for its observation window.
+            fixed: position below which all tokens are kept outside the budget.
+            rows: query rows of the prompt or block.
+
+        Raises:
+            KVPatchError: `protect=` marks more tokens than the budget holds.
         """
         own, start = [p for p in own if p >= fixed], fixed
         if len(own) > budget:
@@ -72,7 +85,7 @@ class Scope:
                 f"protect= marks {len(own)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
                 f"least {len(own)} tokens or protect fewer."
             )
-        # sinks are tokens of the prompt that is cut down: none where all of it is kept
+        # sinks are tokens of the compressed prompt: there are none if the schedule keeps the prompt
         first = min(max(self.sinks, start), start + budget) if start < n else start
         while first - start + sum(p >= first for p in own) > budget:
             first -= 1
@@ -84,7 +97,7 @@ class Scope:
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """bool [B,H,T]: the tokens that must stay; None where there are none."""
+        """Return the protected tokens as a bool mask [B,H,T], or None if there are none."""
         position, limits = context.positions_BHT, context.limits
         protected = context.state.get("protect")
         if limits.any_newest:
@@ -98,11 +111,16 @@ class Scope:
 
 @dataclass(frozen=True)
 class DeviationScope(Scope):
-    """Also protects the top r by standard deviation of a token's attention [RoCo 4.3].
+    """Protection, besides that of Scope, of the top r tokens by standard deviation of their attention [RoCo 4.3].
 
-    std[i] = sqrt(max(0, sum a^2 / c - (sum a / c)^2)), over the rows that could see i; ranked among all that the head
-    holds. protected: r, tokens or a share of the budget. Differs from the paper: the 10 newest are protected, as in the
-    authors' code, for a token that one row has seen has deviation 0.
+    std[i] = sqrt(max(0, sum a^2 / c - (sum a / c)^2)) over the c query rows that could see token i, keys among all tokens
+    that the head holds.
+
+    Differs from the paper: the 10 newest tokens are protected, as in the authors' code, since a token that only one row has
+    seen has a deviation of 0.
+
+    Attributes:
+        protected: r, tokens (int) or a share of the budget (float).
     """
 
     protected: int | float = 0.5
@@ -119,17 +137,21 @@ class DeviationScope(Scope):
     def mask(self, context: EvictionContext) -> Tensor | None:
         position, limits = context.positions_BHT, context.limits
         mean, seen = context.mean, context.rows_seen
-        # the order of variances is that of deviations
+        # variances rank tokens as their square roots do
         variance = (context.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
-        ranked = score_keys(variance, position, signed=False)
-        if limits.any_prompt:  # an empty slot is at -1 already, for its position is
-            ranked = ranked.masked_fill(position < limits.prompt, -1)
-        steady, others = in_top(ranked, limits.deviation, limits.deviation_count), super().mask(context)
+        keys = score_keys(variance, position, signed=False)
+        if limits.any_prompt:  # an empty slot's key is -1 already, since its position is -1
+            keys = keys.masked_fill(position < limits.prompt, -1)
+        steady, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
         return steady if others is None else steady | others
 
 
 def protect_tensor(protect: Any) -> Tensor:
-    """`protect=` as a tensor: bool for a mask, int64 for token ids. Raises KVPatchError for anything else."""
+    """Convert `protect=` to a tensor: bool for a mask, int64 for token ids.
+
+    Raises:
+        KVPatchError: anything else, or nothing to protect.
+    """
     if isinstance(protect, list | tuple) and not len(protect):
         raise KVPatchError(f"protect={protect!r} marks nothing: give token ids or a boolean mask, or leave it out (None).")
     try:

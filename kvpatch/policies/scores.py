@@ -1,8 +1,11 @@
-"""How important is a cached token? One small frozen object per score of policies.md.
+"""Scores: the importance of cached tokens, one small frozen class per score.
 
-A score says which attention rows it wants to see (`rows`), which sums it keeps beside each key (`statistics`), what it
-notes about a token when it enters (`entry`), and how these become a number per token (`value`). Attention probabilities
-reach it a block of rows at a time, so no n x n matrix exists.
+A score declares the query rows whose attention it needs (`rows`), the sums to keep per cached key (`statistics`), the values
+to store when a token enters the cache (`entry`), and a function from these to one number per token (`value`). Attention
+probabilities arrive one block of query rows at a time, so no n x n matrix exists.
+
+In the formulas a[t,i] is the attention probability that query row t gives to token i, averaged over the query heads of a
+group, and c[i] is the number of query rows that could see token i.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ Value = TypeVar("Value", bound=Callable[..., Tensor])
 
 
 def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
-    """Declare the form in which a fused decode kernel finds what a score's `value` computes.
+    """Declare the source from which a fused decode kernel computes a score's `value`.
 
-    form: a state's name, "mean" (context.mean), "recency" (the position) or None; or a function of the score that gives one
-    of these. It is bound to the decorated function: a subclass with a `value` of its own is unknown to kernels, and torch
-    asks it.
+    The declaration belongs to the decorated function: if a subclass overrides `value`, torch computes it.
+
+    form: name of a state, "mean" (context.mean), "recency" (the position) or None; or a function of the score that returns one
+    of these.
     """
 
     def declare(value: Value) -> Value:
@@ -44,13 +48,25 @@ def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]
 
 @dataclass(frozen=True)
 class Score:
-    """Base: a score that needs no attention and keeps nothing. Subclasses are frozen; their fields are their options.
+    """Base class of scores: needs no attention and stores nothing.
 
-    rows: which query rows of the prompt it must see: none, the last few ("window"), or all.
-    statistics: names in statistics.STATISTICS, summed over those rows beside each key.
-    schedules: when the score is defined. protects_window: the rows of the tail are kept. entry_by_position: `entry` looks
-    at positions alone, so that it can be computed ahead. signed: values may be negative; False saves
-    a step. is_weight: values are never negative and stand in proportion, so that two-stage selection may multiply them.
+    Subclasses are frozen dataclasses whose fields are their options; they implement `value` and declare what it needs.
+
+    Attributes:
+        rows: query rows of the prompt whose attention is needed: "none", "window" (the last few) or "all".
+        statistics: keys of statistics.STATISTICS, summed per cached key over those rows.
+        schedules: schedules under which the score is defined.
+        protects_window: whether the tokens of the observation window are kept.
+        entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
+        signed: whether values may be negative; False saves an operation per step.
+        is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
+            them.
+
+    Example:
+        @dataclass(frozen=True)
+        class EveryOther(Score):
+            def value(self, context):
+                return (context.positions_BHT % 2 == 0).float()
     """
 
     rows: ClassVar[Rows] = "none"
@@ -63,50 +79,63 @@ class Score:
 
     @property
     def observed_rows(self) -> int:
-        """How many of the last rows `rows == "window"` wants."""
+        """Number of last query rows that `rows == "window"` needs."""
         return 0
 
     @property
     def stored(self) -> str | None:
-        """The form in which a fused decode kernel finds the value, as @kernel_value declares it; None: only torch can."""
+        """Source of the value in a fused decode kernel, as declared by @kernel_value; None if only torch can compute it."""
         value, form = getattr(type(self).value, "kernel_value", (None, None))
-        if value is not type(self).value:  # a wrapper may have taken over the attributes of what it wraps
+        if value is not type(self).value:  # a wrapper may copy the attributes of the function that it wraps
             return None
         return form(self) if callable(form) else form
 
     @property
     def fresh(self) -> bool:
-        """Noise is drawn for every query and key, so that none is kept."""
+        """Tell whether noise is drawn anew for every query and key instead of stored per key."""
         return False
 
     @property
     def decay(self) -> float:
-        """Multiplies the statistics before each addition."""
+        """Factor applied to the statistics before each addition."""
         return 1.0
 
     @property
     def across_layers(self) -> bool:
-        """One running sum for all layers."""
+        """Tell whether all layers share one running sum."""
         return False
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """tau at decode step `step` (0: prompt rows); `length` is generate()'s number of new tokens. A tensor where the step
-        is one."""
+        """Return the temperature tau at a decode step; a tensor if `step` is one.
+
+        Args:
+            step: number of the decode step; 0 for the rows of the prompt.
+            length: number of new tokens that generate() was asked for; None without generate().
+        """
         return 1.0
 
     def entry(
         self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
     ) -> dict[str, Tensor]:
-        """Notes about tokens when they enter, by name: [B,H,Q] or [B,H,Q,G]. layer: a number, or one per row [B]. first: the
-        number of the first head, where others are on other processes. "noise" [B,H,Q,G], exp(noise) >= 0, weighs the
-        probabilities of the statistic "gumbel"."""
+        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G].
+
+        The entry "noise" [B,H,Q,G] holds exp(noise), at least 0, which weights the probabilities in the statistic "gumbel".
+
+        Args:
+            k_BHQD: keys of the tokens.
+            positions_BQ: their positions, int64; -1 for padding.
+            group: G, query heads per KV head.
+            layer: index of the layer, or of each batch row [B] if layers are stacked.
+            seed: seed of the policy's random numbers.
+            first: index, in the whole model, of the first KV head in k_BHQD.
+        """
         return {}
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Scores [B,H,T]; whatever stands in empty slots is ignored."""
+        """Return the scores [B,H,T], higher for tokens to keep; values in empty slots are ignored."""
         raise NotImplementedError
 
 
@@ -114,7 +143,9 @@ class Score:
 class Random(Score):
     """Random eviction [RoCo, baselines].
 
-    s[i] = a fresh uniform number at every eviction. Differs from the paper: nothing.
+    s[i] = a fresh uniform number at every eviction.
+
+    Differs from the paper: nothing.
     """
 
     signed: ClassVar[bool] = False
@@ -128,7 +159,12 @@ class Random(Score):
 
 @dataclass(frozen=True)
 class Recency(Score):
-    """Window attention [RoCo 4.1]. s[i] = i. Differs from the paper: nothing."""
+    """Window attention [RoCo 4.1].
+
+    s[i] = i, the token's position.
+
+    Differs from the paper: nothing.
+    """
 
     signed: ClassVar[bool] = False
 
@@ -139,10 +175,15 @@ class Recency(Score):
 
 @dataclass(frozen=True)
 class DilatedRecency(Score):
-    """Dilated window [Keyformer Figure 2; Longformer]. Tokens at positions divisible by dilation + 1 by recency, before
-    all others by recency.
+    """Dilated window [Keyformer Figure 2; Longformer].
 
-    Differs from the paper: the lattice stands still in the text (a cache cannot bring back what a moving one skipped).
+    Tokens at positions divisible by dilation + 1 rank above all others; within both sets newer tokens rank higher.
+
+    Differs from the paper: the pattern is fixed in the text instead of moving with the query, since a cache cannot restore
+    evicted tokens.
+
+    Attributes:
+        dilation: tokens skipped between two tokens of the pattern, 0 or more.
     """
 
     dilation: int = 1
@@ -159,9 +200,11 @@ class DilatedRecency(Score):
 
 @dataclass(frozen=True)
 class Accumulated(Score):
-    """AAS [H2O; RoCo 4.1].
+    """Accumulated attention score, AAS [H2O; RoCo 4.1].
 
-    s[i] = sum over query rows of a[t,i], prompt rows included. Differs from the paper: nothing.
+    s[i] = sum of a[t,i] over all query rows t, those of the prompt included.
+
+    Differs from the paper: nothing.
     """
 
     signed: ClassVar[bool] = False
@@ -176,9 +219,11 @@ class Accumulated(Score):
 
 @dataclass(frozen=True)
 class AccumulatedQuantized(Score):
-    """AQAS [ScissorHands; RoCo 4.1]. s[i] = number of rows with a[t,i] > 1/(keys that t attends to).
+    """Accumulated quantized attention score, AQAS [ScissorHands; RoCo 4.1].
 
-    Differs from the paper: no history window; with grouped queries the indicator is per query head, then averaged.
+    s[i] = number of query rows t with a[t,i] > 1 / (number of keys that t attends to).
+
+    Differs from the paper: no history window; with grouped queries the rows are counted per query head, then averaged.
     """
 
     signed: ClassVar[bool] = False
@@ -193,9 +238,11 @@ class AccumulatedQuantized(Score):
 
 @dataclass(frozen=True)
 class Mean(Score):
-    """MAS [RoCo 4.3].
+    """Mean attention score, MAS [RoCo 4.3].
 
-    s[i] = sum over rows of a[t,i] / c[i], c[i] the rows that could see i. Differs from the paper: nothing.
+    s[i] = sum of a[t,i] over all query rows t, divided by c[i].
+
+    Differs from the paper: nothing.
     """
 
     signed: ClassVar[bool] = False
@@ -210,10 +257,15 @@ class Mean(Score):
 
 @dataclass(frozen=True)
 class Last(Score):
-    """LTAS [TOVA; RoCo 4.1]. s[i] = a[T,i] of the newest row T.
+    """Last token's attention score, LTAS [TOVA; RoCo 4.1].
 
-    heads="layer" averages over all heads of the layer and keeps one set for them, as TOVA's paper and code do;
-    heads="each" keeps one set per KV head, as RoCo's baseline does. Differs from the paper: nothing.
+    s[i] = a[t,i] of the newest query row t.
+
+    Differs from the paper: nothing.
+
+    Attributes:
+        heads: "layer" averages over all heads of the layer, which then keep the same tokens, as in TOVA's paper and code;
+            "each" scores per KV head, as in RoCo's baseline.
     """
 
     heads: str = "layer"
@@ -234,11 +286,11 @@ class Last(Score):
         last = context.state["tail"]
         if self.heads == "each":
             return last
-        last = last.nan_to_num(0.0)  # a head without a number has no say in the layer's mean
+        last = last.nan_to_num(0.0)  # a head whose score is NaN must not make the layer's mean NaN
         everyone = context.parallel
         if context.aligned:
             return everyone.heads(last).mean(1, keepdim=True).expand_as(last)
-        # heads hold different tokens: added up by position, in as many bins as there are slots
+        # heads hold different tokens: add the scores up by position, in as many bins as there are slots
         S, last = last.shape[-1], everyone.heads(last, empty=0)
         B, H, _ = last.shape
         position, index = everyone.heads(context.positions_BHT, empty=-1).flatten(1).sort(-1)
@@ -251,12 +303,18 @@ class Last(Score):
 
 @dataclass(frozen=True)
 class ObservationWindow(Score):
-    """SnapKV's score [SnapKV; CriticalKV Algorithm 2]: mean over the last `window` prompt rows of a[t,i], pooled over i.
+    """Attention of an observation window [SnapKV; CriticalKV Algorithm 2].
 
-    Each query head's row is averaged over its group first, then pooled; the window's own tokens are kept (see scopes).
-    pooling: "max" | "avg" | None, kernel odd, stride 1; neighbours are those that the head holds. Where a prompt is read in
-    blocks the rows are each block's last ones; a block with fewer rows than `window` has a window of them all. Differs from
-    the paper: nothing.
+    s[i] = mean of a[t,i] over the last `window` rows t of the prompt, pooled over neighbouring tokens i with stride 1. The
+    neighbours of a token are those that the head holds. The window's own tokens are kept (see scopes.py). If a prompt is
+    read in blocks, the rows are the last ones of each block, or all rows of a shorter block.
+
+    Differs from the paper: nothing.
+
+    Attributes:
+        window: query rows in the observation window.
+        kernel: odd number of neighbouring tokens that are pooled.
+        pooling: "max", "avg", or None for no pooling.
     """
 
     window: int = 32
@@ -287,7 +345,7 @@ class ObservationWindow(Score):
             return score
         if not context.empty:
             return self._pooled(score, position, context)
-        order = position.argsort(-1)  # neighbours in what is held, with no empty slots between them
+        order = position.argsort(-1)  # text order, which puts empty slots first and leaves none between neighbours
         pooled = self._pooled(score.gather(-1, order), position.gather(-1, order), context)
         return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
@@ -295,20 +353,27 @@ class ObservationWindow(Score):
         candidate = (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
-        # F.max_pool1d pads with -inf, so padding never wins; neither do pads, nor the window's own tokens
+        # F.max_pool1d pads with -inf; -inf also keeps padding tokens and the window's own tokens out of every maximum
         outside = score.masked_fill(~candidate, -torch.inf)
         return F.max_pool1d(outside, self.kernel, stride=1, padding=self.kernel // 2)
 
 
 @dataclass(frozen=True)
 class GumbelSoftmax(Score):
-    """Keyformer [eq. 9, 10, Algorithm 1]. s[i] = sum over rows of softmax((x + noise) / tau)[i].
+    """Keyformer's score [Keyformer eq. 9, 10, Algorithm 1].
 
-    noise: "gumbel" | "gaussian" | "constant" | "none", one draw per layer, query head and key when the key enters;
-    resample=True draws afresh for every query, as the authors' code does. tau=(init, end): init for prompt rows, then
-    linearly to end over generate()'s number of new tokens (`generation_length` where there is no generate()).
-    shared: one running sum for all layers, in layer order [Table 3]. damping multiplies the old score [2.3.3].
-    Differs from the paper: rows of a batch share their draws (see noise.py).
+    s[i] = sum over query rows of softmax((x + noise) / tau)[i], where x are the attention logits.
+
+    Differs from the paper: rows of a batch share their noise (see noise.py).
+
+    Attributes:
+        noise: distribution, "gumbel", "gaussian", "constant" or "none". Noise is drawn per layer, query head and key when the
+            key enters the cache.
+        resample: draw noise anew for every query, as in the authors' code.
+        tau: temperatures (init, end): init for rows of the prompt, then linear to end over the new tokens of generate().
+        generation_length: new tokens to assume without generate().
+        shared: keep one running sum for all layers, in layer order [Table 3].
+        damping: factor in [0, 1] applied to the sum before each addition [2.3.3].
     """
 
     noise: str = "gumbel"
@@ -359,7 +424,7 @@ class GumbelSoftmax(Score):
         return noise.gumbel(u) if self.noise == "gumbel" else noise.gaussian(u)
 
     def draw_for_rows(self, block: Block) -> Tensor:
-        """Fresh noise [N,G,R,M] for every query and key of a block."""
+        """Draw noise [N,G,R,M] for every query and key of a block."""
         head, row, key = block.place()
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
@@ -375,7 +440,7 @@ class GumbelSoftmax(Score):
         head = rearrange(first * group + torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
         layer = rearrange(layer, "b -> b 1 1 1") if isinstance(layer, Tensor) else layer
         u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
-        return {"noise": self._distributed(u).exp()}  # that is how it is used, at every step
+        return {"noise": self._distributed(u).exp()}  # every step uses the exponential
 
     @kernel_value("gumbel")
     def value(self, context: EvictionContext) -> Tensor:
@@ -388,7 +453,10 @@ def _is_temperature(value: object) -> bool:
 
 @dataclass(frozen=True)
 class KeyNorm(Score):
-    """s[i] = -||k_i||_2 of the cached key: a cheap baseline that needs no attention."""
+    """Key norm [L2-norm baseline]: needs no attention.
+
+    s[i] = -||k_i||_2 of the cached key.
+    """
 
     def entry(
         self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0

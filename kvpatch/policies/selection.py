@@ -1,11 +1,11 @@
-"""From scores to the kept set.
+"""Selection of the kept set by eviction keys: one int64 per token, the lowest evicted first.
 
-Every choice goes through one total order, an int64 per token: tier, then score, then position. The score's 32 bits and 30
-bits of position make ties impossible, so results do not depend on where a token lies in memory; tiers are booleans
-folded into the top bits, so no score is ever replaced by a magic number.
+A key combines, from the highest bits to the lowest: protection, 32 bits of the score, 30 bits of the position. Positions
+differ, so there are no ties, and results do not depend on the slots that tokens occupy. Protection has bits of its own, so no
+score is replaced by a magic number.
 
-A score that is NaN (a broken weight, an overflow) counts as the lowest there is, and such tokens go oldest first: a head that
-knows nothing about its tokens is a window, on every backend.
+A score of NaN (from a broken weight or an overflow) counts as the lowest score. Tokens with such scores are evicted oldest
+first, so a head without valid scores keeps a window, on every backend.
 """
 
 from __future__ import annotations
@@ -21,80 +21,110 @@ from ..errors import KVPatchError
 if TYPE_CHECKING:
     from .context import EvictionContext
 
-_TIER = 1 << 62
+_DEAD = 1 << 62  # above every score key
 LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 MAX_POSITION = (1 << 30) - 1
 
 
 def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
-    """int64 in [0, 2**62), ascending in (score, position). `score` float, `positions` int64 >= 0, same shape.
+    """Return int64 keys in [0, 2**62) that sort by (score, position).
 
-    signed: some scores may be negative. (The bits of floats that are not are in their own order already.) NaN is the lowest,
-    whatever its sign and payload.
+    Args:
+        score: float tensor; NaN ranks lowest, regardless of its sign and payload.
+        positions: int64 tensor of the same shape, at least 0 and at most MAX_POSITION.
+        signed: whether scores may be negative. The bit patterns of non-negative floats already sort as the floats do.
     """
-    # one op, and no second one where scores are float32: this runs at every step
+    # this runs at every step: for float32 scores a single operation
     score = score.nan_to_num(-torch.inf if signed else 0.0, posinf=torch.inf, neginf=-torch.inf).to(torch.float32)
     bits = score.contiguous().view(torch.int32)
     if signed:
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order = float order
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # makes two's complement sort as the floats do
         return ((bits.long() + (1 << 31)) << 30) | positions
     return (bits.long() << 30) | positions
 
 
-def eviction_keys(order: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
-    """Protected tokens above all, tokens that no later query can see (`dead`) below the rest, empty slots last."""
+def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
+    """Combine score keys with protection.
+
+    Args:
+        keys: result of `score_keys`.
+        protected: bool mask of tokens that rank above all others (LAST); None where there are none.
+        dead: bool mask of tokens that no later query can see, which rank below the rest.
+        empty: bool mask of empty slots, which rank lowest (FIRST).
+    """
     if dead is not None:
-        order = torch.where(dead, order - _TIER, order)
+        keys = torch.where(dead, keys - _DEAD, keys)
     if protected is not None:
-        order = order.masked_fill(protected, LAST)
-    return order if empty is None else order.masked_fill(empty, FIRST)
+        keys = keys.masked_fill(protected, LAST)
+    return keys if empty is None else keys.masked_fill(empty, FIRST)
 
 
-def top(order: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
-    """The kept entries of each head, in text order.
+def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Select the tokens that each head keeps.
 
-    order [B,H,T], text order, and tokens to keep of each head, [B,H] and as a flat list -> (index [B,H,K] ascending, K
-    the largest count; None where all heads keep as many, else a bool [B,H,K] that is False behind a head's own count).
+    Args:
+        keys: eviction keys [B,H,T], slots in text order.
+        count_BH: tokens that each head keeps.
+        counts: the same as a flat list.
+
+    Returns:
+        The kept slots [B,H,K], ascending, K the largest count, and a bool mask [B,H,K] of entries within the head's own
+        count, or None if all heads keep the same number.
     """
     width = max(counts)
     if min(counts) == width:
-        return order.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values, None
-    index = order.topk(width, dim=-1).indices  # best first, so that a head's own count is a prefix
-    kept = torch.arange(width, device=order.device) < count_BH[..., None]
-    # text order among the kept ones, the others behind
-    index = index.masked_fill(~kept, order.shape[-1]).sort(dim=-1).values
-    return index.clamp(max=order.shape[-1] - 1), kept
+        return keys.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values, None
+    index = keys.topk(width, dim=-1).indices  # highest first, so that a head's own count is a prefix
+    kept = torch.arange(width, device=keys.device) < count_BH[..., None]
+    # kept slots in text order, the others behind them
+    index = index.masked_fill(~kept, keys.shape[-1]).sort(dim=-1).values
+    return index.clamp(max=keys.shape[-1] - 1), kept
 
 
-def victim(order: Tensor, empty: Tensor | None) -> Tensor:
-    """Index [B,H] of the lowest token that is there at all. `order` [B,H,T] is `tiers`' without `empty`."""
+def victim(keys: Tensor, empty: Tensor | None) -> Tensor:
+    """Return the slot [B,H] of the token to evict from each head.
+
+    keys: eviction keys [B,H,T], computed without `empty`. empty: bool mask of empty slots, which are skipped.
+    """
     if empty is not None:
-        order = order.masked_fill(empty, LAST)
-    return order.argmin(dim=-1)
+        keys = keys.masked_fill(empty, LAST)
+    return keys.argmin(dim=-1)
 
 
-def in_top(order: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """bool like `order` [B,H,T]: is a token among its head's first `count_B11` [B,1|H,1] (`count`, if one for all)?"""
-    T = order.shape[-1]
+def in_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
+    """Return a bool mask [B,H,T] of the tokens with the highest keys of each head.
+
+    Args:
+        keys: [B,H,T], all different within a head.
+        count_B11: number of tokens, [B,1,1] or [B,H,1].
+        count: the same number if all heads share it, which is faster; else None.
+    """
+    T = keys.shape[-1]
     if count is not None:
         if count == 0:
-            return torch.zeros_like(order, dtype=torch.bool)
+            return torch.zeros_like(keys, dtype=torch.bool)
         # a fifth faster than kthvalue on the CPU
-        return order >= order.topk(min(count, T), dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    ranked = order.sort(dim=-1, descending=True).values
-    last = ranked.gather(-1, (count_B11 - 1).clamp(min=0, max=T - 1).expand(*order.shape[:-1], 1))
-    return (order >= last) & (count_B11 > 0)
+        return keys >= keys.topk(min(count, T), dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    ranked = keys.sort(dim=-1, descending=True).values
+    last = ranked.gather(-1, (count_B11 - 1).clamp(min=0, max=T - 1).expand(*keys.shape[:-1], 1))
+    return (keys >= last) & (count_B11 > 0)
 
 
 @dataclass(frozen=True)
 class TwoStage:
-    """Perturbation-constrained selection [CriticalKV Algorithm 1].
+    """Two-stage selection that bounds the perturbation of the attention output [CriticalKV Algorithm 1].
 
-    Of the c tokens that a head may keep beside its protected ones, `alpha` * c go to the highest scores A, the rest to the
-    highest (A + eps) * ||v W_O||: a bound on what losing a token does to the attention output. A is normalised to sum to
-    one over the candidates, W_O are the head's rows of the output projection, `norm` is 1 or 2 (Appendix F); with grouped
-    queries the norm is averaged over the group, as A is. Differs from the paper: nothing (its listing's header has alpha
-    0.25, its text and experiments 0.5).
+    Let c be the number of tokens that a head may keep besides its protected ones. The first stage keeps the alpha * c tokens
+    with the highest scores A; the second fills the rest with the highest (A + eps) * ||v W_O||, which bounds the change of
+    the output if the token is lost. A is normalized to sum to one over the candidates, and W_O is the head's part of the
+    output projection. With grouped queries the norm is averaged over the group, as A is.
+
+    Differs from the paper: nothing (alpha is 0.25 in the header of its listing and 0.5 in its text and experiments).
+
+    Attributes:
+        alpha: share of c that the first stage keeps, in [0, 1].
+        eps: weight of the norm for tokens without attention, in [0, 1].
+        norm: 1 or 2, the norm of the projected values [Appendix F].
     """
 
     alpha: int | float = 0.5
@@ -102,6 +132,7 @@ class TwoStage:
     norm: int = 1
 
     def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
         for name, value in (("alpha", self.alpha), ("eps", self.eps)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise KVPatchError(f"{name}={value!r} must be a number in [0, 1].")
@@ -111,7 +142,15 @@ class TwoStage:
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """The order [B,H,T] whose top `context.keep_BH1` are the kept set; `first` is the order by scores alone."""
+        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set.
+
+        Args:
+            context: with `keep_BH1` and `norms` set.
+            score: values of the policy's score [B,H,T].
+            first: eviction keys by score alone, for the first stage.
+            protected: bool mask of protected tokens, or None.
+            dead: bool mask of tokens that no later query can see, or None.
+        """
         assert context.keep_BH1 is not None and context.norms is not None
         empty = context.positions_BHT < 0 if context.empty else None
         keep_BH1 = context.keep_BH1
@@ -125,14 +164,14 @@ class TwoStage:
         critical = in_top(first, count_BH1, _one_for_all(count_BH1))
         if out is not None:
             critical = critical & ~out
-        score = score.nan_to_num(0.0, posinf=torch.inf)  # or one would make NaN of all shares
+        score = score.nan_to_num(0.0, posinf=torch.inf)  # one NaN would make all shares NaN
         share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)
         bound = score_keys((share + self.eps) * context.norms(critical, out), context.positions_BHT, signed=False)
         return eviction_keys(bound, protected=critical if protected is None else critical | protected, dead=dead, empty=None)
 
 
 def _one_for_all(count: Tensor) -> int | None:
-    """The number that all entries are, where that is cheap to know."""
+    """Return the value that all entries share, or None if they differ or reading them would synchronize a device."""
     if count.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()

@@ -1,8 +1,8 @@
-"""Sums beside each key: name -> increments [N,M] over the rows of a block and the query heads of a group.
+"""Statistics: sums per cached key, over query rows and the query heads of a group.
 
-A function takes the Block and the score that asked, and sees every probability of those rows once. A statistic of your own is
-one more row, `STATISTICS["cubes"] = cubes`, which scores and scopes then name. Torch computes it; kernels compute only rows
-that say so.
+A function takes a Block and the score that needs the sum, and returns increments [N,M] over the block's rows; it sees every
+attention probability of those rows exactly once. To add a statistic, set `STATISTICS["cubes"] = cubes` and name it in a score
+or scope. Torch computes it; kernels compute only rows of type Statistic.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from .context import Block
 
 @dataclass(frozen=True)
 class Statistic:
-    """A row of STATISTICS of which kernels know the function.
+    """Row of STATISTICS whose function kernels compute too.
 
-    kernel: the name that kernels have for the same computation. It belongs to this function: a row that is replaced by
-    another function is computed by that one, on every backend.
+    The kernel's name belongs to this function: if the row is replaced by another function, every backend computes that one.
+
+    Attributes:
+        function: computes the increments in torch.
+        kernel: name of the same computation in kernels.
     """
 
     function: Callable[[Block, Any], Tensor]
@@ -35,13 +38,13 @@ class Statistic:
 
 
 def kernel_of(name: str) -> str | None:
-    """The kernels' name for the statistic `name`; None where torch alone computes it."""
+    """Return the kernels' name of the statistic `name`, or None if only torch computes it."""
     row = STATISTICS[name]
     return row.kernel if isinstance(row, Statistic) else None
 
 
 def check_names(names: tuple[str, ...], of: str) -> None:
-    """Raise KVPatchError for a name without a function in STATISTICS. of: the policy that names them."""
+    """Raise KVPatchError for a name that is not in STATISTICS; `of` is the policy for the error message."""
     for name in names:
         if not callable(STATISTICS.get(name)):
             raise KVPatchError(
@@ -55,20 +58,20 @@ def _sum(block: Block, score: Any) -> Tensor:
 
 
 def _squares(block: Block, score: Any) -> Tensor:
-    """Squares of the group's mean probability (policies.md: squares are taken of the averaged probability)."""
+    """Sum the squares of the probability averaged over the group; averaging comes first, so the square is of the mean."""
     mean_NRM = block.p_NGRM.mean(1)
     return mean_NRM.square().sum(1)
 
 
 def _count(block: Block, score: Any) -> Tensor:
-    """Rows that give the key more than an even share. Summed, not averaged, over the group: whole numbers stay exact."""
+    """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
     assert block.keys_NR is not None
     above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
     return above.to(block.p_NGRM.dtype).sum((1, 2))
 
 
 def _gumbel(block: Block, score: Any) -> Tensor:
-    """softmax((x + noise) / tau) from p = softmax(x): proportional to (p * exp(noise)) ** (1 / tau)."""
+    """Sum softmax((x + noise) / tau), computed from p = softmax(x) as proportional to (p * exp(noise)) ** (1 / tau)."""
     p, weight = block.p_NGRM, None
     if score.fresh:
         p = p * torch.exp(score.draw_for_rows(block))
@@ -76,17 +79,17 @@ def _gumbel(block: Block, score: Any) -> Tensor:
         weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
     plain = not isinstance(block.tau, Tensor) and block.tau == 1.0
     if weight is not None and plain:
-        # no second matrix: column sums of p*w / rowsum(p*w) are two matrix-vector products
+        # column sums of p*w / rowsum(p*w) as two matrix-vector products, without a second matrix
         total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
         return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
     p = p if weight is None else p * weight
     if plain:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
-    # a row of padding is -inf throughout, and NaN after the softmax; one that was NaN before it stays so, as in other sums
+    # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
     return p.log().div_(block.tau).softmax(-1).masked_fill_(p.amax(-1, keepdim=True) == 0, 0.0).sum((1, 2))
 
 
-_TINY = 1e-30  # a row without keys (padding) divides zero by this
+_TINY = 1e-30  # divisor of a row of padding, whose sum is zero
 STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
     "sum": Statistic(_sum, kernel="sum"),
     "squares": Statistic(_squares, kernel="squares"),

@@ -1,1 +1,1 @@
-"""A compressed cache in a file."""
+"""Saving and loading compressed caches."""

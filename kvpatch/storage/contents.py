@@ -1,4 +1,4 @@
-"""Checks of a loaded cache: its invariants, and that no number of it is one that decoding cannot have left."""
+"""Checks of a loaded cache: its invariants, and that its numbers are finite and its weights not negative."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..errors import InvalidError
 
 
 def check(cache: EvictingCache) -> None:
-    """Raise InvalidError where the cache contradicts itself, its policy or its budget, or holds a number that is none.
+    """Raise InvalidError if the cache contradicts itself, its policy or its budget, or holds a number that is not finite.
 
-    Free slots above the slack are those of a cache that was made with room=, which it has again.
+    Free slots beyond the slack are taken for a reservation by room=, which the loaded cache then has again.
     """
     slotted = [layer for layer in cache.layers if layer.free_BH is not None]
     for layer in slotted:
@@ -33,7 +33,7 @@ def check(cache: EvictingCache) -> None:
 
 
 def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
-    """No number of a token that is held is infinite or none, and no weight is negative."""
+    """Check that all numbers of held tokens are finite and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
     if layer.head_offsets is None:
         slots = real

@@ -1,4 +1,4 @@
-"""What an opened safetensors file says that it holds, checked before memory is taken for any of it.
+"""Header of a safetensors file, checked before memory is allocated for its tensors.
 
 safetensors itself refuses tensors that overlap, leave gaps, or do not fit their shapes or the file.
 """
@@ -27,14 +27,14 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file."""
+    """Dtype and shape of a tensor in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 def entries(file: Any) -> dict[str, Entry]:
-    """The tensors of an open file, by name."""
+    """Return dtype and shape of the tensors of an open file, by name."""
     return {name: _entry(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
@@ -48,7 +48,7 @@ def _entry(name: str, about: Any) -> Entry:
 
 
 def read(file: Any, name: str) -> Tensor:
-    """A tensor of an open file, in memory of its own: what safetensors gives changes with the file."""
+    """Copy a tensor out of an open file; safetensors' own tensors change with the file."""
     tensor = file.get_tensor(name).clone()
     if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
         raise InvalidError("a truth value is neither 0 nor 1")
@@ -56,15 +56,17 @@ def read(file: Any, name: str) -> Tensor:
 
 
 def is_count(value: object, least: int = 0) -> bool:
+    """Tell whether `value` is an int from `least` to 2**30 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 30
 
 
 def are_counts(values: object, least: int = 0) -> bool:
+    """Tell whether `values` is a list of ints from `least` to 2**30 - 1."""
     return isinstance(values, list) and all(is_count(value, least) for value in values)
 
 
 def parse(text: str) -> Any:
-    """Strict JSON: each name once, no number that is none, and no deeper than Python reads."""
+    """Parse strict JSON: no duplicate names, no NaN or infinity, no deeper nesting than Python can parse."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:

@@ -1,6 +1,6 @@
-"""A compressed cache in a file: safetensors with its description as JSON, and nothing that could run code.
+"""Saved caches: a safetensors file with a description in JSON, and nothing that could run code.
 
-The file says which model, policy and budget it belongs to and carries a checksum; whatever does not match is refused.
+The file names its model, policy and budget and carries a checksum; a file that does not match is refused.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
 
 
 def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
-    """Write `cache` to `path`. model: what identifies the model.
+    """Write `cache` to the file `path`; `model` holds the values that identify its model.
 
     Raises:
-        KVPatchError: the cache is empty, or in the middle of a prompt or of a pass.
+        KVPatchError: the cache is empty, or in the middle of a prompt or of a forward pass, or the file cannot be written.
     """
     cache.check_whole()
     if not cache.get_seq_length():
@@ -48,7 +48,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
 
 
 def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a cache, on the CPU, and the rest of it as plain values."""
+    """Return all tensors of a cache, on the CPU, and the rest of its state as plain values."""
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "lag_B": cache.counters.lag_B, "gaps_B": cache.rows.gaps_B}
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
@@ -73,7 +73,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
 
 
 def _write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """The file appears under its name when it is whole and on the disk: until then an earlier one of that name stays."""
+    """Write a file and rename it to its name once it is complete and on the disk; an earlier file stays until then."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -98,7 +98,7 @@ def _write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict
 
 
 def _to_disk(path: Path) -> None:
-    """What was written there survives a power failure."""
+    """Flush a file or folder to the disk, so that it survives a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -112,15 +112,21 @@ def _to_disk(path: Path) -> None:
 def load(
     cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any], shapes: schema.Shapes, devices: list[torch.device]
 ) -> EvictingCache:
-    """Read the cache saved at `path` into `cache`, an empty one of the patch, each layer on its own of `devices`. model: what
-    identifies the model; shapes: what it says of its layers.
+    """Read a saved cache into `cache`.
 
-    The file is taken for a stranger's. Its header is read first, and memory is taken for tensors only when all that is said
-    there fits the model and the patch; then the numbers are looked at. The checksum finds accidents: whoever alters a file on
-    purpose can write it anew, for it is no signature.
+    The file is not trusted. Its header is checked first, and memory is allocated for tensors only if the header fits the model
+    and the patch; then the values are checked. The checksum detects accidents and is no signature: who alters a file on
+    purpose can compute it anew.
+
+    Args:
+        cache: an empty cache of the patch.
+        path: the file.
+        model: values that identify the model.
+        shapes: shapes of the model's layers.
+        devices: device of each layer.
 
     Raises:
-        KVPatchError: no such file, a truncated or altered one, or one of another model, policy, budget or seed.
+        KVPatchError: the file is missing, truncated or altered, or belongs to another model, policy, budget or seed.
     """
     try:
         about, tensors = _read(Path(path), cache, model, shapes)
@@ -165,7 +171,7 @@ def _rows(limits: Limits | None) -> list[list[int]] | None:
 
 
 def _history(cache: EvictingCache) -> dict[str, Any]:
-    """How the rows came to stand where they are, as plain values (schema.CACHE)."""
+    """Return the step counters, turns and row history of a cache as plain values (schema.CACHE)."""
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
     return {"steps": cache.counters.steps, "turns": turns.count, "turn_from_B": turns.begin_B, **flags}
@@ -180,7 +186,7 @@ def _set_history(cache: EvictingCache, about: dict[str, Any]) -> None:
 def _read(
     path: Path, cache: EvictingCache, model: dict[str, Any], shapes: schema.Shapes
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the file says of itself and its tensors, which fit `cache`, an empty one of the patch."""
+    """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -197,15 +203,15 @@ def _read(
     except OSError as error:
         raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that save_cache() wrote.") from error
     except SafetensorError as error:
-        words = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
-        raise KVPatchError(f"{words} Save it anew with patch.save_cache().") from error
+        message = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
+        raise KVPatchError(f"{message} Save it anew with patch.save_cache().") from error
     if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):
         raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match. Save it anew.")
     return about, tensors
 
 
 def _about(text: str, path: Path) -> dict[str, Any]:
-    """The description, a table of tables."""
+    """Parse the description, a table of tables."""
     about = parse(text) if text else {}
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise KVPatchError(f"{path} is no cache saved by this version of kvpatch ({FORMAT!r}): read its text again.")

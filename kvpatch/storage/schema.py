@@ -1,7 +1,7 @@
-"""What a saved cache may say of itself, checked against the patch that loads it before any tensor is read.
+"""Schema of a saved cache, checked against the patch that loads it before any tensor is read.
 
-Names, types and ranges of its description, and names, shapes and dtypes of its tensors, which follow from the policy, the
-model and the description. contents.py looks at the numbers.
+It covers names, types and ranges in the description, and names, shapes and dtypes of the tensors, which follow from policy,
+model and description. contents.py checks the values of the tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the model says: KV heads and head size of each layer, query heads per KV head (None where it does not say), and the
-    sliding window of each layer."""
+    """Shapes of a model's layers.
+
+    Attributes:
+        heads: KV heads H and head size D of each layer.
+        group: G, query heads per KV head; None if the configuration does not tell.
+        sliding: sliding window of each layer in tokens, or None.
+    """
 
     heads: list[tuple[int, int]]
     group: int | None
@@ -35,6 +40,7 @@ class Shapes:
 
 
 def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
     if not isinstance(value, dict) or set(value) != set(names):
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
@@ -42,7 +48,7 @@ def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: Shapes) -> None:
-    """Raise InvalidError unless this describes a state of `cache`, an empty one of the patch."""
+    """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch."""
     left = dict(entries)
     B = _take(left, "seen_B", (torch.int64,), (None,)).shape[0]
     of_cache, layers = table("its cache", about["cache"], CACHE), about["layers"]
@@ -66,7 +72,7 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
 
 
 class _Layer:
-    """ended: whether a prompt has ended in this cache."""
+    """Check of one layer; `ended` tells whether the cache has read a prompt to its end."""
 
     def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shapes: Shapes) -> None:
         self.cache, self.index, self.B, self.ended = cache, index, B, ended
@@ -75,6 +81,7 @@ class _Layer:
         self.cuts = cache.settings.evicts[index] and ended
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
+        """Check the description of the layer, and remove its tensors from `left`."""
         own = table(self.where, described, (*LAYER, "head_offsets", "limits"))
         for name in _COUNTS:
             _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
@@ -124,7 +131,7 @@ class _Layer:
         _must(rows, f"{self.where}: limits are {limits!r:.60}")
 
     def _state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
-        """The tensors beside the keys that the policy's parts would have made."""
+        """Check the tensors stored per key, which follow from the parts of the policy."""
         score, shape, wide = self.policy.score, (self.B, self.H, C), (accumulator(dtype),)
         if score is None or not self.cache.settings.evicts[self.index]:
             return
@@ -144,16 +151,16 @@ class _Layer:
 
 
 def _take(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
-    """The entry `name`, no longer left; None in `shape` is any size."""
+    """Remove the entry `name` from `left`, check it and return it; None in `shape` stands for any size."""
     entry = left.pop(name, None)
     _must(entry is not None, f"it holds no {name}")
     assert entry is not None
     fits = len(entry.shape) == len(shape) and all(own in (None, size) for own, size in zip(shape, entry.shape, strict=True))
-    words = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
-    _must(fits and entry.dtype in dtypes, words.replace("None", "n"))
+    message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
+    _must(fits and entry.dtype in dtypes, message.replace("None", "n"))
     return entry
 
 
-def _must(condition: object, words: str) -> None:
+def _must(condition: object, message: str) -> None:
     if not condition:
-        raise InvalidError(words)
+        raise InvalidError(message)

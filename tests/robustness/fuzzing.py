@@ -177,13 +177,13 @@ def headed(file: bytes, r: random.Random) -> bytes:
 
     whole = json.dumps(parts.about)
     text = r.choice([
-        None, '{"format": "kvpatch cache 1", "format": "kvpatch cache 1"}', "[" * 100_000, '{"a":' * 50_000, "{}", "[]", "7",
+        None, '{"format": "kvpatch cache 2", "format": "kvpatch cache 2"}', "[" * 100_000, '{"a":' * 50_000, "{}", "[]", "7",
         "", '{"format": NaN}', '{"format": 1e999}', "\ud800", whole[:-1], whole[:-1] + ', "layers": []}',
     ])  # fmt: skip
     try:
         made = parts.file(text, change if r.random() < 0.7 or text is None else None)
     except UnicodeEncodeError:
-        made = file.replace(b"kvpatch cache 1", b"kvpatch cache \xff")
+        made = file.replace(b"kvpatch cache 2", b"kvpatch cache \xff")
     if r.random() < 0.2:
         made = r.choice([0, 1, 7, 2**20, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little") + made[8:]
     return made

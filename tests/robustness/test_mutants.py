@@ -115,8 +115,8 @@ MUTANTS = {
         "arch/bound.py", '"(h g d) e -> h g d e", h=self.H, g=group', '"(g h d) e -> h g d e", h=self.H, g=group',
         f"{PARTS}::test_combinations[llama_gqa-h2o-critical]"),
     "norm of one query head instead of the group's mean": (
-        "backends/value_norms.py", "torch.bmm(v_KND, rows_HGDE.flatten(0, 1))",
-        "torch.bmm(v_KND, rows_HGDE[:, :1].expand_as(rows_HGDE).flatten(0, 1))",
+        "backends/value_norms.py", "torch.bmm(v_NTD, rows_HGDE.flatten(0, 1))",
+        "torch.bmm(v_NTD, rows_HGDE[:, :1].expand_as(rows_HGDE).flatten(0, 1))",
         f"{PARTS}::test_options[critical-{{'alpha': 0.0}}]"),
     "scores not normalised before the second stage": (
         "policies/selection.py", "share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)",

@@ -19,7 +19,7 @@ import torch
 import typer
 
 from kvpatch import get_policy
-from kvpatch.cli.commands import in_words, parse_options
+from kvpatch.cli.commands import parse_options, short_errors
 from kvpatch.cli.loading import parse_k
 from kvpatch.errors import KVPatchError, suggest
 from kvpatch.policies.budgets import check_k
@@ -104,7 +104,7 @@ def main(
     fresh: Annotated[bool, typer.Option("--fresh", help="forget what the folder has of this task")] = False,
 ) -> None:
     """Measure a task under policies and budgets."""
-    with in_words():
+    with short_errors():
         if task is None:
             for name, one in TASKS.items():
                 print(f"{name:13} {one.about} {one.source}".rstrip())

@@ -20,7 +20,7 @@ import torch
 import transformers
 import typer
 
-from kvpatch.cli.commands import in_words
+from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
 from tools.evaluation import page, runs
 from tools.evaluation.lines import read
@@ -91,7 +91,7 @@ def main(
     page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
 ) -> None:
     """Measure every task on the shipped models and write docs/results.md."""
-    with in_words():
+    with short_errors():
         chosen = list(SIZES) if only is None else only.split(",")
         for name in chosen:
             get_task(name)

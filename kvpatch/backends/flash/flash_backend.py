@@ -1,9 +1,9 @@
-"""Attention of a prompt by a FlashAttention kernel, with the log-sum-exp of every row; and one token over ragged heads.
+"""The flash backend: attention of a prompt, with the log-sum-exp of every row, and of one token over ragged heads.
 
-The first kernel of flash_kernels.py that takes a case is used. A kernel sees columns, not positions: a row attends to all
-columns up to its own. Padding is taken out before, so that each row of the batch is a sequence of its own length.
+The first kernel of kernels.py that takes a case is used. A kernel sees columns, not positions: a row attends to all columns up
+to its own. Padding is removed first, so that each batch row is a sequence of its own length.
 
-N: query heads; S: tokens of all sequences laid end to end.
+Here N counts query heads, and T the tokens of all sequences laid end to end.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ NAME = "flash"
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST = 256  # head size
 _LOG = logging.getLogger(__name__)
-_FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)  # not a refusal: another kernel would meet them as well
+_FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)  # errors that every kernel would raise
 _refused: dict[tuple[str, Case | None], str] = {}  # by kernel and case; None: a step over ragged heads
 
 
 class Refused(RuntimeError):
-    """Every kernel that said it could take a prompt refused it when it was called."""
+    """Raised if every kernel that should take a prompt refused it when it was called."""
 
 
 # ---- what is taken ----
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Why no flash kernel can do it; None if one can."""
+    """Return an error message if no flash kernel can perform the task, or None if one can."""
     if case.special:
         return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
     if task in ("statistics", "decode"):
@@ -55,7 +55,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def _lack(kernel: Kernel, case: Case) -> str | None:
-    """What keeps a kernel from a prompt."""
+    """Return the reason why a kernel cannot take a prompt, or None if it can."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
@@ -90,14 +90,14 @@ def _ragged_reason(case: Case) -> str | None:
 
 
 def which(case: Case) -> str:
-    """The kernel that a prompt would run on, with its version; "none" where reason() says why."""
+    """Return name and version of the kernel that a prompt would run on, or "none" if there is no such kernel."""
     if reason("prompt", case) is not None:
         return "none"
     return next((kernel.name for kernel in kernels() if _lack(kernel, case) is None), "none")
 
 
 def misfit(keys: Keys, geometry: Geometry) -> str | None:
-    """Why these keys cannot be attended to although their case can: what a case does not tell."""
+    """Return the reason why a kernel cannot attend to these keys although it takes their case, or None."""
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
     if keys.past and not keys.ordered and (geometry.sliding is not None or geometry.slopes_HG is not None):
@@ -109,10 +109,21 @@ def misfit(keys: Keys, geometry: Geometry) -> str | None:
 
 
 def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] (float32, natural) of a prompt's rows.
+    """Compute attention of a prompt.
 
-    rows_BQ: -1 for padding; such rows have output 0 and log-sum-exp +inf. The output is differentiable, the log-sum-exp
-    is not. Raises ValueError for keys that `misfit` names, Refused where every kernel refuses.
+    Args:
+        q_BHGQD: queries.
+        keys: keys and values; the last Q columns are the prompt's own.
+        rows_BQ: positions of the queries; -1 for padding.
+        geometry: variant of attention.
+
+    Returns:
+        The output [B,H,G,Q,D], which is differentiable, and the log-sum-exp [B,H,G,Q], float32, natural logarithm, which is
+        not. Rows of padding have output 0 and log-sum-exp +inf.
+
+    Raises:
+        ValueError: keys for which `misfit` returns a reason.
+        Refused: every kernel refuses.
     """
     problem = misfit(keys, geometry)
     if problem is not None:
@@ -131,10 +142,10 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
 
 
 def _padded(tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case) -> tuple[Tensor, Tensor]:
-    """`_call` without the padding, put back in its place."""
+    """Remove the padding, call a kernel, and put its results back into place."""
     B, Q, N, _ = tensors[0].shape
     real_BQ = rows_BQ >= 0
-    lengths = [n for n in real_BQ.sum(1).tolist() if n > 0]  # where all have one token, a kernel takes no empty sequence
+    lengths = [n for n in real_BQ.sum(1).tolist() if n > 0]  # a kernel refuses empty sequences if all others have one token
     out_BQND = tensors[0].new_zeros(tensors[0].shape)
     lse_BNQ = torch.full((B, N, Q), torch.inf, device=rows_BQ.device)
     if not lengths:
@@ -148,7 +159,7 @@ def _padded(tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case
 
 
 def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor]:
-    """The first kernel that takes the case and does not refuse. A refusal is remembered and logged."""
+    """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged."""
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
     for kernel in kernels():
@@ -172,11 +183,14 @@ def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case
 
 
 def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None:
-    """Output [B,H,G,D] of one token over heads of different lengths: every KV head is a sequence, its group's queries are
-    the heads of one token. Slots behind a head's own need no mask, since the kernel is told how many count.
+    """Attend from one token over heads of different lengths, or return None if no kernel can.
 
-    None, without a word, where slots must be masked (ALiBi, a window, heads that fill up unevenly) or gradients are wanted;
-    None, with one warning, where the kernel refuses.
+    For the kernel, every KV head is a sequence, and the queries of its group are the heads of one token. The kernel takes the
+    used length of every sequence, so free slots need no mask. There is no result if slots must be masked (ALiBi, a window,
+    heads that fill up unevenly), if gradients are needed, or, with one warning in the log, if the kernel refuses.
+
+    Returns:
+        The output [B,H,G,D], or None.
     """
     kernel = _ragged_kernel()
     if kernel is None or kernel.ragged is None or keys.head_offsets is None or keys.grown is None:
@@ -202,6 +216,6 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
 
 
 def _ragged_kernel() -> Kernel | None:
-    """torch's before flash_attn.cute's: it splits a long head's keys between processors."""
+    """Return the kernel for ragged heads: torch's before flash_attn.cute's, since it splits a long head's keys."""
     able = (kernel for kernel in reversed(kernels()) if kernel.ragged and (kernel.name, None) not in _refused)
     return next(able, None)

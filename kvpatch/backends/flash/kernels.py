@@ -1,13 +1,13 @@
-"""The FlashAttention kernels that may be there, what each takes, and how it is called.
+"""FlashAttention kernels that may be installed, the cases that each takes, and its call.
 
     flash_attn 2.x        ALiBi and everything below
     flash_attn.cute 4.x   Hopper and newer; no ALiBi
     torch's own           FlashAttention 2 as torch builds it for CUDA; no ALiBi
 
-They are told apart by the arguments of their functions, not by their names: there are empty packages of these names, and
-flash_attn 2 brings an early flash_attn.cute that returns no log-sum-exp. Nothing is imported before `kernels` is called.
+They are recognized by the arguments of their functions, not by their names: empty packages of these names exist, and
+flash_attn 2 contains an early flash_attn.cute that returns no log-sum-exp. Nothing is imported before `kernels` is called.
 
-Tensors in a kernel's layout: N query heads, S tokens of all sequences laid end to end.
+In a kernel's layout, N counts query heads and T the tokens of all sequences laid end to end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences laid end to end. starts: where each begins and the last ends, int32. longest: in tokens."""
+    """Sequences laid end to end: the start of each and the end of the last, int32, and the longest length in tokens."""
 
     starts: Tensor
     longest: int
@@ -38,7 +38,13 @@ class Packing:
 
 @dataclass(frozen=True)
 class Mask:
-    """What is added to a causal mask. left: columns seen before the row's own, None for all. slopes: of ALiBi, [N]."""
+    """Scale and mask besides the causal one.
+
+    Attributes:
+        scale: factor of the logits.
+        left: columns that a row sees before its own; None for all.
+        slopes: ALiBi slopes [N], or None.
+    """
 
     scale: float
     left: int | None
@@ -47,11 +53,17 @@ class Mask:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One package's kernel and what it takes.
+    """Kernel of one package, and the cases that it takes.
 
-    attend(q, k, v, mask, packing) takes [B,Q,N,D], or [S,N,D] with a packing; it returns the output in the same layout and
-    the log-sum-exp [B,N,Q], or [N,S]. ragged(q, k, v, once, starts, used, longest, scale) attends from q [N,G,D], one token
-    each, to the first `used` rows of every segment.
+    Attributes:
+        name: with version.
+        attend: attend(q, k, v, mask, packing) takes [B,Q,N,D], or [T,N,D] with a packing, and returns the output in that
+            layout and the log-sum-exp [B,N,Q], or [N,T].
+        alibi, window, padding, past, gradients: whether it takes cases with these properties.
+        capability: least compute capability of the device, major number.
+        head: tells whether it takes the head size of a case.
+        ragged: ragged(q, k, v, once, starts, used, longest, scale) attends from q [N,G,D], one token per KV head, to the
+            first `used` entries of every segment; None if the kernel cannot.
     """
 
     name: str
@@ -61,7 +73,7 @@ class Kernel:
     padding: bool = True
     past: bool = True
     gradients: bool = True
-    capability: int = 8  # the device's, at least
+    capability: int = 8
     head: Callable[[Case], bool] = lambda case: True
     ragged: Callable[..., Tensor] | None = None
 
@@ -71,7 +83,7 @@ _kernels: tuple[Kernel, ...] | None = None
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """The kernels that can be called here, best first. Looked for once."""
+    """Return the kernels that can be called here, best first; the search runs once."""
     global _kernels
     if _kernels is None:
         _kernels = tuple(kernel for kernel in (_flash_attn(), _cute(), _torch()) if kernel is not None)
@@ -79,10 +91,10 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def _load(name: str, wanted: set[str]) -> Any:
-    """The module, if its two attention functions take the arguments `wanted`."""
+    """Import a module; returns it if its two attention functions take the arguments `wanted`, else None."""
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError:  # also what flash_attn 2 says of its own flash_attn.cute
+    except ModuleNotFoundError:  # flash_attn 2 raises this too for its own flash_attn.cute
         return None
     except Exception as error:  # an extension built for another torch, a compiler that finds no GPU
         _LOG.warning("%s is installed but cannot be imported (%s); attention goes another way.", name, error)
@@ -100,8 +112,8 @@ def _flash_attn() -> Kernel | None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
         left = mask.left
         if mask.slopes is not None:
-            # Under its causal mask the kernel adds slope * column: its log-sum-exp is that of other logits, and coarse where
-            # columns are large. Under a window it adds -slope * distance, as we do; so the window is as wide as the text.
+            # Under a causal mask the kernel adds slope * column, so that its log-sum-exp belongs to other logits and is
+            # coarse for large columns. Under a window it adds -slope * distance, as kvpatch does: pass a window of all tokens.
             longest = k.shape[1] if packing is None else packing.longest
             left = longest - 1 if left is None else min(left, longest - 1)
         options = {
@@ -155,7 +167,7 @@ def _cute() -> Kernel | None:
 
 
 def _cute_head(case: Case) -> bool:
-    """Between 128 and 256 only Hopper's kernel has every head size."""
+    """Tell whether the head size is taken; only Hopper's kernel has all sizes between 128 and 256."""
     major = capability()
     return case.head_dim <= 128 or major in (None, 9) or (case.head_dim == 256 and major in (10, 11))
 
@@ -181,17 +193,17 @@ def _torch() -> Kernel | None:
             q, k, v, once, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
         )[0]
 
-    hip = torch.version.hip is not None  # another kernel, with a log-sum-exp of another shape and no window
+    hip = torch.version.hip is not None  # ROCm's kernel returns a log-sum-exp of another shape and has no window
     return Kernel(
         f"torch's flash kernel (torch {torch.__version__.split('+')[0]})",
         attend,
         window=not hip and {"window_size_left", "window_size_right"} <= takes,
         padding=not hip,
-        head=lambda case: case.head_dim <= 192 or not case.gradients,  # larger ones have no backward on small GPUs
+        head=lambda case: case.head_dim <= 192 or not case.gradients,  # larger heads have no backward on small GPUs
         ragged=ragged if "seqused_k" in takes else None,
     )
 
 
 def capability() -> int | None:
-    """Major compute capability; None without a device."""
+    """Return the device's major compute capability, or None without a device."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
