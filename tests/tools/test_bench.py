@@ -77,6 +77,28 @@ def test_only_policies_that_evict_have_a_floor(policy, floor):
     assert ("over_floor" in line, "ms_floor" in line) == (floor, floor)
 
 
+@pytest.mark.parametrize(("case", "arch"), [("prompt", "llama"), ("arch", "mpt"), ("arch", "gptj")])
+def test_prompt_lines_are_whole(case, arch):
+    line = bench_prompt.prompt_line(case, arch, "keyformer", n=64, repeats=1, tiny=True, memory=False)
+    assert set(line) >= COMMON
+    assert (line["case"], line["arch"], line["policy"], line["n"]) == (case, arch, "keyformer", 64)
+    assert line["ratio"] == line["ms"] / line["ms_unpatched"]
+
+
+def test_twins_share_weights_and_nothing_else():
+    model = bench_models.build("llama", 64, tiny=True)
+    other = bench_models.twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert model.model.layers[0].self_attn is not other.model.layers[0].self_attn
+
+
+def test_peak_growth_sees_the_prompt():
+    block = []
+    before = bench_memory.reset_peak()
+    block.append(torch.ones(16 << 20))  # more than malloc keeps on its heap
+    assert 60 << 20 <= bench_memory.peak() - before < 80 << 20
+
+
 def test_host_lines_are_whole():
     lines = list(bench_host.host_lines(bench_lines.HOST_POLICIES, n=64, repeats=2, tiny=True, steps=2))
     assert [line["policy"] for line in lines] == list(bench_lines.HOST_POLICIES)
@@ -99,28 +121,6 @@ def test_the_plan_of_the_host_case():
     assert list(bench.plan("host", "", [])) == [("host", "llama-narrow", list(bench_lines.HOST_POLICIES), 256)]
     assert list(bench.plan("host", "h2o", [32, 64])) == [("host", "llama-narrow", ["h2o"], n) for n in (32, 64)]
     assert {case for case, *_ in bench.plan("all", "", [])} == set(bench_lines.CASES)
-
-
-@pytest.mark.parametrize(("case", "arch"), [("prompt", "llama"), ("arch", "mpt"), ("arch", "gptj")])
-def test_prompt_lines_are_whole(case, arch):
-    line = bench_prompt.prompt_line(case, arch, "keyformer", n=64, repeats=1, tiny=True, memory=False)
-    assert set(line) >= COMMON
-    assert (line["case"], line["arch"], line["policy"], line["n"]) == (case, arch, "keyformer", 64)
-    assert line["ratio"] == line["ms"] / line["ms_unpatched"]
-
-
-def test_twins_share_weights_and_nothing_else():
-    model = bench_models.build("llama", 64, tiny=True)
-    other = bench_models.twin(model)
-    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert model.model.layers[0].self_attn is not other.model.layers[0].self_attn
-
-
-def test_peak_growth_sees_the_prompt():
-    block = []
-    before = bench_memory.reset_peak()
-    block.append(torch.ones(16 << 20))  # more than malloc keeps on its heap
-    assert 60 << 20 <= bench_memory.peak() - before < 80 << 20
 
 
 def test_limits_of_the_promise():
