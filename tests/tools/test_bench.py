@@ -11,11 +11,13 @@ from tests.helpers.marks import slow_but
 from tools.bench import __main__ as bench
 from tools.bench import decode as bench_decode
 from tools.bench import gpu as bench_gpu
+from tools.bench import host as bench_host
 from tools.bench import lines as bench_lines
 from tools.bench import memory as bench_memory
 from tools.bench import models as bench_models
 from tools.bench import paper, roofline
 from tools.bench import plot as bench_plot
+from tools.bench import profile as bench_profile
 from tools.bench import prompt as bench_prompt
 
 COMMON = {"date", "versions", "cpu", "threads", "parameters", "case", "arch", "policy", "k", "n", "repeats", "ratio"}
@@ -101,6 +103,30 @@ def test_peak_growth_sees_the_prompt():
     assert 60 << 20 <= bench_memory.peak() - before < 80 << 20
 
 
+def test_host_lines_are_whole():
+    lines = list(bench_host.host_lines(bench_lines.HOST_POLICIES, n=64, repeats=2, tiny=True, steps=2))
+    assert [line["policy"] for line in lines] == list(bench_lines.HOST_POLICIES)
+    for line in lines:
+        assert json.loads(json.dumps(line)) == line
+        assert set(line) >= COMMON - {"roof_ms", "roof_ratio", "ceilings"} | {"mean_ratio", "steps", "layers"}
+        assert (line["case"], line["arch"], line["n"], line["layers"]) == ("host", "llama-narrow", 64, 2)
+        assert len(line["ratios"]) == 2
+        assert (line["limits"], line["holds"]) == ({}, None)
+    assert bench.tables(lines).count("| host | llama-narrow |") == len(lines)
+
+
+def test_the_host_model_is_deep_and_narrow():
+    one = bench_models.build("llama-narrow", 8, tiny=False).config
+    assert (one.num_hidden_layers, one.hidden_size) == (32, 64)
+    assert one.num_attention_heads > one.num_key_value_heads > 1  # grouped queries, and heads that adakv can tell apart
+
+
+def test_the_plan_of_the_host_case():
+    assert list(bench.plan("host", "", [])) == [("host", "llama-narrow", list(bench_lines.HOST_POLICIES), 256)]
+    assert list(bench.plan("host", "h2o", [32, 64])) == [("host", "llama-narrow", ["h2o"], n) for n in (32, 64)]
+    assert {case for case, *_ in bench.plan("all", "", [])} == set(bench_lines.CASES)
+
+
 def test_limits_of_the_promise():
     limits = bench_lines.limits
     assert limits("prompt", "tova", 2048) == {"ratio": 1.05, "memory_ratio": 1.10}
@@ -113,6 +139,8 @@ def test_limits_of_the_promise():
     assert limits("decode", "full", 4096) == {"ratio": 0.85}
     assert limits("decode", bench.FLOOR, 4096) == {}
     assert limits("arch", "h2o", 2048) == {"ratio": 0.8, "memory_ratio": 0.5}
+    assert (limits("host", "full", 256), limits("host", "h2o", 256)) == ({"ratio": 1.05}, {"ratio": 1.15})
+    assert limits("host", "h2o", 4096) == {}  # attention outweighs the host's share there
 
 
 def test_a_line_above_the_floor_does_not_hold():
@@ -323,6 +351,24 @@ def test_the_command_measures_and_writes(tmp_path):
     assert told.exit_code == 0, told.output
     (line,) = map(json.loads, path.read_text().splitlines())
     assert (line["case"], line["policy"], line["n"], line["base"]) == ("ragged", "adakv", 96, "snapkv")
+
+
+def test_the_command_measures_host_time(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    told = invoke("--tiny", "--case", "host", "--policies", "full,h2o", "--lengths", "32", "--repeats", "1", "--json", path)
+    assert told.exit_code == 0, told.output
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["case"], line["policy"], line["n"], line["k"]) for line in lines] == [
+        ("host", "full", 32, 0.5),
+        ("host", "h2o", 32, 0.5),
+    ]
+
+
+@pytest.mark.parametrize("case", ["decode", "host"])
+def test_profiles_are_of_single_tokens(case, capsys):
+    arch = "llama" if case == "decode" else "llama-narrow"
+    bench_profile.profile_case(case, arch, "h2o", n=16, tiny=True, steps=2)
+    assert re.findall(r"^(\w+) 16, 1 steps: (\w+)$", capsys.readouterr().out, re.M) == [(case, "unpatched"), (case, "h2o")]
 
 
 @pytest.mark.parametrize("wrong", [("--lengths", "4k"), ("--batches", "0"), ("--paper", "h2o"), ("--case", "gpu_x")])

@@ -21,6 +21,7 @@ that of the median times per token, and the median over the repeats counts. `mea
 "floor" is no policy: the unpatched model's own code over a dense buffer of the budget's size that is written in place,
 which is what bounds the others. It takes its turn beside every evicting policy; `over_floor` is the ratio to it.
 ragged: as decode, but against snapkv, which holds as much in dense slots; bytes are against a full cache's at the same step.
+host: as decode, on a Llama of 32 layers of width 64, so that a step costs what its Python costs; without a floor.
 block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
 Memory is the growth of the process's peak resident size over one prompt, in a fresh process for each case. `roof_ms` is what
 the machine's memory and multipliers, measured first, would need at least (roofline.py), `roof_ratio` how often that fits.
@@ -38,16 +39,16 @@ from . import gpu as bench_gpu
 from . import paper, peer
 from . import plot as bench_plot
 from .decode import decode_lines, ragged_lines
+from .host import host_lines
 from .lines import (
     ARCH_POLICIES,
-    BLOCK_POLICIES,
     CASES,
     DECODE_LENGTHS,
     DECODE_POLICIES,
     FLOOR,
+    ONE_ARCH,
     POLICIES,
     PROMPT_POLICIES,
-    RAGGED_POLICIES,
     Line,
     cells,
     markdown,
@@ -83,9 +84,10 @@ def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, st
         if one == "decode":
             names = chosen(policies, (FLOOR, "full", *DECODE_POLICIES), (FLOOR, *POLICIES))
             yield from (("decode", "llama", names, n) for n in lengths or DECODE_LENGTHS)
-        elif one in ("ragged", "block"):
-            names = chosen(policies, RAGGED_POLICIES if one == "ragged" else BLOCK_POLICIES, tuple(POLICIES))
-            yield from ((one, "llama", names, n) for n in lengths or (2048 if one == "ragged" else 16384,))
+        elif one in ONE_ARCH:
+            arch, defaults, length = ONE_ARCH[one]
+            names = chosen(policies, defaults, tuple(POLICIES))
+            yield from ((one, arch, names, n) for n in lengths or (length,))
         else:
             names = chosen(policies, PROMPT_POLICIES if one == "prompt" else ARCH_POLICIES, tuple(POLICIES))
             archs = ("llama",) if one == "prompt" else ("mpt", "gptj")
@@ -98,6 +100,8 @@ def measure(case: str, arch: str, names: list[str], n: int, repeats: int, tiny: 
         yield from decode_lines(names, n, repeats, tiny)
     elif case == "ragged":
         yield from ragged_lines(names, n, repeats, tiny)
+    elif case == "host":
+        yield from host_lines(names, n, repeats, tiny)
     else:
         for name in names:
             yield prompt_line(case, arch, name, n, repeats, tiny)
@@ -155,7 +159,7 @@ def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
 @app.command()
 def main(
     case: Annotated[
-        str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block or all; gpu or one of its cases")
+        str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block, host, all; gpu or one of its")
     ] = "all",
     policies: Annotated[str, typer.Option(help="names, comma-separated; 'floor' bounds decode")] = "",
     lengths: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "",

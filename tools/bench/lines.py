@@ -19,12 +19,20 @@ from kvpatch.policies import POLICIES
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block")
+CASES = ("prompt", "decode", "arch", "ragged", "block", "host")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score is not None)
 ARCH_POLICIES = ("window", "h2o", "keyformer")
 RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
 BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
+HOST_POLICIES = ("full", "window", "h2o", "roco", "keyformer", "snapkv", "adakv", "scissorhands", "tova", "critical_snapkv")
+HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
+# cases of one architecture: that, the policies and the prompt length where none are given
+ONE_ARCH = {
+    "ragged": ("llama", RAGGED_POLICIES, 2048),
+    "block": ("llama", BLOCK_POLICIES, 16384),
+    "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
+}
 ACCUMULATING = ("h2o", "roco", "keyformer")
 
 # what a figure may be at most, by prompt length
@@ -40,6 +48,7 @@ FULL_LIMITS = {4096: 0.85}
 BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
 ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
 RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
+HOST_FULL_LIMIT, HOST_LIMIT = 1.05, 1.15
 BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
 
 
@@ -47,6 +56,8 @@ def limits(case: str, policy: str, n: int) -> dict[str, float]:
     """What a line's figures may be at most, by the name of the figure; empty where nothing is promised."""
     if case == "ragged":
         return RAGGED_LIMITS if n == 2048 else {}
+    if case == "host":
+        return {"ratio": HOST_FULL_LIMIT if policy == "full" else HOST_LIMIT} if n == HOST_LENGTH else {}
     if case == "block":
         return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
     if case == "arch":

@@ -15,9 +15,11 @@ LARGE = ("mpt-7b", "llama-8b")
 
 
 def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConfig:
-    """About 100M parameters with heads of size 64, or 2 layers and a small vocabulary if `tiny`; or one of LARGE."""
+    """About 100M parameters with heads of size 64, or 2 layers and a small vocabulary if `tiny`, one of LARGE, or host's."""
     if arch in LARGE and not tiny:
         return _large(arch, positions)
+    if arch == "llama-narrow":
+        return _narrow(positions, layers=2 if tiny else 32)
     layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
     heads = width // 64
     if arch in ("mpt", "mpt-7b"):
@@ -36,7 +38,21 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             max_position_embeddings=positions,
             tie_word_embeddings=True,
         )
-    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, mpt, gptj, {', '.join(LARGE)}")
+    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, llama-narrow, mpt, gptj, {', '.join(LARGE)}")
+
+
+def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
+    """Many layers of next to no arithmetic: four heads of size 16 over two KV heads."""
+    return LlamaConfig(
+        hidden_size=64,
+        intermediate_size=170,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+    )
 
 
 def _large(arch: str, positions: int) -> transformers.PreTrainedConfig:

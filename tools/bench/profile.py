@@ -34,8 +34,8 @@ def profile_case(case: str, arch: str, policy: str, n: int, tiny: bool, steps: i
     with kvpatch.patched(other, policy, k=K):
         for name, one in (("unpatched", model), (policy, other)):
             past = forward(one, ids[:, :n])[0]
-            if case != "decode":
+            if case not in ("decode", "host"):
                 profile(f"{case} {arch} {n}: {name}", partial(forward, one, ids[:, :n]))
                 continue
             forward(one, ids[:, n : n + 1], past)
-            profile(f"decode {n}, {steps - 1} steps: {name}", partial(feed, one, ids[:, n + 1 : n + steps], past))
+            profile(f"{case} {n}, {steps - 1} steps: {name}", partial(feed, one, ids[:, n + 1 : n + steps], past))
