@@ -137,7 +137,7 @@ def test_what_is_done_to_a_cache_between_compiled_steps(tmp_path):
 
 
 def test_what_is_done_to_an_opened_cache():
-    """Of slots that fill up: a prompt on top of compiled steps, roll-back, more tokens than there was room for."""
+    """Slots that fill up: a prompt on top of compiled steps, roll-back, more tokens than there was room for."""
     model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 14, seed=3)
 
     def run(room):
@@ -176,7 +176,7 @@ def test_a_prompt_on_top_of_a_cache_that_fills_up():
 
 @pytest.mark.slow
 def test_a_prompt_with_gradients_and_a_loaded_cache_before_compiled_steps(tmp_path):
-    """Who takes a step is chosen before it is traced, also for a cache that no prompt of this process filled."""
+    """The backend of a step is chosen before it is traced, also for a cache that no prompt of this process filled."""
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 6, seed=3)
     for parameter in model.parameters():
         parameter.requires_grad_(True)

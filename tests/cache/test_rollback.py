@@ -93,10 +93,10 @@ def test_a_shared_score_is_rolled_back(model):
 
 def test_nothing_is_rolled_back(model):
     cache = read(model, "h2o", 0.5, steps=2)
-    clock, deck = cache.counters.device, cache.stack
+    counters, stack = cache.counters.device, cache.stack
     cache.crop(0)
-    assert cache.counters.device is clock
-    assert cache.stack is deck is not None
+    assert cache.counters.device is counters
+    assert cache.stack is stack is not None
 
 
 def test_one_token_behind_a_prompt_is_not_recorded(model):
