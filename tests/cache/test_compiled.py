@@ -12,6 +12,7 @@ from transformers import CompileConfig
 
 import kvpatch
 from kvpatch.cache import checks
+from kvpatch.hooks import inputs
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, make, prompt
@@ -345,7 +346,8 @@ def asserting(event):
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "tova", "snapkv", "full"])
 def test_a_step_reads_nothing_back(policy, kind, monkeypatch):
-    monkeypatch.setattr(checks, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
+    for module in (checks, inputs):
+        monkeypatch.setattr(module, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, policy, 0.5) as patch:
         cache = patch.new_cache(room=4)
