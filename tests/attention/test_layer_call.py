@@ -18,7 +18,7 @@ def model():
 
 
 def test_values_of_another_dtype_are_taken_as_the_cache_s(model):
-    """As under autocast, which turns projections into half precision and leaves what rotary positions touch."""
+    """Autocast turns projections into half precision and leaves what rotary positions touch."""
 
     def run(change):
         with kvpatch.patched(model, "h2o", 0.5) as handle, contextlib.ExitStack() as hooks:

@@ -48,7 +48,7 @@ def test_a_prompt_in_chunks_evicts_at_its_end(name, policy):
 
 
 def test_several_tokens_at_once_are_decode_steps_inside_generate():
-    """Where the prompt's length is known, a chunk behind it gives what feeding it token by token gives."""
+    """A chunk behind a prompt of known length gives what feeding it token by token gives."""
     for policy in SEVERAL:
         model, ids, fed = make("mistral_sliding"), prompt(2, 20), prompt(2, 9, seed=2)
         with kvpatch.patched(model, policy, 0.5) as patch, torch.no_grad():
@@ -61,7 +61,7 @@ def test_several_tokens_at_once_are_decode_steps_inside_generate():
 
 
 def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
-    """As of tokens that are fed one by one."""
+    """They are those of tokens that are fed one by one."""
     with kvpatch.patched(model, "keyformer", 0.5, tau=(0.5, 4.0), generation_length=4, noise="none") as handle:
         for turn in range(2):
             at_once, singly = handle.new_cache(), handle.new_cache()

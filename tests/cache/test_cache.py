@@ -1,4 +1,4 @@
-"""What a cache can be asked to do: copies, rows that move, lengths, starting anew."""
+"""Copies of a cache, rows that move, lengths, and starting anew."""
 
 import inspect
 

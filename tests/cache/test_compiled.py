@@ -12,6 +12,7 @@ from transformers import CompileConfig
 
 import kvpatch
 from kvpatch.cache import checks
+from kvpatch.hooks import inputs
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, make, prompt
@@ -137,7 +138,7 @@ def test_what_is_done_to_a_cache_between_compiled_steps(tmp_path):
 
 
 def test_what_is_done_to_an_opened_cache():
-    """Of slots that fill up: a prompt on top of compiled steps, roll-back, more tokens than there was room for."""
+    """Slots that fill up: a prompt on top of compiled steps, roll-back, more tokens than there was room for."""
     model, ids, more = make("llama_gqa", layers=1), prompt(ROWS, COLUMNS), prompt(ROWS, 14, seed=3)
 
     def run(room):
@@ -176,7 +177,7 @@ def test_a_prompt_on_top_of_a_cache_that_fills_up():
 
 @pytest.mark.slow
 def test_a_prompt_with_gradients_and_a_loaded_cache_before_compiled_steps(tmp_path):
-    """Who takes a step is chosen before it is traced, also for a cache that no prompt of this process filled."""
+    """The backend of a step is chosen before it is traced, also for a cache that no prompt of this process filled."""
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 6, seed=3)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -345,7 +346,8 @@ def asserting(event):
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "tova", "snapkv", "full"])
 def test_a_step_reads_nothing_back(policy, kind, monkeypatch):
-    monkeypatch.setattr(checks, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
+    for module in (checks, inputs):
+        monkeypatch.setattr(module, "at_hand", lambda tensor: False)  # as on a device, where inputs are not looked at
     model, more = make("llama_gqa", layers=1), prompt(ROWS, 4, seed=3)
     with kvpatch.patched(model, policy, 0.5) as patch:
         cache = patch.new_cache(room=4)

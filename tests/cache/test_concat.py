@@ -12,7 +12,7 @@ from tests.helpers.tiny import force, left_pad, make, prompt
 
 
 def test_one_layer_for_all_where_rows_are_alike():
-    """Rows that are all full are stacked, with a temperature for each row."""
+    """Rows that are all full are steps of one stack of layers, with a temperature for each row."""
     model = make("llama_gqa", dtype=torch.float64)
     with torch.no_grad(), kvpatch.patched(model, "keyformer", 6, generation_length=9) as patch:
         loop = Loop(model, patch)

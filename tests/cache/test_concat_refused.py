@@ -1,4 +1,4 @@
-"""What cannot be joined, and positions that a joined cache does not take."""
+"""Caches that cannot be joined, and positions that a joined cache does not take."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ def model():
 
 
 def test_a_temperature_that_is_traced_goes_by_the_clock(model):
-    """What torch.compile sees of a step has no Python number in it; Python's own counters are then behind."""
+    """A traced step has no Python number in it; Python's own counters are then behind."""
     cache = read(model, "keyformer", 0.5, steps=2, tau=(1.0, 3.0), generation_length=8)
     assert (cache.counters.device.steps.item(), cache.counters.device.span.item()) == (2, 8)
     cache.now = SimpleNamespace(traced=True, first_step=99)

@@ -66,7 +66,7 @@ def test_what_is_done_in_inference_mode_leaves_a_cache_that_can_be_written(model
 
 @pytest.mark.parametrize("policy", ["h2o", "adakv", "full"])
 def test_everything_in_inference_mode(policy):
-    """What a cache does under torch.inference_mode() leaves it as writable as it was."""
+    """Nothing that a cache does under torch.inference_mode() leaves it less writable than it was."""
     model = make("llama_gqa", dtype=torch.float64)
     with torch.inference_mode(), kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})) as patch:
         loop = Loop(model, patch)

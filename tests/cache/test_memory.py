@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 @pytest.fixture
 def only_new():
-    """What is alive already is not counted, and nothing is collected but by reference counts."""
+    """Leave out what is alive already, and collect nothing but by reference counts."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -80,7 +80,7 @@ def test_a_protecting_mask_is_of_the_prompt_alone(model):
 
 
 def test_protected_ids_are_kept_wherever_they_stand(model):
-    """And padding of that id is not."""
+    """Padding of that id is not."""
     ids, mask = prompt(2, N), torch.ones(2, N, dtype=torch.long)
     ids[ids == 5] = 6
     ids[0, [0, 3, 9]] = ids[1, [0, 1, 7]] = 5
@@ -93,7 +93,7 @@ def test_protected_ids_are_kept_wherever_they_stand(model):
 
 
 def test_what_is_protected_twice_is_protected(model):
-    """By its place at the text's start and by the user."""
+    """One of them by its place at the text's start and by the user."""
     protect = torch.zeros(N, dtype=torch.bool)
     protect[[0, 4]] = True
     cache = read(model, "window", 8, sinks=2, protect=protect)

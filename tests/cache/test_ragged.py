@@ -90,7 +90,7 @@ def force_over(model, ids, fed, cache):
     order=st.lists(st.integers(0, 7), min_size=1, max_size=8),
 )
 def test_head_offsets_pack_select_grow_and_unpack(heads, order):
-    """What goes into a head's segment comes out of it, whatever happens to the segments in between."""
+    """Entries of a head's segment come out of it as they went in, whatever happens to the segments in between."""
     H, K = len(heads), max(heads)
     padded = torch.arange(H * K, dtype=torch.float32).view(1, H, K, 1) + 1
     index = torch.arange(K).expand(1, H, K)
@@ -119,7 +119,7 @@ def test_many_heads_make_few_runs():
 
 
 def test_small_waste_stays_dense():
-    """Where dense slots would waste next to nothing, a layer stays dense: one attention call instead of several."""
+    """A layer stays dense if dense slots waste next to nothing: one attention call instead of several."""
     model, ids = make("llama_gqa"), prompt(1, 60)
     with torch.no_grad(), kvpatch.patched(model, combined("h2o", ("adaptive",)), 0.4, floor=1.0):
         cache = model(ids).past_key_values

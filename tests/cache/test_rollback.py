@@ -93,9 +93,9 @@ def test_a_shared_score_is_rolled_back(model):
 
 def test_nothing_is_rolled_back(model):
     cache = read(model, "h2o", 0.5, steps=2)
-    clock, stack = cache.counters.device, cache.stack
+    counters, stack = cache.counters.device, cache.stack
     cache.crop(0)
-    assert cache.counters.device is clock
+    assert cache.counters.device is counters
     assert cache.stack is stack is not None
 
 

@@ -18,7 +18,7 @@ def model():
 
 
 def test_layers_that_bound_themselves_always_act():
-    """By their sliding window, whatever the policy of the others does."""
+    """Their sliding window evicts, whatever the policy of the others does."""
     for name, acting in (("h2o", [True, True]), ("full", [False, True])):
         cache = kvpatch.EvictingCache(CacheSettings(get_policy(name), Budget((0.5, 0.5)), bounds=(None, 4)))
         assert list(cache.settings.evicts) == acting

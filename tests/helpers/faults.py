@@ -43,7 +43,7 @@ def _trace(each, names):
 
 
 def lines(run, names=None):
-    """How many lines of the library `run` runs."""
+    """Count the lines of the library that `run` runs."""
     count = 0
 
     def each(frame):
@@ -130,7 +130,7 @@ def refusal(use):
 # ---- patched models, and caches in the states that operations begin with ----
 
 SCENES = {
-    "h2o": ("h2o", 0.5, {}),  # layers stacked
+    "h2o": ("h2o", 0.5, {}),  # stacked layers
     "adakv": ("adakv", 0.4, {"window": 5}),  # ragged
     "filling": ("tova", N + 2, {}),
     "shared": ("keyformer", 0.4, {"shared": True}),

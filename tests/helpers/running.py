@@ -1,4 +1,4 @@
-"""What tests run again and again: a prompt and a continuation, under a policy."""
+"""Runs that many tests share: a prompt and a continuation, under a policy."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""What is checked on a model before it is touched."""
+"""Checks before a model is touched, and generate()."""

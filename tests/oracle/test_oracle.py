@@ -28,7 +28,7 @@ def test_every_policy_on_every_architecture(name, policy):
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_one_length(name, policy):
-    """Without padding all layers are alike, and a step evicts for all of them at once (stacked.py)."""
+    """Without padding all layers are alike, and a step evicts for all of them at once (attention/stacked.py)."""
     certain(name, policy, 0.4, pads=(0, 0), steps=10, **SMALL.get(policy, {}))
 
 

@@ -17,7 +17,7 @@ from tests.policies.test_noise import drawn
 
 
 def test_declarations():
-    """What a score says of itself decides what is computed for it; all of it, in one table."""
+    """Declarations decide what is computed for a score; all of them in one table."""
     said = {
         name: (
             one.rows, one.statistics, one.protects_window, one.signed, one.is_weight, one.stored, one.fresh, one.observed_rows,

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kvpatch.storage.save_load import FORMAT
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "BOOL": torch.bool}  # fmt: skip
 NASTY: list[Any] = [0, -1, 1, 2, 7, 255, 2**15, 2**31, 2**62, 2**63, -(2**63), 10**30, 0.5, 1e308, True, False, None,
@@ -177,13 +179,13 @@ def headed(file: bytes, r: random.Random) -> bytes:
 
     whole = json.dumps(parts.about)
     text = r.choice([
-        None, '{"format": "kvpatch cache 2", "format": "kvpatch cache 2"}', "[" * 100_000, '{"a":' * 50_000, "{}", "[]", "7",
+        None, f'{{"format": "{FORMAT}", "format": "{FORMAT}"}}', "[" * 100_000, '{"a":' * 50_000, "{}", "[]", "7",
         "", '{"format": NaN}', '{"format": 1e999}', "\ud800", whole[:-1], whole[:-1] + ', "layers": []}',
     ])  # fmt: skip
     try:
         made = parts.file(text, change if r.random() < 0.7 or text is None else None)
     except UnicodeEncodeError:
-        made = file.replace(b"kvpatch cache 2", b"kvpatch cache \xff")
+        made = file.replace(FORMAT.encode(), b"kvpatch cache \xff")
     if r.random() < 0.2:
         made = r.choice([0, 1, 7, 2**20, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little") + made[8:]
     return made

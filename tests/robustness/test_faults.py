@@ -22,7 +22,7 @@ OPERATIONS = {
     "turn": (lambda s: s.read(1), lambda s, c: s.model(s.ids[:, :7], past_key_values=c)),
     "first step": (lambda s: s.read(), lambda s, c: s.step(c, 0)),
     "step": (lambda s: s.read(2), lambda s, c: s.step(c, 2)),
-    "next step": (lambda s: s.read(2), lambda s, c: s.step(c, 2)),  # of the cache itself: a clone is stacked anew
+    "next step": (lambda s: s.read(2), lambda s, c: s.step(c, 2)),  # of the cache itself: a clone makes a new stack
     "chunk": (lambda s: s.read(1, record=True), lambda s, c: s.step(c, 1, 3)),
     "crop": (lambda s: s.read(3, record=True), lambda s, c: c.crop(-2)),
     "reorder": (lambda s: s.read(2), lambda s, c: c.reorder_cache(torch.tensor([1, 1]))),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch import KVPatchError
+from kvpatch.storage.save_load import FORMAT
 from tests.robustness.fuzz_states import STATES, attempt, seed
 from tests.robustness.fuzzing import KINDS, Parts, headed
 
@@ -145,7 +146,7 @@ def test_nothing_is_allocated_for_what_does_not_fit(seeds, tmp_path, monkeypatch
         ('{"format": 1e999}', r"holds 1e999"),
         ("{", r"is no JSON"),
         ('{"format": "kvpatch cache 0"}', r"is no cache saved by this version"),
-        ('{"format": "kvpatch cache 2"}', r"its description has"),
+        (f'{{"format": "{FORMAT}"}}', r"its description has"),
     ],
 )
 def test_descriptions_that_are_none(text, words, seeds, tmp_path):
@@ -154,7 +155,7 @@ def test_descriptions_that_are_none(text, words, seeds, tmp_path):
 
 
 def test_bytes_that_are_no_text(seeds, tmp_path):
-    said = _try(seeds[0], seeds[0].file.replace(b"kvpatch cache 2", b"kvpatch cache \xff"), tmp_path)
+    said = _try(seeds[0], seeds[0].file.replace(FORMAT.encode(), b"kvpatch cache \xff"), tmp_path)
     assert "cannot be read as a saved cache" in said
 
 
@@ -171,4 +172,4 @@ def test_the_kinds_do_something(seeds):
     for kind in KINDS.values():
         assert any(kind(seeds[0].file, random.Random(n)) != seeds[0].file for n in range(5))
     assert headed(seeds[0].file, random.Random(1)) != seeds[0].file
-    assert json.loads(json.dumps(Parts.of(seeds[0].file).about))["format"] == "kvpatch cache 2"
+    assert json.loads(json.dumps(Parts.of(seeds[0].file).about))["format"] == FORMAT

@@ -30,7 +30,7 @@ MUTANTS = {
         "policies/statistics.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
         f"{ORACLE}[llama_gqa-h2o]"),
     "padding counted in n": (
-        "cache/passes.py", "before + count[:, -1], before + count[:, prompt - 1]", "before + Q, before + prompt",
+        "cache/passes.py", "rows[:, -1] + 1, rows[:, prompt - 1] + 1", "before + Q, before + prompt",
         f"{ORACLE}[llama-window]"),
     "tau not advanced": (
         "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
