@@ -37,5 +37,6 @@ def plan(
     if not ragged:
         return capacities(counts, goals, more(max(counts))), False
     free = more(sum(counts) // len(counts))
-    # of many heads capacities are rounded up (ragged.HeadOffsets), which takes its part of the sixteenth
-    return capacities(counts, goals, free if exactly or len(counts) <= FEW else -(-free // 2)), True
+    # half of the slack is enough to begin with, and of many heads capacities are rounded up (HeadOffsets)
+    half = max(free // 2, LEAST if len(counts) <= FEW else LEAST // 2)
+    return capacities(counts, goals, free if exactly else min(free, half)), True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backends.head_offsets import FEW, WASTE
 from ..errors import InvalidError
 from .growth import slack
 from .layer import SlotLayer
@@ -200,7 +201,9 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
     counts = layer.counts()
     if layer.head_offsets is not None:
         held, slots = sum(counts), layer.head_offsets.rows
-        allowed = held + len(counts) * max(slack(held // len(counts)), ahead)
+        typical = held // len(counts)
+        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack has room for it
+        allowed = held + len(counts) * max(slack(typical), ahead + rounded)
     else:  # columns are as many as the longest row's
         held = max(counts) if layer.free_BH is not None else layer.used
         held, allowed, slots = held * B * H, (held + max(slack(held), ahead)) * B * H, C * B * H

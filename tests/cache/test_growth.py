@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
+from kvpatch.backends.head_offsets import HeadOffsets
 from kvpatch.cache.growth import capacities, plan
 from kvpatch.errors import InvalidError
 from tests.helpers import tiny_families
@@ -277,17 +278,29 @@ def test_a_padded_batch_that_fills_its_budget_is_not_compiled_without_room():
 
 
 @settings(max_examples=200)
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=80), st.integers(0, 500), st.booleans())
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=130), st.integers(0, 500), st.booleans())
 def test_a_plan_keeps_the_slack_and_never_passes_the_budget(counts, above, evicts):
     goals = [max(counts) + above + 1] * len(counts) if evicts else None
     sizes, ragged = plan(counts, goals)
     assert all(n + evicts <= size for n, size in zip(counts, sizes, strict=True))
     assert goals is None or max(sizes) <= goals[0]
     if ragged:
-        assert sum(sizes) <= sum(counts) + len(counts) * slack(sum(counts) // len(counts))
+        rows = HeadOffsets(sizes, counts, torch.device("cpu")).rows
+        assert rows <= sum(counts) + len(counts) * slack(sum(counts) // len(counts))
     else:
         assert max(sizes) <= max(counts) + slack(max(counts))
     assert capacities([3, 9], [5, 50], 4) == [5, 13]
+
+
+@pytest.mark.parametrize("room", [None, 90])
+def test_of_many_heads_capacities_are_rounded_within_the_slack(room):
+    model, lengths = make("llama_gqa", layers=1), [300 - 3 * row for row in range(40)]
+    ids = prompt(40, 300)
+    for policy, k in (("h2o", WIDE), ("h2o", 310), ("h2o", 0.5), ("adakv", 0.5)):
+        with kvpatch.patched(model, policy, k) as patch:
+            cache = patch.new_cache(room=room)
+            force(model, ids, ids[:, :30], left_pad(ids, lengths), cache)  # which checks
+            assert cache.layers[0].head_offsets is not None
 
 
 def test_what_is_too_large_is_found():

@@ -3,7 +3,7 @@
 import torch
 
 from kvpatch import EvictingCache
-from tests.helpers.tiny import force, prompt
+from tests.helpers.tiny import force, prompt, sound
 
 
 def same_kept(cache, row, alone):
@@ -37,10 +37,12 @@ class Loop:
         new = [self.read(*text) for text in texts]
         self.alone += [one.clone() for one in new]
         self.cache = EvictingCache.concatenate(([] if self.cache is None else [self.cache]) + new, consume=consume)
+        sound(self.cache)
 
     def drop(self, row):
         going = [r for r in range(len(self.alone)) if r != row]
         self.cache.batch_select_indices(torch.tensor(going))
+        sound(self.cache)
         self.alone = [self.alone[r] for r in going]
 
     def step(self, count=1, Q=1, **kwargs):
@@ -50,6 +52,7 @@ class Loop:
             got = self.model(ids, past_key_values=self.cache, use_cache=True, **kwargs).logits
             want = [self.model(ids[r : r + 1], past_key_values=one).logits for r, one in enumerate(self.alone)]
             torch.testing.assert_close(got, torch.cat(want), atol=1e-6, rtol=0)
+            sound(self.cache)
             for row, one in enumerate(self.alone):
                 same_kept(self.cache, row, one)
 

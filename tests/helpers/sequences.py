@@ -5,7 +5,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from tests.helpers.comparing import EVICTING, WINDOWED, combined, sorted_positions
-from tests.helpers.tiny import MODELS, prompt
+from tests.helpers.tiny import MODELS, prompt, sound
 from tests.oracle.test_oracle_parts import fits
 
 DEEDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save")
@@ -42,6 +42,7 @@ class Texts:
         self.seed += 1
         ids = prompt(self.rows, n, seed=self.seed)
         self.logits = self.model(ids, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        sound(self.cache)
         if remembered:
             self.texts = [[*text, piece] for text, piece in zip(self.texts, ids, strict=True)]
 
@@ -70,6 +71,7 @@ class Texts:
         elif deed == "save":
             self.patch.save_cache(self.cache, self.path)
             self.cache = self.patch.load_cache(self.path)
+        sound(self.cache)
 
     def check(self):
         """One more token, beside every row's text through a cache of its own."""

@@ -125,6 +125,7 @@ def force(model: Any, ids: Tensor, fed: Tensor, mask: Tensor | None = None, cach
         kwargs = _positions(model, None if mask is None else (mask.cumsum(1) - 1).clamp(min=0))
         out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
         logits, past = [out.logits[:, -1:]], out.past_key_values
+        sound(past)
         for t in range(fed.shape[1]):
             step = fed[:, t : t + 1]
             if mask is not None:
@@ -132,8 +133,8 @@ def force(model: Any, ids: Tensor, fed: Tensor, mask: Tensor | None = None, cach
             kwargs = _positions(model, None if mask is None else mask.sum(1, keepdim=True) - 1)
             out = model(step, attention_mask=mask, past_key_values=past, use_cache=True, **kwargs)
             logits.append(out.logits[:, -1:])
+            sound(past)
     return torch.cat(logits, 1), past
-
 
 def _positions(model: Any, position_ids: Tensor | None) -> dict[str, Tensor]:
     """position_ids where a padded batch needs them; MPT has none."""
@@ -151,3 +152,9 @@ def snapshot(model: Any) -> dict[tuple[str, str], Any]:
             else:
                 seen[name, key] = id(value) if not isinstance(value, bool | int | str | float) else value
     return seen
+
+
+def sound(cache: Any) -> None:
+    """Check that a cache of ours is in a state that it may be in, after whatever was done to it."""
+    if isinstance(cache, EvictingCache):
+        cache.check_invariants()
