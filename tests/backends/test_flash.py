@@ -704,6 +704,23 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
     assert policy == "adakv" or torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize(("kernel", "name"), [("flash_attn", "mpt"), ("flash_attn", "mistral_sliding"), ("cute", "llama_gqa")])
+def test_padding_behind_tokens_is_torch_s_where_nothing_is_evicted(install, monkeypatch, kernel, name):
+    """Packed rows have no padding, whose columns count there and whose queries attend."""
+    install(kernel)
+    answer = flash.reason
+    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    model, ids = make(name, dtype=torch.float16), prompt(2, 44)
+    mask = torch.ones_like(ids)
+    mask[0, 20:25] = mask[1, 39:] = 0
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits.float()
+        with kvpatch.patched(model, "h2o", 1.0) as patch:
+            out = model(ids, attention_mask=mask, use_cache=True)
+            assert patch.report().backends["prompt"] == ("torch", "flash: padding behind tokens")
+    torch.testing.assert_close(out.logits.float(), want, atol=0.02, rtol=0)
+
+
 # ---- on a GPU ----
 
 

@@ -33,7 +33,7 @@ CAUSES = {
     "::test_generate_compile_model_forward_fullgraph": "asserts that `generate()` makes a `DynamicCache`, which is an "
     "`EvictingCache` here; what follows there, a static cache compiled to one graph, passes",
 }
-WORST = ("passed", "skipped", "failed")
+COUNTS = ("skipped", "passed", "failed")  # of a test's parts the last of these counts, as pytest has it
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Suite:
 
 
 def outcomes(report: Path) -> dict[str, str]:
-    """Test -> outcome, from pytest's JUnit report; the worst of its parts where a test has several."""
+    """Test -> outcome, from pytest's JUnit report; of subtests the one that counts."""
     found: dict[str, str] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         kinds = {part.tag for part in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        found[name] = max(found.get(name, outcome), outcome, key=WORST.index)
+        found[name] = max(found.get(name, outcome), outcome, key=COUNTS.index)
     return found
 
 
