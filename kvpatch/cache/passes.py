@@ -101,7 +101,7 @@ def _finish(cache: TextState) -> None:
             _rotary_table(cache, 1, prompt=False)  # for a step that is compiled
         if cache.request.room is not None:
             compiled.mark(cache)
-    if cache.settings.transparent and cache.request.prompt_len is None:  # generate() trims when it ends
+    if cache.settings.transparent and now.prompt and cache.request.prompt_len is None:  # not each step, for host time
         cache.trim()
     cache.release()
 

@@ -189,7 +189,8 @@ class TextState(MutationGuard, Cache):
         return self.limits_of[key]
 
     def trim(self) -> None:
-        """Show no spare columns in `layers[i].keys` and `.values`, as a DynamicCache shows none."""
+        """Show no spare columns in `layers[i].keys` and `.values`, as a DynamicCache shows none: after a prompt, and when
+        generate() ends."""
         for layer in self.layers:
             layer.trim()
 

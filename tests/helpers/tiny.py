@@ -24,6 +24,8 @@ from transformers import (
     MptForCausalLM,
 )
 
+from kvpatch import EvictingCache
+
 VOCAB = 97
 IDS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 _ROPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512, **IDS}

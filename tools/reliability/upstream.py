@@ -33,7 +33,7 @@ CAUSES = {
     "::test_generate_compile_model_forward_fullgraph": "asserts that `generate()` makes a `DynamicCache`, which is an "
     "`EvictingCache` here; what follows there, a static cache compiled to one graph, passes",
 }
-COUNTS = ("skipped", "passed", "failed")  # of a test's parts the last of these counts, as pytest has it
+COUNTS = ("skipped", "passed", "failed")  # of a test's parts the last of these counts
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def page(suites: list[Suite], note: str = "") -> str:
         "## transformers' own tests\n",
         "transformers' tests of a model, unpatched and with every model of a known architecture patched (`h2o`, k=1.0) when it",
         "is first called: nothing may change. tools/reliability/upstream_tests.py patches them, and looks after each test at",
-        "what is left of the patch. A test differs if its outcome is another one, be it skipped instead of passed.",
+        "what is left of the patch. A test differs if its outcome is another one, be it skipped instead of passed; one that skips a",
+        "subtest counts as skipped.",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__}, on a CPU, without a network. Written by",
         "`make upstream-tests TRANSFORMERS=PATH`, PATH a checkout of transformers' repository.",
