@@ -708,8 +708,8 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
 def test_padding_behind_tokens_is_torch_s_where_nothing_is_evicted(install, monkeypatch, kernel, name):
     """Packed rows have no padding, whose columns count there and whose queries attend."""
     install(kernel)
-    answer = flash.reason
-    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    answer = flash_backend.reason
+    monkeypatch.setattr(flash_backend, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
     model, ids = make(name, dtype=torch.float16), prompt(2, 44)
     mask = torch.ones_like(ids)
     mask[0, 20:25] = mask[1, 39:] = 0
