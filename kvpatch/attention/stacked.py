@@ -105,7 +105,7 @@ class Deck:
     def attend(self, call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor) -> Tensor:
         """A decode step of one layer, [B,H,G,D]; the last layer's also evicts for all."""
         slots, layer, policy = call.slots, call.layer, self.policy
-        assert slots.keys is not None and slots.values is not None and self.score is not None
+        assert self.score is not None
         with torch.no_grad():
             if layer == 0:
                 self.open(call, call.positions_BQ)
