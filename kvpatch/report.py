@@ -73,7 +73,7 @@ class Report:
         full = sum(
             layer.positions.shape[:2].numel() * tensor.shape[-1] * tensor.element_size() * min(layer.seen, bound or layer.seen)
             for layer, bound in zip(layers, (settings.bounds[index] for index in filled), strict=True)
-            for tensor in (layer.keys, layer.values)
+            for tensor in (layer.kv.keys, layer.kv.values)
         )
         return cls(
             policy=settings.policy.name,

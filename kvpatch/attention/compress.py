@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache.growth import plan, slack
+from ..cache.growth import Layout, plan, slack
 from ..policies.parallel import WHOLE
 from ..policies.selection import top
 from .layer_call import Call
@@ -16,7 +16,7 @@ def end_prompt(call: Call, past: int) -> None:
     slots, cache, now = call.slots, call.cache, call.now
     if call.score is None:
         if now.final:
-            slots.settle(None, None, slots.used + _more(call, slots.used))
+            slots.settle(None, None, Layout([slots.used + _more(call, slots.used)]))
             if cache.request.room is not None:
                 slots.holes = True
                 slots.open(slots.positions.new_full(slots.positions.shape[:2], slots.used))
@@ -86,7 +86,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
         kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
     if not now.final:  # the next block is appended
-        slots.settle(index, kept, held + now.reserve)
+        slots.settle(index, kept, Layout([held + now.reserve]))
         return
     slots.keep_BH1 = keep_BH[..., None]
     slots.filling = max(*room, 0) if slots.evicting else 0
@@ -95,16 +95,12 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
     if not slots.evicting:
         slots.state.pop("tail", None)
     goals = [k + 1 for k in keeps] if slots.evicting else None
-    capacities, ragged = plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy)
-    if index is not None and kept is not None and ragged:
-        # an evicting head's slots are all in use while it attends, once it is full
-        filled = counts if goals is None else list(map(min, capacities, goals))
-        slots.settle_ragged(index, kept, capacities, filled)
-        return
-    slots.settle(index, kept, max(capacities))
+    slots.settle(index, kept, plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy))
     if slots.evicting and (slots.holes or not slots.filling or roomy):
         slots.holes |= slots.filling > 0
         slots.open()
+    elif kept is not None and not slots.kv.appends:
+        slots.open(kept.sum(-1))
     elif roomy:
         slots.holes = True
         slots.open(slots.positions.new_full(count_BH.shape, held))

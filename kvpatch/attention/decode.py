@@ -96,7 +96,7 @@ def foresee(call: Call, q_BHGD: Tensor) -> None:
 
 
 def _task(call: Call) -> Task:
-    return "decode" if call.slots.head_offsets is None else "ragged"
+    return "decode" if call.slots.kv.head_offsets is None else "ragged"
 
 
 def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:

@@ -124,7 +124,7 @@ class Call:
             grown = None  # known to the positions alone
         else:
             grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
-        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.head_offsets, grown)
+        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown)
 
     def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
         """Who does it: chosen once for each kind of call."""

@@ -51,9 +51,7 @@ class EvictingCache(TextState):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values really allocated, all layers and rows."""
-        whole = [layer.untrimmed() for layer in self.layers]
-        buffers = [t for layer in whole for t in (layer.keys, layer.values) if t is not None]
-        return sum(t.numel() * t.element_size() for t in buffers)
+        return sum(layer.kv.nbytes for layer in self.layers)
 
     def next_positions(self, Q: int = 1) -> Tensor:
         """Positions of each row's next Q tokens, int64 [B,Q]: the position_ids of a forward over rows of different texts.

@@ -65,7 +65,6 @@ def _described(cache: TextState) -> dict[str, Any]:
 
 
 def _shape(layer: SlotLayer) -> list[tuple[str, object]]:
-    assert layer.keys is not None and layer.values is not None
-    sizes = layer.keys.shape[-1], layer.values.shape[-1]
+    sizes = layer.kv.keys.shape[-1], layer.kv.values.shape[-1]
     device = str(layer.positions.device)
     return [("KV heads", layer.positions.shape[1]), ("head sizes", sizes), ("dtype", layer.dtype), ("device", device)]

@@ -82,7 +82,8 @@ def mark(cache: TextState) -> None:
     assert cache.seen_B is not None and cache.counters.device is not None
     holders: list[Any] = [vars(cache.counters.device), {"seen_B": cache.seen_B}]
     for layer in cache.layers:
-        holders += [vars(part) for part in (layer, layer.limits, layer.head_offsets, layer.geometry) if part is not None]
+        parts = (layer, layer.kv, layer.kv.head_offsets, layer.limits, layer.geometry)
+        holders += [vars(part) for part in parts if part is not None]
         holders.append(layer.state)
     for holder in holders:
         for value in holder.values():

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends.head_offsets import HeadOffsets
 from ..policies.context import Limits
+from . import slots
 from .compatibility import check
 from .growth import plan
 from .layer import SlotLayer
@@ -42,7 +42,7 @@ def _emptied(cache: TextState) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if all(layer.keys is not None for layer in cache.layers):
+        if all(layer.is_initialized for layer in cache.layers):
             cache.release()
         raise
     cache.reset()
@@ -148,16 +148,8 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
     if goals is not None:
         new.filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
-    assert like.keys is not None and like.values is not None
-    capacities, ragged = plan(counts, goals)
-    if ragged:
-        filled = counts if goals is None else list(map(min, capacities, goals))
-        new.head_offsets = HeadOffsets(capacities, filled, like.positions.device)
-        C, rows = new.head_offsets.width, [new.head_offsets.rows]
-    else:
-        C = max(capacities)
-        rows = [B, H, C]
-    new.keys, new.values = (t.new_zeros(*rows, t.shape[-1]) for t in (like.keys, like.values))
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals))
+    C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:
         for name, t in part.state.items():
@@ -167,37 +159,25 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
 
 def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
     """Move what each head holds to the front of its segment, in text order."""
-    assert new.keys is not None and new.values is not None
     heads, C = 0, new.positions.shape[2]
     for part in parts:
-        assert part.keys is not None and part.values is not None
         positions = part.positions[:, :, : part.used].flatten(0, 1)
         count = (positions >= 0).sum(-1)
         index = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).argsort(-1)
         head, column = (torch.arange(index.shape[1], device=index.device) < count[:, None]).nonzero(as_tuple=True)
         taken = index[head, column]
-        for mine, theirs in ((new.keys, part.keys), (new.values, part.values)):
-            rows = theirs.reshape(-1, theirs.shape[-1])[_begin(part)[head] + taken]
-            mine.view(-1, mine.shape[-1])[_begin(new)[heads + head] + column] = rows.detach()
+        new.kv.write_at(new.kv.begins()[heads + head] + column, *part.kv.read_at(part.kv.begins()[head] + taken))
         new.positions.view(-1, C)[heads + head, column] = positions[head, taken]
         for name, tensor in part.state.items():
             new.state[name].flatten(0, 1)[heads + head, column] = tensor.flatten(0, 1)[head, taken]
         heads += len(positions)
 
 
-def _begin(layer: SlotLayer) -> Tensor:
-    """The row of keys and values, flattened, at which each head's slots begin [B*H]."""
-    if layer.head_offsets is not None:
-        return layer.head_offsets.begin_N
-    assert layer.keys is not None
-    return torch.arange(layer.positions.shape[:2].numel(), device=layer.positions.device) * layer.keys.shape[2]
-
-
 def _open(new: SlotLayer, counts: list[int]) -> None:
     """Where the next token goes."""
     C, held = new.positions.shape[2], max(counts)
-    if new.evicting or new.head_offsets is not None:
-        new.holes = new.head_offsets is not None or new.filling > 0 or min(counts) + 1 < C
+    if new.evicting or not new.kv.appends:
+        new.holes = not new.kv.appends or new.filling > 0 or min(counts) + 1 < C
         new.open(torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2]))
     else:
         new.used, new.holes = held, min(counts) < held

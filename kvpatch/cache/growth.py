@@ -7,10 +7,24 @@ stands empty. A head that evicts never needs more than its budget and the slot o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..backends.head_offsets import FEW, wasteful
 
 LEAST, PART = 8, 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots to be made. capacities: of each head. filled: where segments differ (a ragged layer), slots of each head that are
+    in use while a query attends; else None, and every head gets as many as the one that needs most."""
+
+    capacities: list[int]
+    filled: list[int] | None = None
+
+    @property
+    def ragged(self) -> bool:
+        return self.filled is not None
 
 
 def slack(tokens: int) -> int:
@@ -27,16 +41,18 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
 
 def plan(
     counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False
-) -> tuple[list[int], bool]:
-    """Slots of each head at the end of a prompt, and whether the layer is to be ragged, since dense slots would waste too much.
+) -> Layout:
+    """Slots of each head at the end of a prompt, ragged where dense ones would waste too much.
 
     more: tokens that a head of so many gets room for. exactly: no fewer, wherever capacities are rounded up.
     """
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     ragged = wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
     if not ragged:
-        return capacities(counts, goals, more(max(counts))), False
+        return Layout(capacities(counts, goals, more(max(counts))))
     free = more(sum(counts) // len(counts))
     # half of the slack is enough to begin with, and of many heads capacities are rounded up (HeadOffsets)
     half = max(free // 2, LEAST if len(counts) <= FEW else LEAST // 2)
-    return capacities(counts, goals, free if exactly else min(free, half)), True
+    sizes = capacities(counts, goals, free if exactly else min(free, half))
+    # an evicting head's slots are all in use while it attends, once it is full
+    return Layout(sizes, counts if goals is None else list(map(min, sizes, goals)))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends.head_offsets import FEW, WASTE
 from ..errors import InvalidError
-from .growth import slack
 from .layer import SlotLayer
 from .state import TextState
 
@@ -104,12 +102,7 @@ class _LayerState:
         self.real = layer.positions >= 0
         self.held_BH = self.real.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        if layer.head_offsets is None:
-            self.limit_BH = torch.full_like(self.held_BH, layer.used)
-        elif layer.evicting:
-            self.limit_BH = torch.tensor(layer.head_offsets.filled, device=layer.device).view_as(self.held_BH)
-        else:
-            self.limit_BH = layer.head_offsets.capacity_N.view_as(self.held_BH)
+        self.limit_BH = layer.kv.limits(layer.used, layer.evicting).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
         """Raise InvalidError where the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
@@ -177,11 +170,7 @@ class _LayerState:
         must(layer.growing and layer.holes and layer.used == len(self.column), "unused columns between slots")
         must(layer.grown <= layer.slack, f"{layer.grown} of {layer.slack} free slots are taken")
         must(self.limit_BH - free_BH >= layer.slack - layer.grown, "fewer slots are free than it says")
-        if layer.head_offsets is None:
-            must(free_BH == layer.taken, "free_BH is not behind what was taken")
-        else:
-            filled = torch.tensor(layer.head_offsets.filled, device=layer.device).view_as(free_BH)
-            must(free_BH == filled + layer.grown, "free_BH is not behind what was taken")
+        must(free_BH.flatten() == layer.kv.next_free(layer.taken, layer.grown), "free_BH is not behind what was taken")
         behind = free_BH[..., None] - self.column  # 1 at the newest
         must(~self.real | (behind > 0), "a free slot is taken")
         recent = (behind > 0) & (behind <= layer.grown)
@@ -197,16 +186,8 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
 
     ahead: slots that each head may have free in any case, where room was asked for.
     """
-    B, H, C = layer.positions.shape
-    counts = layer.counts()
-    if layer.head_offsets is not None:
-        held, slots = sum(counts), layer.head_offsets.rows
-        typical = held // len(counts)
-        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack has room for it
-        allowed = held + len(counts) * max(slack(typical), ahead + rounded)
-    else:  # columns are as many as the longest row's
-        held = max(counts) if layer.free_BH is not None else layer.used
-        held, allowed, slots = held * B * H, (held + max(slack(held), ahead)) * B * H, C * B * H
+    columns = layer.used if layer.free_BH is None else None
+    slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(layer.counts(), columns, ahead)
     must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
 
 

@@ -8,7 +8,6 @@ decoding, a layer grows in steps (growth.py).
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,20 +16,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..backends.head_offsets import HeadOffsets
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
-from .growth import capacities, slack
+from . import slots
+from .growth import Layout, capacities, slack
 from .rollback import JOURNAL, Undo, record, restore
+from .slots import DenseSlots, Slots, fitted, gathered
 
 if TYPE_CHECKING:
     from ..backends.protocol import Geometry
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, [B,H,C,D], of which the first `used` columns count.
-
-    Where heads hold different numbers of tokens the layer is ragged: keys and values are entries [F,D] in which `head_offsets`
-    gives each head a segment of its own (head_offsets.py), and everything below stays [B,H,C], C the longest segment.
+    """One layer's keys and values in `kv` (slots.py), of whose C columns the first `used` count, and what stands beside them.
 
     positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or [B,H,C,G] beside the keys. free_BH: the
     slot of each head that the next token goes to (behind a head's last slot where all are taken), or None while tokens are
@@ -47,13 +44,12 @@ class SlotLayer(CacheLayerMixin):
     is_croppable = False
 
     def __init__(self, statistics: tuple[str, ...] = ()) -> None:
-        super().__init__()
         self.statistics = statistics
         self.record_past = False
         self.reset()
 
     def reset(self) -> None:
-        self.keys = self.values = None
+        self.kv: Slots = slots.nothing()
         self.is_initialized = False
         self.positions: Tensor = torch.empty(0, dtype=torch.long)
         self.state: dict[str, Tensor] = {}
@@ -74,25 +70,31 @@ class SlotLayer(CacheLayerMixin):
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
         self.traced = False  # the pass is a traced step (compiled.py)
-        self.head_offsets: HeadOffsets | None = None
         self.growing = self.unfilled = False
         self.slack = self.grown = 0
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
         self.floor = 0
-        # keys as `trim` shows them, and the buffers that they are the beginning of: keys, values, positions, state
-        self.trimmed: tuple[Tensor, tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] | None = None
         self.sliding: int | None = None
         self.journal: deque[Undo] = deque(maxlen=JOURNAL)
 
     # ---- what transformers asks of a layer ----
 
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Keys of the columns in use, as a DynamicCache shows them; entries [F,D] of a ragged layer. For those who look."""
+        return self.kv.view(self.used)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Values of the columns in use."""
+        return self.kv.view(self.used)[1] if self.is_initialized else None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(B, H, 0, D)
-        self.values = value_states.new_empty(B, H, 0, value_states.shape[-1])
+        self.kv = DenseSlots(key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1]))
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
         self.is_initialized = True
 
@@ -122,17 +124,11 @@ class SlotLayer(CacheLayerMixin):
         """Apply `change` to every tensor whose first axis is the batch."""
         if not self.is_initialized:
             return
-        assert self.keys is not None and self.values is not None
-        if self.head_offsets is None:
-            self.keys, self.values = change(self.keys), change(self.values)
-        else:
-            heads_BH = torch.arange(self.positions.shape[:2].numel(), device=self.device).view(self.positions.shape[:2])
-            self.head_offsets, rows = self.head_offsets.select(change(heads_BH).reshape(-1))
-            self.keys, self.values = self.keys[rows], self.values[rows]
+        self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
         self.positions = change(self.positions)
         self.state = {name: change(tensor) for name, tensor in self.state.items()}
-        if self.head_offsets is not None and self.head_offsets.width < self.positions.shape[2]:  # the longest row has gone
-            C = self.used = self.head_offsets.width
+        if self.kv.width < self.positions.shape[2]:  # the longest row has gone
+            C = self.used = self.kv.width
             self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
@@ -158,32 +154,22 @@ class SlotLayer(CacheLayerMixin):
 
     def reserve(self, columns: int, most: int | None = None) -> None:
         """Make room for `columns` and for some more, `most` in all."""
-        assert self.keys is not None and self.values is not None
-        if columns > self.keys.shape[2]:
-            self._resize(max(capacities([columns], None if most is None else [most], slack(columns))[0], columns))
+        if columns > self.positions.shape[2]:
+            self._resize([max(capacities([columns], None if most is None else [most], slack(columns))[0], columns)])
 
-    def _resize(self, columns: int, index: Tensor | None = None) -> None:
-        """New buffers of `columns` slots with the used ones, as far as they go, or those at `index` [B,H,K], at their front."""
-        assert self.keys is not None and self.values is not None
-
-        def move(tensor: Tensor, empty: int) -> Tensor:
-            B, H, _, *rest = tensor.shape
-            new = tensor.new_empty(B, H, columns, *rest)
-            kept = tensor[:, :, : min(self.used, columns)] if index is None else _taken(tensor, index)
-            new[:, :, : kept.shape[2]] = kept
-            new[:, :, kept.shape[2] :] = empty
-            return new
-
+    def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
+        """Slots of these capacities, with what lies in the used columns where it was. goals: where heads differ."""
         with torch.no_grad():
-            self.keys, self.values = move(self.keys, 0), move(self.values, 0)
-            self.positions = move(self.positions, -1)
-            self.state = {name: move(tensor, 0) for name, tensor in self.state.items()}
+            self.kv = self.kv.resized(capacities, goals, self.used)
+            C = self.kv.width
+            self.positions = fitted(self.positions[:, :, : self.used], C, -1)
+            self.state = {name: fitted(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
         self.free_at = None
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values as they are, without a copy, until `settle` makes buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
-        self.keys, self.values = k_BHQD.detach(), v_BHQD.detach()
+        self.kv = DenseSlots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)
@@ -195,9 +181,8 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
         self.reserve(stop)
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, start:stop] = k_BHQD.detach()
-        self.values[:, :, start:stop] = v_BHQD.detach()
+        self.kv = dense = self.kv.dense(*k_BHQD.shape[:2])
+        dense.append(start, k_BHQD, v_BHQD)
         self.positions[:, :, start:stop] = positions_BQ[:, None]
         self.used = stop
         for name, tensor in entry.items():
@@ -207,36 +192,9 @@ class SlotLayer(CacheLayerMixin):
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
         """The state tensor `name`, made (zero) where it is not there yet, of one number per slot or shaped as `like`."""
         if name not in self.state:
-            assert self.keys is not None
-            dtype, rest = (accumulator(self.keys.dtype), ()) if like is None else (like.dtype, like.shape[3:])
+            dtype, rest = (accumulator(self.dtype), ()) if like is None else (like.dtype, like.shape[3:])
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
         return self.state[name]
-
-    def trim(self) -> None:
-        """Show no spare columns, to whoever looks at a cache that holds everything. `untrim` takes them into use again."""
-        if not self.is_initialized or self.head_offsets is not None or self.free_BH is not None or self.journal:
-            return  # what is recorded stands in columns of its own
-        T = self.used
-        if self.keys is None or self.values is None or T == self.keys.shape[2]:
-            return
-        full = self.keys, self.values, self.positions, self.state
-        self.keys, self.values, self.positions = self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
-        self.state = {name: tensor[:, :, :T] for name, tensor in self.state.items()}
-        self.trimmed = (self.keys, full)
-
-    def untrim(self) -> None:
-        """Buffers with their spare columns, if `trim` has cut them and nothing has replaced them since."""
-        if self.trimmed is not None and self.trimmed[0] is self.keys:
-            self.keys, self.values, self.positions, self.state = self.trimmed[1]
-        self.trimmed = None
-
-    def untrimmed(self) -> SlotLayer:
-        """This layer with its spare columns, as it is allocated; itself where none are hidden."""
-        if self.trimmed is None:
-            return self
-        whole = copy.copy(self)
-        whole.untrim()
-        return whole
 
     def _zero_statistics(self, start: int) -> None:
         for name in self.statistics:
@@ -262,10 +220,7 @@ class SlotLayer(CacheLayerMixin):
 
     def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """The new token's key and value into the free slot of each head: one token per head is written."""
-        assert self.keys is not None and self.values is not None
-        slot, N = self.free_rows(), k_BH1D.shape[0] * k_BH1D.shape[1]
-        for buffer, new in ((self.keys, k_BH1D), (self.values, v_BH1D)):
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, slot, new.detach().reshape(N, -1))
+        self.kv.write_at(self.free_rows(), k_BH1D, v_BH1D)
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
         """What the score notes about it."""
@@ -284,10 +239,8 @@ class SlotLayer(CacheLayerMixin):
 
     def free_rows(self) -> Tensor:
         """free_BH as indices [B*H] into the rows of keys and values."""
-        if self.head_offsets is None:
-            return self.free_slots()
         assert self.free_BH is not None
-        return self.head_offsets.begin_N + self.free_BH.reshape(-1)
+        return self.kv.rows(self.free_BH, self.free_slots())
 
     def _heads(self) -> Tensor:
         """Where each head's slots begin, flattened [B*H]."""
@@ -301,11 +254,10 @@ class SlotLayer(CacheLayerMixin):
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions of the used slots; keys and values of a ragged layer are entries [F,D]."""
-        assert self.keys is not None and self.values is not None
         T = self.used
-        if self.head_offsets is not None or T == self.positions.shape[2]:
-            return self.keys, self.values, self.positions
-        return self.keys[:, :, :T], self.values[:, :, :T], self.positions[:, :, :T]
+        if T == self.positions.shape[2]:
+            return self.kv.keys, self.kv.values, self.positions
+        return *self.kv.view(T), self.positions[:, :, :T]
 
     def state_view(self) -> dict[str, Tensor]:
         """The state of the used slots."""
@@ -315,42 +267,29 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- evicting ----
 
-    def settle(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, columns: int) -> None:
-        """End of a prompt: own buffers of at least `columns` slots, with the entries at `index` (None: all that are used)."""
+    def settle(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
+        """End of a prompt: slots of its own, laid out so, with the entries at `index` (None: all that are used)."""
         if index_BHK is None:
-            self._resize(max(columns, self.used))
+            self._resize([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)
-        self._resize(max(columns, index_BHK.shape[-1]), index_BHK)
-        self.used = self.floor = index_BHK.shape[-1]
-        self.contiguous = False
-        if kept_BHK is not None:
-            self.positions[:, :, : self.used].masked_fill_(~kept_BHK, -1)
-
-    def settle_ragged(self, index_BHK: Tensor, kept_BHK: Tensor, capacities: list[int], filled: list[int]) -> None:
-        """End of a prompt whose heads keep different numbers of tokens: a segment of `capacities` slots for each, of which
-        `filled` are in use while a query attends."""
-        assert self.keys is not None and self.values is not None
         with torch.no_grad():
-            head_offsets = HeadOffsets(capacities, filled, self.keys.device)
-            self.keys, self.values = (head_offsets.pack(t, index_BHK, kept_BHK) for t in (self.keys, self.values))
-            K, C = index_BHK.shape[-1], head_offsets.width
-            self.positions = _padded(self.positions.gather(2, index_BHK).masked_fill(~kept_BHK, -1), C, -1)
-            self.state = {name: _padded(_taken(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
-        self.head_offsets, self.used, self.floor = head_offsets, C, K
-        self.contiguous, self.holes = False, True
-        self.free_BH = kept_BHK.sum(-1)
-        self.measure()
+            self.kv = self.kv.dense(*index_BHK.shape[:2]).compact(index_BHK, kept_BHK, layout)
+            C, K = self.kv.width, index_BHK.shape[-1]
+            self.positions = fitted(gathered(self.positions, index_BHK), C, -1)
+            self.state = {name: fitted(gathered(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
+        self.used = self.floor = K
+        self.contiguous, self.free_at = False, None
+        if kept_BHK is not None:
+            self.positions[:, :, :K].masked_fill_(~kept_BHK, -1)
 
     def make_dense(self) -> None:
         """Columns again, some of them empty, for a prompt that goes on behind them."""
         if self.free_BH is None:
             return
-        if self.head_offsets is not None:
-            B, H, C = self.positions.shape
-            self.keys, self.values = (self.head_offsets.unpack(t, B, H, C) for t in (self.keys, self.values) if t is not None)
+        self.kv = self.kv.dense(*self.positions.shape[:2])
         self.used, self.holes = self.taken, True
-        self.head_offsets = self.free_BH = None
+        self.free_BH = None
         self.growing, self.unfilled, self.slack, self.grown = False, False, 0, 0
 
     def open(self, next_BH: Tensor | None = None) -> None:
@@ -370,11 +309,6 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- growing ----
 
-    def capacities(self) -> list[int]:
-        """Slots that each head of the flattened B*H has."""
-        B, H, C = self.positions.shape
-        return [C] * (B * H) if self.head_offsets is None else self.head_offsets.capacities
-
     def counts(self) -> list[int]:
         """Slots that each head has taken; waits for the device."""
         taken = (self.positions >= 0).sum(-1) if self.evicting or self.free_BH is None else self.free_BH
@@ -389,14 +323,14 @@ class SlotLayer(CacheLayerMixin):
 
     def measure(self) -> None:
         """Bring up to date how many tokens can be written before buffers move."""
-        heads = zip(self.short_heads(), self.capacities(), self.counts(), strict=True)
+        heads = zip(self.short_heads(), self.kv.capacities(), self.counts(), strict=True)
         free = [capacity - count for short, capacity, count in heads if short]
         self.grown = self.grown if self.growing else 0
         self.slack = self.grown + min(free, default=0)
 
     def short_heads(self) -> list[bool]:
         """Tell which heads may need more slots than they have, and bring `growing` and `unfilled` up to date."""
-        capacities, goals = self.capacities(), self.goals()
+        capacities, goals = self.kv.capacities(), self.goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         self.growing, self.unfilled = any(short), goals is not None and all(short)
         return short
@@ -405,68 +339,42 @@ class SlotLayer(CacheLayerMixin):
         """Slots for more tokens of each head, where some head may have none left."""
         if self.free_BH is None or not self.growing or self.grown < self.slack:
             return
-        wanted = self._wanted()
-        self._move([max(old, new) for old, new in zip(self.capacities(), wanted, strict=True)])
+        wanted = self.kv.wanted(self.counts(), self.goals())
+        self._move([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if self.evicting:
             self.free_BH = self.empty_slots()
         self.measure()
 
     def fit(self) -> None:
         """Give back what stands empty beyond the slack, after tokens were rolled back or rows dropped."""
-        if not self.is_initialized or self.keys is None:
+        if not self.is_initialized:
             return
         C = self.positions.shape[2]
         if self.free_BH is None:
             most = [self.used + self.filling + 1] if self.evicting else None
             enough = capacities([self.used], most, slack(self.used))[0]
             if enough < C:
-                self._resize(enough)
+                self._resize([enough])
             return
-        fitting = list(map(min, self.capacities(), self._wanted()))
+        old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
+        fitting = list(map(min, old, self.kv.wanted(counts, goals)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.free_BH.shape, 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
-        if sum(self.capacities()) > self._allowed() and not bool((gone_BHC & (self.positions >= 0)).any()):
+        if sum(old) > self.kv.allowed(counts, goals) and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move(fitting)
         self.measure()
 
-    def _wanted(self) -> list[int]:
-        """Slots of each head, were buffers made now."""
-        counts, goals = self.counts(), self.goals()
-        if self.head_offsets is not None:
-            return capacities(counts, goals, slack(sum(counts) // len(counts)))
-        return [max(capacities(counts, goals, slack(max(counts))))] * len(counts)
-
-    def _allowed(self) -> int:
-        """Slots of all heads that are not too many."""
-        counts = self.counts()
-        if self.head_offsets is None:
-            return sum(self._wanted())
-        return sum(counts) + len(counts) * slack(sum(counts) // len(counts))
-
-    # ---- invariants ----
-
     def _move(self, capacities: list[int]) -> None:
-        """New buffers of these capacities; what lies where is as before."""
-        assert self.keys is not None and self.values is not None
-        if self.head_offsets is None:
-            self._resize(max(capacities))
-            self.used = self.positions.shape[2]
-        else:
-            goals = self.goals()
-            filled = self.head_offsets.filled if goals is None else list(map(min, capacities, goals))
-            old, self.head_offsets = self.head_offsets, self.head_offsets.resized(capacities, filled)
-            self.keys, self.values = (old.move(tensor, self.head_offsets) for tensor in (self.keys, self.values))
-            C = self.used = self.head_offsets.width
-            self.positions = _padded(self.positions, C, -1)
-            self.state = {name: _padded(tensor, C, 0) for name, tensor in self.state.items()}
+        """Slots of these capacities, all of them in use; what lies where is as before."""
+        self._resize(capacities, self.goals())
+        self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
-        self.free_at = None
 
     @property
     def taken(self) -> int:
         """Columns in use."""
-        opened = self.free_BH is not None and not self.evicting and self.head_offsets is None
-        return self.used - self.slack + self.grown if opened else self.used
+        opened = self.free_BH is not None and not self.evicting
+        return self.kv.taken(self.used, self.slack - self.grown) if opened else self.used
 
     def advance(self) -> None:
         """A token was written and none goes: each head's next slot is the one behind it."""
@@ -478,7 +386,7 @@ class SlotLayer(CacheLayerMixin):
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
             with torch.enable_grad():
-                self.graph = (_taken(self.graph[0], index_BHK), _taken(self.graph[1], index_BHK))
+                self.graph = (gathered(self.graph[0], index_BHK), gathered(self.graph[1], index_BHK))
 
     def set_free(self, slot_BH: Tensor) -> None:
         """The next token goes there; in place in a traced step, for graphs know tensors by their memory."""
@@ -535,17 +443,3 @@ class SlotLayer(CacheLayerMixin):
                 shared = restore(self, self.journal.pop())
         self.seen -= tokens
         return shared
-
-
-def _taken(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: the entries of each head at `index`."""
-    b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
-    return tensor[b[:, None, None], h[None, :, None], index_BHK]
-
-
-def _padded(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...], filled up with `empty` or cut."""
-    B, H, K, *rest = tensor.shape
-    new = tensor.new_full((B, H, columns, *rest), empty)
-    new[:, :, :K] = tensor[:, :, :columns]
-    return new

@@ -35,9 +35,6 @@ def begin(
     """
     cache.claim("forward pass")
     cache.catch_up()
-    if cache.settings.transparent:
-        for layer in cache.layers:
-            layer.untrim()
     try:
         now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable)
     except BaseException:
@@ -101,8 +98,6 @@ def _finish(cache: TextState) -> None:
             _rotary_table(cache, 1, prompt=False)  # for a step that is compiled
         if cache.request.room is not None:
             compiled.mark(cache)
-    if cache.settings.transparent and now.prompt and cache.request.prompt_len is None:  # not each step, for host time
-        cache.trim()
     cache.release()
 
 

@@ -31,8 +31,7 @@ def record(layer: SlotLayer, shared: Tensor | None) -> Undo:
     """What the coming step of `layer` will overwrite."""
     slot = None
     if layer.free_BH is not None:
-        at = layer.free_rows()
-        slot = (layer.keys.flatten(0, -2)[at], layer.values.flatten(0, -2)[at])  # type: ignore[union-attr]
+        slot = layer.kv.read_at(layer.free_rows())
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
@@ -49,7 +48,5 @@ def restore(layer: SlotLayer, undo: Undo) -> Tensor | None:
     for name, tensor in undo.state.items():
         layer.state[name][:, :, :C] = tensor[:, :, :C]
     if undo.slot is not None and undo.free_BH is not None:
-        at = layer.free_rows()
-        for buffer, old in zip((layer.keys, layer.values), undo.slot, strict=True):
-            buffer.view(-1, old.shape[-1]).index_copy_(0, at, old)  # type: ignore[union-attr]
+        layer.kv.write_at(layer.free_rows(), *undo.slot)
     return undo.shared

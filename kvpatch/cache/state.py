@@ -188,12 +188,6 @@ class TextState(MutationGuard, Cache):
             self.limits_of[key] = Limits.of(key[0], device)
         return self.limits_of[key]
 
-    def trim(self) -> None:
-        """Show no spare columns in `layers[i].keys` and `.values`, as a DynamicCache shows none: after a prompt, and when
-        generate() ends."""
-        for layer in self.layers:
-            layer.trim()
-
     def drop_stack(self, due: bool = False) -> None:
         """Let the stacked layers go, for rows or steps have moved; due: stack anew before the next step."""
         self.stack, self.stack_due = None, due

@@ -109,8 +109,6 @@ def _begin_uncalled(
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
     cache.request.prompt_len = cache.request.new_tokens = None
-    if state.settings.transparent:
-        cache.trim()
     state.note(cache, True)
 
 

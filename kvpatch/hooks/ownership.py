@@ -20,8 +20,8 @@ def check(cache: EvictingCache, state: PatchState) -> None:
             "settings it was made with: make one with this patch.new_cache() and read the text again."
         )
     layer = cache.layers[0]
-    if layer.is_initialized and layer.keys is not None and state.settings.parallel.size == 1:
-        check_shape(layer.keys, layer.positions.shape[1], state)
+    if layer.is_initialized and state.settings.parallel.size == 1:
+        check_shape(layer.kv.keys, layer.positions.shape[1], state)
 
 
 def check_own(cache: object, state: PatchState) -> None:

@@ -27,7 +27,7 @@ def check(cache: EvictingCache) -> None:
     try:
         invariants.check_bytes(cache)
     except InvalidError:
-        free = [size - n for layer in slotted for size, n in zip(layer.capacities(), layer.counts(), strict=True)]
+        free = [size - n for layer in slotted for size, n in zip(layer.kv.capacities(), layer.counts(), strict=True)]
         cache.request.room = max(free, default=None)
         invariants.check_bytes(cache)
 
@@ -35,13 +35,9 @@ def check(cache: EvictingCache) -> None:
 def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """Check that all numbers of held tokens are finite and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
-    if layer.head_offsets is None:
-        slots = real
-    else:
-        head, column = layer.head_offsets.places()
-        slots = real.flatten(0, 1)[head, column]
-    for name in ("keys", "values"):
-        finite = getattr(layer, name).isfinite().all(-1) | ~slots
+    slots = layer.kv.spread(real)
+    for name, tensor in (("keys", layer.kv.keys), ("values", layer.kv.values)):
+        finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
     policy = cache.settings.policies[index]
     known = () if policy.score is None else (*policy.statistics, "tail", "norm", "noise")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.head_offsets import HeadOffsets
+from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
 from ..cache.state import Rows, Turns, writable
@@ -52,15 +52,13 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "lag_B": cache.counters.lag_B, "gaps_B": cache.rows.gaps_B}
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
-    for index, shown in enumerate(cache.layers):
-        layer = shown.untrimmed()
+    for index, layer in enumerate(cache.layers):
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
+        own |= {"keys": layer.kv.keys, "values": layer.kv.values}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        head_offsets = None if layer.head_offsets is None else [layer.head_offsets.capacities, layer.head_offsets.filled]
-        layers.append(
-            {name: getattr(layer, name) for name in _LAYER} | {"head_offsets": head_offsets, "limits": _rows(layer.limits)}
-        )
+        beside = {"head_offsets": layer.kv.described(), "limits": _rows(layer.limits)}
+        layers.append({name: getattr(layer, name) for name in _LAYER} | beside)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     about = {
         "format": FORMAT,
@@ -151,14 +149,13 @@ def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], de
     head_offsets, limits = described.pop("head_offsets"), described.pop("limits")
     for name, value in described.items():
         setattr(layer, name, value)
+    layer.kv = slots.restored(tensors.pop("keys"), tensors.pop("values"), head_offsets)
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
         else:
             setattr(layer, name, tensor)
-    layer.is_initialized, layer.dtype, layer.device = True, tensors["keys"].dtype, tensors["keys"].device
-    if head_offsets is not None:
-        layer.head_offsets = HeadOffsets(head_offsets[0], head_offsets[1], layer.device, exactly=True)
+    layer.is_initialized, layer.dtype, layer.device = True, layer.kv.keys.dtype, layer.kv.keys.device
     if limits is not None:
         layer.limits = cache.limits(limits, layer.device)
 

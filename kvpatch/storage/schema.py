@@ -18,7 +18,7 @@ from .header import Entry, InvalidError, are_counts, is_count
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
 ROWS = ("seen_B", "gaps_B", "shared", "lag_B")
 LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
-TENSORS = ("keys", "values", "positions", "free_BH", "keep_BH1", "mass_BH")
+TENSORS = ("positions", "free_BH", "keep_BH1", "mass_BH")
 _COUNTS = ("used", "seen", "filling", "floor", "slack", "grown")
 _FLAGS = ("holes", "evicting", "contiguous")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -662,7 +662,7 @@ def test_steps_whose_scores_count_are_not_flash_s(install, monkeypatch, kernel):
     with kvpatch.patched(model, "adaptive(h2o)", 0.4) as patch:
         _, cache = force(model, ids, fed)
         assert patch.report().backends["ragged"][0] == "torch"
-        ragged = [layer for layer in cache.layers if layer.head_offsets is not None]
+        ragged = [layer for layer in cache.layers if not layer.kv.appends]
         newest = cache.get_seq_length() - 1
         for layer in ragged:  # the newest token has been attended to by itself
             assert bool((layer.state["sum"][layer.positions == newest] > 0).all())

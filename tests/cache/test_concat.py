@@ -117,7 +117,7 @@ def test_consumed_caches_are_emptied_layer_by_layer(monkeypatch):
 
         def watched(new, parts):
             made.append(new)
-            own = sum(tensor.numel() * tensor.element_size() for layer in made for tensor in (layer.keys, layer.values))
+            own = sum(tensor.numel() * tensor.element_size() for layer in made for tensor in (layer.kv.keys, layer.kv.values))
             held.append(own + sum(cache.nbytes for cache in caches))
             fill(new, parts)
 

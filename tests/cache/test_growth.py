@@ -27,9 +27,9 @@ def slack(tokens):
 def bytes_fit(cache):
     """Of every layer: no more than its longest head holds (or has columns appended), and a sixteenth or 8 entries more."""
     for index, layer in enumerate(cache.layers):
-        heads, D = cache.held(index).numel(), layer.keys.shape[-1]
+        heads, D = cache.held(index).numel(), layer.kv.keys.shape[-1]
         most = int(cache.held(index).max()) if layer.evicting else layer.taken
-        for buffer in (layer.keys, layer.values):
+        for buffer in (layer.kv.keys, layer.kv.values):
             slots = buffer.numel() // D
             assert slots <= heads * (most + slack(most)), f"layer {index}: {slots / heads} slots a head, {most} of them taken"
     return cache
@@ -101,7 +101,7 @@ def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
     ids, fed = prompt(2, 26), prompt(2, 26, seed=2)
     with kvpatch.patched(model, "h2o", 28, backend="triton"):
         logits, cache = go(model, ids, fed, left_pad(ids, lengths))
-        assert cache.layers[0].head_offsets is not None
+        assert not cache.layers[0].kv.appends
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
@@ -281,10 +281,11 @@ def test_a_padded_batch_that_fills_its_budget_is_not_compiled_without_room():
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=130), st.integers(0, 500), st.booleans())
 def test_a_plan_keeps_the_slack_and_never_passes_the_budget(counts, above, evicts):
     goals = [max(counts) + above + 1] * len(counts) if evicts else None
-    sizes, ragged = plan(counts, goals)
+    layout = plan(counts, goals)
+    sizes = layout.capacities
     assert all(n + evicts <= size for n, size in zip(counts, sizes, strict=True))
     assert goals is None or max(sizes) <= goals[0]
-    if ragged:
+    if layout.ragged:
         rows = HeadOffsets(sizes, counts, torch.device("cpu")).rows
         assert rows <= sum(counts) + len(counts) * slack(sum(counts) // len(counts))
     else:
@@ -338,5 +339,5 @@ def test_every_layout_is_seen():
     for lengths, k in itertools.product(((25, 25), (25, 22), (25, 6)), (WIDE, 0.5)):
         with kvpatch.patched(model, "h2o", k):
             layer = force(model, ids, ids[:, :1], left_pad(ids, lengths))[1].layers[0]
-        seen.add((layer.free_BH is None, layer.head_offsets is None, layer.growing))
+        seen.add((layer.free_BH is None, layer.kv.appends, layer.growing))
     assert seen == {(True, True, False), (False, True, True), (False, True, False), (False, False, True), (False, False, False)}

@@ -123,7 +123,7 @@ def test_small_waste_stays_dense():
     model, ids = make("llama_gqa"), prompt(1, 60)
     with torch.no_grad(), kvpatch.patched(model, combined("h2o", ("adaptive",)), 0.4, floor=1.0):
         cache = model(ids).past_key_values
-    assert all(layer.head_offsets is None for layer in cache.layers)
+    assert all(layer.kv.appends for layer in cache.layers)
     assert agrees("llama_gqa", "h2o", 0.4, wrap=("adaptive",), floor=1.0)
 
 
@@ -138,6 +138,6 @@ def test_small_layers_padded_for_a_step_give_the_same(name, policy, monkeypatch)
         monkeypatch.setattr(backend, "SMALL", small)
         with kvpatch.patched(model, policy, 0.25):
             outs.append(force(model, ids, fed, mask))
-    assert any(len(layer.head_offsets.runs) > 4 for layer in uneven(outs[0][1]).layers if layer.head_offsets)
+    assert any(len(layer.kv.head_offsets.runs) > 4 for layer in uneven(outs[0][1]).layers if layer.kv.head_offsets)
     torch.testing.assert_close(outs[0][0], outs[1][0], atol=3e-5, rtol=0)
     assert kept(outs[0][1]) == kept(outs[1][1])

@@ -191,8 +191,9 @@ def test_a_forward_shows_no_spare_columns():
             shown = sum(tensor.nbytes for one in cache.layers for tensor in (one.keys, one.values))
             assert shown < cache.nbytes
             buffers.add(cache.layers[1].keys.data_ptr())
-            for _ in range(3):
+            for seen in (8, 9, 10):
                 model(ids[:, :1], past_key_values=cache)
+                assert {one.keys.shape[2] for one in cache.layers} == {seen}, name
                 buffers.add(cache.layers[1].keys.data_ptr())
             assert len(buffers) == 1, "nothing moves while there is room"
             model(ids[:, :4], past_key_values=cache)

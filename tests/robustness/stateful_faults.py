@@ -16,6 +16,7 @@ from kvpatch.attention.stacked import LayerStack
 from kvpatch.backends import head_offsets, torch_backend
 from kvpatch.cache import concat, layer, passes
 from kvpatch.cache.layer import SlotLayer
+from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import DeviceCounters, TextState
 from kvpatch.hooks import decoder
 from kvpatch.hooks.state import PatchState
@@ -41,7 +42,7 @@ PASS = [
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_settle"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
-    (SlotLayer, "settle"), (SlotLayer, "_resize"), (SlotLayer, "settle_ragged"), (SlotLayer, "make_dense"),
+    (SlotLayer, "settle"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "make_dense"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (layer, "record"), (head_offsets.HeadOffsets, "pack"),
     (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (PatchState, "count"),

@@ -152,15 +152,15 @@ def step(
 ) -> Tensor:
     """Output [B,H,G,D] of one token per row, which goes into the free slot of each head; statistics, positions and, where the
     rule chooses a victim, the next free slot are brought up to date in place."""
-    assert slots.keys is not None and slots.values is not None and slots.free_BH is not None
-    limits, head_offsets = slots.limits if chosen.evicts else None, slots.head_offsets
+    assert slots.free_BH is not None
+    limits, head_offsets = slots.limits if chosen.evicts else None, slots.kv.head_offsets
     run = compiled_step if torch.compiler.is_compiling() else plain_step
     return run(
         q_BHGD,
         k_BH1D[:, :, 0],
         v_BH1D[:, :, 0],
-        slots.keys,
-        slots.values,
+        slots.kv.keys,
+        slots.kv.values,
         slots.positions,
         slots.free_BH,
         newest_B,

@@ -1,0 +1,306 @@
+"""Storage of a layer's keys and values: slots that each head writes to, in whatever memory.
+
+`Slots` is what a layer knows of it. A storage keeps keys and values alone: positions and scores stand beside it as [B,H,C],
+C its `width`, -1 and 0 where a head has no slot. Heads are numbered n = b * H + h. A storage of another kind is a class here
+(or anywhere) and a line in `compact` and `empty`, which make one by a Layout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.head_offsets import FEW, WASTE, HeadOffsets
+from .growth import Layout, capacities, slack
+
+
+class Slots(ABC):
+    """Keys and values of one layer.
+
+    keys, values: as a backend takes them, with `head_offsets` (None: [B,H,C,D]). appends: columns can be written behind those
+    in use; else a token goes into a free slot of each head. width: slots of the head that has most.
+    """
+
+    appends: bool
+    head_offsets: HeadOffsets | None = None
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    @property
+    @abstractmethod
+    def width(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with one row per slot."""
+        return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
+
+    @abstractmethod
+    def begins(self) -> Tensor:
+        """The row at which each head's slots begin [B*H]."""
+
+    @abstractmethod
+    def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
+        """The row of a slot of each head [B*H]; flat_N: its place in the flattened positions."""
+
+    def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these rows, copied."""
+        keys, values = self.flat()
+        return keys[rows_N], values[rows_N]
+
+    def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write a key and a value into each of these rows, in place."""
+        N = rows_N.shape[0]
+        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.detach().reshape(N, -1))
+        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.detach().reshape(N, -1))
+
+    @abstractmethod
+    def view(self, used: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `used` columns, as a backend takes them."""
+
+    @abstractmethod
+    def taken(self, used: int, free: int) -> int:
+        """Columns that tokens stand in, where `free` of `used` are written to next."""
+
+    # ---- sizes ----
+
+    @abstractmethod
+    def capacities(self) -> list[int]:
+        """Slots of each head."""
+
+    @abstractmethod
+    def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
+        """Slots of each head, were these made now for heads that have taken `counts`."""
+
+    @abstractmethod
+    def allowed(self, counts: list[int], goals: list[int] | None) -> int:
+        """Slots of all heads that are not too many for heads that have taken `counts`."""
+
+    @abstractmethod
+    def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
+        """Slots that are taken, and how many may be allocated for them, with `ahead` free ones a head in any case. columns: in
+        use, where tokens are appended."""
+
+    @abstractmethod
+    def limits(self, used: int, evicting: bool) -> Tensor:
+        """Slots of each head [B*H] that may hold a token between steps."""
+
+    @abstractmethod
+    def next_free(self, taken: int, grown: int) -> Tensor | int:
+        """The slot of each head [B*H] behind what it has taken, where nothing was evicted for `grown` tokens."""
+
+    # ---- the same slots, elsewhere ----
+
+    @abstractmethod
+    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> Slots:
+        """What lies in the first `used` columns, in slots of these capacities; where what lies is as before."""
+
+    @abstractmethod
+    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
+        """`change` applied along the axis of the batch."""
+
+    @abstractmethod
+    def dense(self, B: int, H: int) -> DenseSlots:
+        """Slots that columns can be appended to; itself where they can already."""
+
+    @abstractmethod
+    def spread(self, tensor_BHC: Tensor) -> Tensor:
+        """What stands beside the slots, in the shape of keys and values without their last axis."""
+
+    @abstractmethod
+    def described(self) -> list[list[int]] | None:
+        """Everything but the tensors, as plain values (see `restored`)."""
+
+
+class DenseSlots(Slots):
+    """Buffers [B,H,C,D], of which a layer uses the first columns."""
+
+    appends = True
+
+    @property
+    def width(self) -> int:
+        return self.keys.shape[2]
+
+    def begins(self) -> Tensor:
+        B, H, C, _ = self.keys.shape
+        return torch.arange(B * H, device=self.keys.device) * C
+
+    def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
+        return flat_N
+
+    def view(self, used: int) -> tuple[Tensor, Tensor]:
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    def taken(self, used: int, free: int) -> int:
+        return used - free
+
+    def capacities(self) -> list[int]:
+        B, H, C, _ = self.keys.shape
+        return [C] * (B * H)
+
+    def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
+        return [max(capacities(counts, goals, slack(max(counts))))] * len(counts)
+
+    def allowed(self, counts: list[int], goals: list[int] | None) -> int:
+        return sum(self.wanted(counts, goals))
+
+    def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
+        held = max(counts) if columns is None else columns  # columns are as many as the longest row's
+        return held * len(counts), (held + max(slack(held), ahead)) * len(counts)
+
+    def limits(self, used: int, evicting: bool) -> Tensor:
+        return torch.full(self.keys.shape[:2], used, device=self.keys.device).flatten()
+
+    def next_free(self, taken: int, grown: int) -> Tensor | int:
+        return taken
+
+    def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
+        """Write columns from `start` on."""
+        stop = start + k_BHQD.shape[2]
+        self.keys[:, :, start:stop] = k_BHQD.detach()
+        self.values[:, :, start:stop] = v_BHQD.detach()
+
+    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
+        C = max(capacities)
+        return DenseSlots(*(fitted(t[:, :, :used], C, 0) for t in (self.keys, self.values)))
+
+    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+        """The entries of each head at `index` (where `kept`; None: all), at the front of slots laid out so."""
+        both = self.keys, self.values
+        if layout.filled is not None and kept_BHK is not None:
+            offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
+            keys, values = (offsets.pack(t, index_BHK, kept_BHK) for t in both)
+            return RaggedSlots(keys, values, offsets)
+        C = max(*layout.capacities, index_BHK.shape[-1])
+        return DenseSlots(*(fitted(gathered(t, index_BHK), C, 0) for t in both))
+
+    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> DenseSlots:
+        return DenseSlots(change(self.keys), change(self.values))
+
+    def dense(self, B: int, H: int) -> DenseSlots:
+        return self
+
+    def spread(self, tensor_BHC: Tensor) -> Tensor:
+        return tensor_BHC
+
+    def described(self) -> None:
+        return None
+
+
+class RaggedSlots(Slots):
+    """Entries [F,D] in which HeadOffsets gives each head a segment of its own, for heads that hold different numbers of
+    tokens."""
+
+    appends = False
+
+    def __init__(self, keys: Tensor, values: Tensor, head_offsets: HeadOffsets) -> None:
+        super().__init__(keys, values)
+        self.offsets = self.head_offsets = head_offsets
+
+    @property
+    def width(self) -> int:
+        return self.offsets.width
+
+    def begins(self) -> Tensor:
+        return self.offsets.begin_N
+
+    def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
+        return self.offsets.begin_N + slot_BH.reshape(-1)
+
+    def view(self, used: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def taken(self, used: int, free: int) -> int:
+        return used
+
+    def capacities(self) -> list[int]:
+        return self.offsets.capacities
+
+    def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
+        return capacities(counts, goals, slack(sum(counts) // len(counts)))
+
+    def allowed(self, counts: list[int], goals: list[int] | None) -> int:
+        return self.bound(counts, None, 0)[1]
+
+    def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
+        held, typical = sum(counts), sum(counts) // len(counts)
+        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack has room for it
+        return held, held + len(counts) * max(slack(typical), ahead + rounded)
+
+    def limits(self, used: int, evicting: bool) -> Tensor:
+        return torch.tensor(self.offsets.filled, device=self.keys.device) if evicting else self.offsets.capacity_N
+
+    def next_free(self, taken: int, grown: int) -> Tensor | int:
+        return torch.tensor(self.offsets.filled, device=self.keys.device) + grown
+
+    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> RaggedSlots:
+        filled = self.offsets.filled if goals is None else list(map(min, capacities, goals))
+        new = self.offsets.resized(capacities, filled)
+        return RaggedSlots(self.offsets.move(self.keys, new), self.offsets.move(self.values, new), new)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
+        heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
+        offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
+        return RaggedSlots(self.keys[rows], self.values[rows], offsets)
+
+    def dense(self, B: int, H: int) -> DenseSlots:
+        return DenseSlots(*(self.offsets.unpack(t, B, H, self.width) for t in (self.keys, self.values)))
+
+    def spread(self, tensor_BHC: Tensor) -> Tensor:
+        head, column = self.offsets.places()
+        return tensor_BHC.flatten(0, 1)[head, column]
+
+    def described(self) -> list[list[int]]:
+        return [self.offsets.capacities, self.offsets.filled]
+
+
+# ---- making them ----
+
+
+def nothing() -> DenseSlots:
+    """Slots of a layer that has seen no text."""
+    return DenseSlots(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+
+
+def empty(like: Slots, B: int, H: int, layout: Layout) -> Slots:
+    """Zeros for B * H heads, of the dtype, device and head sizes of `like`."""
+
+    def zeros(*rows: int) -> tuple[Tensor, Tensor]:
+        return like.keys.new_zeros(*rows, like.keys.shape[-1]), like.values.new_zeros(*rows, like.values.shape[-1])
+
+    if layout.filled is None:
+        return DenseSlots(*zeros(B, H, max(layout.capacities)))
+    offsets = HeadOffsets(layout.capacities, layout.filled, like.keys.device)
+    keys, values = zeros(offsets.rows)
+    return RaggedSlots(keys, values, offsets)
+
+
+def restored(keys: Tensor, values: Tensor, described: Any) -> Slots:
+    """What `described` and its tensors describe."""
+    if described is None:
+        return DenseSlots(keys, values)
+    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device, exactly=True))
+
+
+def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:
+    """[B,H,T,...] -> [B,H,K,...]: the entries of each head at `index`."""
+    b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
+    return tensor[b[:, None, None], h[None, :, None], index_BHK]
+
+
+def fitted(tensor: Tensor, columns: int, empty: int) -> Tensor:
+    """[B,H,K,...] -> [B,H,columns,...], in memory of its own, filled up with `empty` or cut."""
+    B, H, K, *rest = tensor.shape
+    new = tensor.new_empty(B, H, columns, *rest)
+    new[:, :, :K] = tensor[:, :, :columns]
+    new[:, :, K:] = empty
+    return new
