@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..policies.context import Limits
 from .head_offsets import HeadOffsets
 
 Task = Literal["prompt", "statistics", "decode", "ragged"]
@@ -117,6 +118,30 @@ class Case:
     fresh: bool = False
     renumbered: bool = False
     special: bool = False
+
+
+class KeyValues(Protocol):
+    """Keys and values in slots: [B,H,C,D], or entries [F,D] with `head_offsets`."""
+
+    keys: Tensor
+    values: Tensor
+    head_offsets: HeadOffsets | None
+
+
+class StepSlots(Protocol):
+    """A layer as a kernel takes it that writes, attends, observes and evicts at once (cache/layer.py describes the fields)."""
+
+    positions: Tensor
+    state: dict[str, Tensor]
+    free_BH: Tensor | None
+    keep_BH1: Tensor | None
+    limits: Limits | None
+    holes: bool
+
+    @property
+    def kv(self) -> KeyValues:
+        """Keys and values."""
+        ...
 
 
 class Backend(Protocol):

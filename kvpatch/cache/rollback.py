@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .layer import SlotLayer
+from .slots import Slots
 
 JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
+
+
+class Recorded(Protocol):
+    """A layer, as far as a decode step overwrites it (cache/layer.py describes the fields)."""
+
+    used: int
+    filling: int
+    grown: int
+    free_BH: Tensor | None
+    positions: Tensor
+    state: dict[str, Tensor]
+    kv: Slots
+
+    def free_rows(self) -> Tensor: ...
 
 
 @dataclass
@@ -27,7 +40,7 @@ class Undo:
     shared: Tensor | None
 
 
-def record(layer: SlotLayer, shared: Tensor | None) -> Undo:
+def record(layer: Recorded, shared: Tensor | None) -> Undo:
     """What the coming step of `layer` will overwrite."""
     slot = None
     if layer.free_BH is not None:
@@ -38,7 +51,7 @@ def record(layer: SlotLayer, shared: Tensor | None) -> Undo:
     return Undo(layer.used, layer.filling, layer.grown, layer.free_BH, slot, positions, state, shared)
 
 
-def restore(layer: SlotLayer, undo: Undo) -> Tensor | None:
+def restore(layer: Recorded, undo: Undo) -> Tensor | None:
     """Put `layer` back to where it stood, and return the shared score that stood then."""
     # buffers have grown since, or have been cut to what an earlier roll-back left in them: what was cut off was empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])

@@ -301,7 +301,7 @@ def test_of_many_heads_capacities_are_rounded_within_the_slack(room):
         with kvpatch.patched(model, policy, k) as patch:
             cache = patch.new_cache(room=room)
             force(model, ids, ids[:, :30], left_pad(ids, lengths), cache)  # which checks
-            assert cache.layers[0].head_offsets is not None
+            assert cache.layers[0].kv.head_offsets is not None
 
 
 def test_what_is_too_large_is_found():

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
-from ..protocol import Case, Geometry, Keys, Task
+from ..protocol import Case, Geometry, Keys, StepSlots, Task
 
 if TYPE_CHECKING:
-    from ...cache.layer import SlotLayer
     from .decode import Rule
 
 NAME = "triton"
@@ -116,7 +115,7 @@ def attended(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 # ---- a decode step ----
 
 
-def rule(policy: Policy, slots: SlotLayer, wanted: bool, evicting: bool) -> Rule:
+def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
     """What a step over `slots` adds up, and whether the kernel can choose the victim itself."""
     from .decode import Rule
 
@@ -129,7 +128,7 @@ def rule(policy: Policy, slots: SlotLayer, wanted: bool, evicting: bool) -> Rule
     return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
 
 
-def torch_evicts(policy: Policy, slots: SlotLayer) -> str | None:
+def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
     """Why torch names the victim of a step that the kernels do otherwise; None where they name it."""
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
         return "the policy has an order of its own"
@@ -144,7 +143,7 @@ def step(
     q_BHGD: Tensor,
     k_BH1D: Tensor,
     v_BH1D: Tensor,
-    slots: SlotLayer,
+    slots: StepSlots,
     newest_B: Tensor,
     geometry: Geometry,
     chosen: Rule,
