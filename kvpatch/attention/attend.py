@@ -81,7 +81,7 @@ def _deck(call: Call, q_BHGD: Tensor) -> Deck | None:
         cache.stack = None
         return None
     # only between passes: within one, the layers before this one have evicted already
-    if cache.stack_due and call.layer == 0 and call.slots.free_BH is not None:
+    if cache.stack_due and call.layer == 0 and call.slots.mode.slotted:
         cache.stack_due = False
         cache.stack = Deck.of(cache, call.group) if decode.backend_of(call, q_BHGD) == "torch" else None
     return cache.stack

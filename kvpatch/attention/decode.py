@@ -28,8 +28,8 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
                 slots.note(call.cache.shared)
             slots.seen += 1
         entry = call.step_entry(k_BH1D, v_BH1D, positions_B1)
-    evicting = score is not None and slots.evicting
-    if slots.unfilled and call.settings.parallel.size == 1:  # heads on other processes may evict, and a score may need all
+    evicting = score is not None and slots.mode.evicts
+    if slots.mode.unfilled and call.settings.parallel.size == 1:  # heads on other processes may evict, and a score may need all
         evicting = False
     name = backend_of(call, q_BHGD)
     if name == "triton":
@@ -47,7 +47,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
             _observe(call, p_BHGT, keys, newest_B11, t)
         if evicting:
             _evict(call, newest_B11, t)
-    if not evicting and slots.free_BH is not None:
+    if not evicting and slots.mode.slotted:
         slots.advance()
     return out
 
@@ -55,7 +55,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int) -
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Who takes the step. A kernel writes into slots; where tokens are appended it is torch."""
     task, case = _case(call, q_BHGD)
-    if call.slots.free_BH is None or (call.score is not None and call.score.across_layers):
+    if not call.slots.mode.slotted or (call.score is not None and call.score.across_layers):
         call.cache.choice.record(task, "torch", "tokens are appended, or layers share a score")
         return "torch"
     if call.cache.counters.lag_B is not None and call.observes:
@@ -66,7 +66,7 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
     """Choose who will take the steps to come."""
-    if call.slots.free_BH is not None:
+    if call.slots.mode.slotted:
         task, case = _case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
             call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
@@ -96,8 +96,8 @@ def _by_kernel(
     slots = call.slots
     with torch.no_grad():
         slots.write_entry(entry)
-        if call.now.recording and slots.free_BH is not None:
-            slots.free_BH = slots.free_BH.clone()  # the journal keeps what the kernel is going to change
+        if call.now.recording:
+            slots.mode.free_BH = slots.mode.free_BH.clone()  # the journal keeps what the kernel is going to change
         tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
         chosen = backend("triton").rule(call.policy, slots, wanted, evicting)
         out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
@@ -139,8 +139,8 @@ def _visible_count(call: Call, keys: Keys, newest_B11: Tensor) -> Tensor:
 def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     """Name the slot of each head that the next token goes to."""
     slots = call.slots
-    if not slots.holes and slots.filling:
-        slots.filling -= 1
+    if not slots.holes and slots.mode.filling:
+        slots.mode.count(1)
         return
     context = call.eviction_context(newest_B11, t)
     positions = context.positions_BHT
@@ -156,4 +156,4 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
     slots.set_free(slots.empty_slots())
     if not slots.traced:
-        slots.count()
+        slots.mode.count(1)

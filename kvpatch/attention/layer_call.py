@@ -46,7 +46,7 @@ class Call:
         """Whether a decode step's probabilities are wanted."""
         if self.score is None:
             return False
-        return (self.slots.evicting and self.policy.rows != "none") or self.policy.remembers
+        return (self.slots.mode.evicts and self.policy.rows != "none") or self.policy.remembers
 
     def entry(
         self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
@@ -95,10 +95,7 @@ class Call:
         """The used slots, as a backend takes them."""
         slots = self.slots
         keys, values, positions = slots.view()
-        if self.now.traced:
-            grown = None  # known to the positions alone
-        else:
-            grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
+        grown = None if self.now.traced else slots.mode.newest()  # of a traced step known to the positions alone
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown)
 
     def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:

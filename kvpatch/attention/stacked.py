@@ -44,7 +44,7 @@ class Deck:
             layer.state = {name: tensor[own] for name, tensor in self.state.items()}
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         self.p: Tensor | None = None
-        self._free(cache, torch.cat([layer.free_BH for layer in layers if layer.free_BH is not None]))
+        self._free(cache, torch.cat([layer.mode.free_BH for layer in layers]))
 
     @classmethod
     def of(cls, cache: TextState, group: int) -> Deck | None:
@@ -60,7 +60,7 @@ class Deck:
             and layer.positions.device == first.positions.device
             and layer.sliding == first.sliding
             and layer.limits is first.limits
-            and layer.free_BH is not None
+            and layer.mode.slotted
             and not layer.holes
             and layer.used == layer.positions.shape[2]
             for layer in cache.layers
@@ -72,7 +72,7 @@ class Deck:
         self.at = slot.reshape(-1) + self.begins
         local = self.at.view(self.L, -1) - torch.arange(self.L, device=self.device)[:, None] * (self.B * self.H * self.C)
         for index, (layer, free_BH) in enumerate(zip(cache.layers, slot.view(self.L, self.B, self.H), strict=True)):
-            layer.free_BH = free_BH
+            layer.mode.free_BH = free_BH
             layer.free_at = (free_BH, local[index])
 
     # ---- one pass ----

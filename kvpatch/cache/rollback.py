@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from .modes import Mode
 
 if TYPE_CHECKING:
     from .layer import SlotLayer
@@ -18,9 +21,7 @@ class Undo:
     """What one decode step overwrote."""
 
     used: int
-    filling: int
-    grown: int
-    free_BH: Tensor | None
+    mode: Mode
     slot: tuple[Tensor, Tensor] | None
     positions: Tensor
     state: dict[str, Tensor]
@@ -30,23 +31,23 @@ class Undo:
 def record(layer: SlotLayer, shared: Tensor | None) -> Undo:
     """What the coming step of `layer` will overwrite."""
     slot = None
-    if layer.free_BH is not None:
+    if layer.mode.slotted:
         slot = layer.kv.read_at(layer.free_rows())
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
-    return Undo(layer.used, layer.filling, layer.grown, layer.free_BH, slot, positions, state, shared)
+    return Undo(layer.used, copy(layer.mode), slot, positions, state, shared)
 
 
 def restore(layer: SlotLayer, undo: Undo) -> Tensor | None:
     """Put `layer` back to where it stood, and return the shared score that stood then."""
     # buffers have grown since, or have been cut to what an earlier roll-back left in them: what was cut off was empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
-    layer.filling, layer.grown, layer.free_BH = undo.filling, undo.grown, undo.free_BH
-    layer.used = undo.used if undo.free_BH is None else layer.positions.shape[-1]
+    layer.mode = undo.mode
+    layer.used = layer.positions.shape[-1] if undo.mode.slotted else undo.used
     layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions[:, :, :C], -1
     for name, tensor in undo.state.items():
         layer.state[name][:, :, :C] = tensor[:, :, :C]
-    if undo.slot is not None and undo.free_BH is not None:
+    if undo.slot is not None:
         layer.kv.write_at(layer.free_rows(), *undo.slot)
     return undo.shared

@@ -16,7 +16,7 @@ def check(cache: EvictingCache) -> None:
 
     Free slots above the slack are those of a cache that was made with room=, which it has again.
     """
-    slotted = [layer for layer in cache.layers if layer.free_BH is not None]
+    slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
         layer.short_heads()
     invariants.check_state(cache)
