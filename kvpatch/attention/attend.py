@@ -103,7 +103,7 @@ def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
         cache.stack = None
         return None
     # only between passes: within one, the layers before this one have evicted already
-    if cache.stack_due and call.layer == 0 and call.slots.free_BH is not None:
+    if cache.stack_due and call.layer == 0 and call.slots.mode.slotted:
         cache.stack_due = False
         alone = decode.backend_of(call, q_BHGD) != "torch"
         cache.stack = None if alone else LayerStack.of(cache, call)

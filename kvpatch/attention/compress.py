@@ -19,7 +19,9 @@ def end_prompt(call: Call, past: int) -> None:
             slots.settle(None, None, Layout([slots.used + _more(call, slots.used)]))
             if cache.request.room is not None:
                 slots.holes = True
-                slots.open(slots.positions.new_full(slots.positions.shape[:2], slots.used))
+                slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
+            else:
+                slots.start_appending()
         return
     B, H, _ = slots.positions.shape
     budget_B = _budgets(call)
@@ -77,8 +79,8 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
     slots, now = call.slots, call.now
     counts, keeps = count_BH.flatten().tolist(), keep_BH.flatten().tolist()
     room = [k - n for k, n in zip(keeps, counts, strict=True)]
-    slots.evicting = now.final and call.policy.schedule != "prompt"
-    unequal = slots.evicting and (uneven or min(room) != max(room))  # some heads evict while others fill up
+    evicts = now.final and call.policy.schedule != "prompt"
+    unequal = evicts and (uneven or min(room) != max(room))  # some heads evict while others fill up
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
     index, kept = (None, None) if order is None else top(order, count_BH, counts)
@@ -89,21 +91,24 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
         slots.settle(index, kept, Layout([held + now.reserve]))
         return
     slots.keep_BH1 = keep_BH[..., None]
-    slots.filling = max(*room, 0) if slots.evicting else 0
+    filling = max(*room, 0)
     roomy = call.cache.request.room is not None
-    slots.grown = 0
-    if not slots.evicting:
+    if not evicts:
         slots.state.pop("tail", None)
-    goals = [k + 1 for k in keeps] if slots.evicting else None
+    goals = [k + 1 for k in keeps] if evicts else None
     slots.settle(index, kept, plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy))
-    if slots.evicting and (slots.holes or not slots.filling or roomy):
-        slots.holes |= slots.filling > 0
-        slots.open()
+    if evicts and (slots.holes or not filling or roomy):
+        slots.holes |= filling > 0
+        slots.start_evicting(filling)
+    elif evicts:
+        slots.start_filling(filling)
     elif kept is not None and not slots.kv.appends:
-        slots.open(kept.sum(-1))
+        slots.start_growing(kept.sum(-1))
     elif roomy:
         slots.holes = True
-        slots.open(slots.positions.new_full(count_BH.shape, held))
+        slots.start_growing(slots.positions.new_full(count_BH.shape, held))
+    else:
+        slots.start_appending()
 
 
 def _more(call: Call, tokens: int) -> int:

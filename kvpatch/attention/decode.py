@@ -72,13 +72,13 @@ def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: T
         _observe(call, p_BHGT, positions_BHT, newest_B11, t)
     if call.evicting:
         _evict(call, newest_B11, t)
-    elif call.slots.free_BH is not None:
+    elif call.slots.mode.slotted:
         call.slots.advance()
 
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Who takes the step. A kernel writes into slots; where tokens are appended it is torch."""
-    if call.slots.free_BH is None or (call.score is not None and call.score.across_layers):
+    if not call.slots.mode.slotted or (call.score is not None and call.score.across_layers):
         call.cache.choice.record(_task(call), "torch", "tokens are appended, or layers share a score")
         return "torch"
     if call.cache.counters.lag_B is not None and call.observes:
@@ -89,7 +89,7 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
     """Choose who will take the steps to come."""
-    if call.slots.free_BH is not None:
+    if call.slots.mode.slotted:
         task, case = _case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
             call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
@@ -118,8 +118,8 @@ def _by_kernel(
     slots = call.slots
     with torch.no_grad():
         slots.write_entry(entry)
-        if call.now.recording and slots.free_BH is not None:
-            slots.free_BH = slots.free_BH.clone()  # the journal keeps what the kernel is going to change
+        if call.now.recording:
+            slots.mode.free_BH = slots.mode.free_BH.clone()  # the journal keeps what the kernel is going to change
         tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
         chosen = backend("triton").rule(call.policy, slots, wanted, call.evicting)
         out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
@@ -161,8 +161,8 @@ def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Ten
 def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     """Name the slot of each head that the next token goes to."""
     slots = call.slots
-    if not slots.holes and slots.filling:
-        slots.filling -= 1
+    if not slots.holes and slots.mode.filling:
+        slots.mode.count(1)
         return
     context = call.eviction_context(newest_B11, t)
     positions = context.positions_BHT
@@ -178,4 +178,4 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
     slots.set_free(slots.empty_slots())
     if not slots.traced:
-        slots.count()
+        slots.mode.count(1)

@@ -60,14 +60,14 @@ class Call:
     def evicting(self) -> bool:
         """True where a decode step evicts: heads on other processes may, and a score may need all to look."""
         slots = self.slots
-        return self.score is not None and slots.evicting and not (slots.unfilled and not self.parallel)
+        return self.score is not None and slots.mode.evicts and not (slots.mode.unfilled and not self.parallel)
 
     @property
     def observes(self) -> bool:
         """True where a decode step's probabilities are wanted."""
         if self.score is None:
             return False
-        return (self.slots.evicting and self.policy.rows != "none") or self.policy.remembers
+        return (self.slots.mode.evicts and self.policy.rows != "none") or self.policy.remembers
 
     def entry(
         self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
@@ -120,10 +120,7 @@ class Call:
         """The used slots, as a backend takes them."""
         slots = self.slots
         keys, values, positions = slots.view()
-        if self.now.traced:
-            grown = None  # known to the positions alone
-        else:
-            grown = None if slots.filling else 0 if slots.evicting else slots.grown + 1  # the token just written
+        grown = None if self.now.traced else slots.mode.newest()  # of a traced step known to the positions alone
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown)
 
     def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:

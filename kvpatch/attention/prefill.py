@@ -9,6 +9,7 @@ from torch import Tensor
 from ..backends import backend, torch_backend
 from ..backends.protocol import Keys
 from ..backends.torch_backend import Rows
+from ..cache.modes import Reading
 from ..policies.context import accumulator
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
@@ -18,7 +19,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     """Output [B,H,G,Q,D] of the pass's prompt columns."""
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
-    slots.make_dense()
+    slots.begin_prompt()
     past = slots.used  # a new prompt is appended; its end makes slots again
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
@@ -108,9 +109,11 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     """The prompt's last rows: kept until the prompt ends, then their mean attention becomes the state "tail"."""
     assert call.score is not None
     slots, rows_BW = call.slots, rows_BQ
-    if slots.window_rows is not None:
-        q_BHGQD = torch.cat([slots.window_rows[0], q_BHGQD], 3)
-        rows_BW, lse = torch.cat([slots.window_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
+    mode = slots.mode
+    assert isinstance(mode, Reading)
+    if mode.window_rows is not None:
+        q_BHGQD = torch.cat([mode.window_rows[0], q_BHGQD], 3)
+        rows_BW, lse = torch.cat([mode.window_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
     width = min(call.score.observed_rows, rows_BW.shape[1])
     # the newest rows of each text, wherever its padding lies
     index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
@@ -119,9 +122,9 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     q_BHGWD = rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BW]
     q_BHGWD = rearrange(q_BHGWD, "b w h g d -> b h g w d")
     if not call.now.ends_prompt:
-        slots.window_rows = (q_BHGWD, rows_BW)
+        mode.window_rows = (q_BHGWD, rows_BW)
         return
-    slots.window_rows = None
+    mode.window_rows = None
     assert slots.limits is not None
     observed = slots.limits.observed
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]

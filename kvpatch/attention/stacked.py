@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.layer import SlotLayer
+from ..cache.modes import Evicting
 from ..cache.state import TextState
 from .layer_call import Call
 
@@ -44,10 +45,10 @@ class LayerStack:
     def _stacked(self, first: SlotLayer) -> SlotLayer:
         slots, layers = SlotLayer(first.statistics), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
-        slots.evicting, slots.contiguous, slots.used, slots.seen = True, False, self.C, first.seen
+        slots.contiguous, slots.used, slots.seen = False, self.C, first.seen
         slots.positions = torch.cat([layer.positions for layer in layers])
         slots.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
-        slots.free_BH = torch.cat([layer.free_BH for layer in layers if layer.free_BH is not None])
+        slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
         slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - 1, device=first.device)
         if first.limits is not None:
             slots.limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
@@ -67,7 +68,7 @@ class LayerStack:
             and layer.positions.device == first.positions.device
             and layer.sliding == first.sliding
             and layer.limits is first.limits
-            and layer.free_BH is not None
+            and layer.mode.slotted
             and not layer.holes
             and layer.used == layer.positions.shape[2]
             for layer in cache.layers
@@ -76,11 +77,10 @@ class LayerStack:
 
     def share_free(self) -> None:
         """Tell each layer the slots that the next token goes to."""
-        free_BH, local_LN = self.slots.free_BH, self.slots.free_slots().view(self.L, -1) - self.offset_LN
-        assert free_BH is not None
+        free_BH, local_LN = self.slots.mode.free_BH, self.slots.free_slots().view(self.L, -1) - self.offset_LN
         for layer, rows, at_N in zip(self.layers, self.rows, local_LN.unbind(), strict=True):
-            layer.free_BH = free_BH[rows]
-            layer.free_at = (layer.free_BH, at_N)
+            layer.mode.free_BH = free_BH[rows]
+            layer.free_at = (layer.mode.free_BH, at_N)
 
     def write(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """Write a layer's new key and value; with the first layer's, the new token's place in all layers."""

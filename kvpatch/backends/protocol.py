@@ -128,12 +128,17 @@ class KeyValues(Protocol):
     head_offsets: HeadOffsets | None
 
 
+class FreeSlots(Protocol):
+    """free_BH: the slot of each head that the next token goes to."""
+
+    free_BH: Tensor
+
+
 class StepSlots(Protocol):
     """A layer as a kernel takes it that writes, attends, observes and evicts at once (cache/layer.py describes the fields)."""
 
     positions: Tensor
     state: dict[str, Tensor]
-    free_BH: Tensor | None
     keep_BH1: Tensor | None
     limits: Limits | None
     holes: bool
@@ -141,6 +146,11 @@ class StepSlots(Protocol):
     @property
     def kv(self) -> KeyValues:
         """Keys and values."""
+        ...
+
+    @property
+    def mode(self) -> FreeSlots:
+        """The slot of each head that the next token goes to."""
         ...
 
 

@@ -171,7 +171,7 @@ class EvictingCache(TextState):
         for layer in self.layers:
             if self.request.room is None:
                 layer.fit()
-            elif layer.free_BH is not None:
+            else:
                 layer.measure()
 
     # ---- roll-back ----

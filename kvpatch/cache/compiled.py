@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .forward_context import Forward
+from .modes import Slotted
 from .state import TextState
 
 NO_ROOM = (
@@ -46,11 +47,12 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     if cache.settings.renumbered:
         if cache.rotary is None:
             return False
-        if cache.rotary[1] is not None and any(layer.filling or not layer.evicting for layer in cache.layers):
+        if cache.rotary[1] is not None and any(layer.mode.filling or not layer.mode.evicts for layer in cache.layers):
             return False  # the rotary table is that of the ranks there are now
-    if cache.request.room is None and any(layer.growing and layer.evicting for layer in cache.layers):
+    if cache.request.room is None and any(layer.mode.growing and layer.mode.evicts for layer in cache.layers):
         return False  # buffers will move
-    return all(layer.free_BH is not None and (layer.evicting or layer.slack > 0) for layer in cache.layers)
+    modes = [layer.mode for layer in cache.layers]
+    return all(isinstance(mode, Slotted) and (mode.evicts or mode.slack > 0) for mode in modes)
 
 
 def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
@@ -60,7 +62,7 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
-    if any(layer.growing for layer in cache.layers):
+    if any(layer.mode.growing for layer in cache.layers):
         torch._assert_async(cache.counters.device.columns < cache.counters.device.limit, NO_ROOM)
     cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
     for layer in cache.layers:
@@ -82,7 +84,7 @@ def mark(cache: TextState) -> None:
     assert cache.seen_B is not None and cache.counters.device is not None
     holders: list[Any] = [vars(cache.counters.device), {"seen_B": cache.seen_B}]
     for layer in cache.layers:
-        parts = (layer, layer.kv, layer.kv.head_offsets, layer.limits, layer.geometry)
+        parts = (layer, layer.mode, layer.kv, layer.kv.head_offsets, layer.limits, layer.geometry)
         holders += [vars(part) for part in parts if part is not None]
         holders.append(layer.state)
     for holder in holders:

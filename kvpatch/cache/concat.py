@@ -122,7 +122,7 @@ class _Limits:
 def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None:
     first = parts[0]
     new.dtype, new.device, new.is_initialized = first.dtype, first.device, True
-    new.evicting, new.sliding, new.geometry = first.evicting, first.sliding, first.geometry
+    new.sliding, new.geometry = first.sliding, first.geometry
     new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
     if first.limits is not None:
         new.limits = limits.of([part.limits for part in parts if part.limits is not None])
@@ -131,9 +131,10 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
         new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
-    _lay_out(new, parts, counts)
+    goals = _goals(new, parts)
+    _lay_out(new, parts, counts, goals)
     _fill(new, parts)
-    _open(new, counts)
+    _open(new, counts, goals)
 
 
 def _mass(layer: SlotLayer) -> Tensor:
@@ -142,11 +143,15 @@ def _mass(layer: SlotLayer) -> Tensor:
     return torch.ones(layer.positions.shape[:2], device=layer.positions.device)
 
 
-def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int]) -> None:
+def _goals(new: SlotLayer, parts: list[SlotLayer]) -> list[int] | None:
+    """Slots that each head needs once it has reached its budget, where tokens are evicted."""
+    goals = [part.goals() for part in parts]
+    return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
+
+
+def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
     """Empty buffers for heads that hold `counts` tokens: ragged where dense ones would waste too much."""
-    like, goals = parts[0], new.goals()
-    if goals is not None:
-        new.filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
+    like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     new.kv = slots.empty(like.kv, B, H, plan(counts, goals))
     C = new.kv.width
@@ -173,12 +178,18 @@ def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
         heads += len(positions)
 
 
-def _open(new: SlotLayer, counts: list[int]) -> None:
+def _open(new: SlotLayer, counts: list[int], goals: list[int] | None) -> None:
     """Where the next token goes."""
     C, held = new.positions.shape[2], max(counts)
-    if new.evicting or not new.kv.appends:
-        new.holes = not new.kv.appends or new.filling > 0 or min(counts) + 1 < C
-        new.open(torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2]))
+    next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
+    if goals is not None:
+        filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
+        new.holes = not new.kv.appends or filling > 0 or min(counts) + 1 < C
+        new.start_evicting(filling, next_BH)
+    elif not new.kv.appends:
+        new.holes = True
+        new.start_growing(next_BH)
     else:
         new.used, new.holes = held, min(counts) < held
+        new.start_appending()
     new.contiguous, new.floor = False, new.used

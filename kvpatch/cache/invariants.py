@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import InvalidError
 from .layer import SlotLayer
+from .modes import Evicting, Filling, Growing, Reading
 from .state import TextState
 
 
@@ -45,7 +46,7 @@ def check_state(cache: TextState) -> None:
         here = seen_B.to(layer.device)
         shares = cache.settings.policies[index].over_heads is not None  # of one budget a head may get none
         with _named(index):
-            if layer.evicting and not cache.turns.open:
+            if layer.mode.evicts and not cache.turns.open:
                 _check_budget(cache, index, layer, here)
             if layer.is_initialized:
                 _LayerState(layer, here).check(least=0 if shares or cache.turns.open else 1, reading=cache.turns.open)
@@ -102,7 +103,7 @@ class _LayerState:
         self.real = layer.positions >= 0
         self.held_BH = self.real.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        self.limit_BH = layer.kv.limits(layer.used, layer.evicting).view_as(self.held_BH)
+        self.limit_BH = layer.kv.limits(layer.used, layer.mode.evicts).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
         """Raise InvalidError where the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
@@ -115,65 +116,66 @@ class _LayerState:
         if layer.contiguous:
             rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")
-            must(layer.free_BH is None, "slots that are written to are not in text order")
-        if layer.free_BH is None:
-            self._appended(reading)
-        elif layer.evicting:
-            self._evicting(layer.free_BH)
+            must(not layer.mode.slotted, "slots that are written to are not in text order")
+        mode = layer.mode
+        must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
+        if isinstance(mode, Evicting):
+            self._evicting(mode)
+        elif isinstance(mode, Growing):
+            self._growing(mode)
         else:
-            self._growing(layer.free_BH)
+            self._appended()
+        if isinstance(mode, Filling):
+            self._filling(mode)
 
-    def _appended(self, reading: bool) -> None:
+    def _appended(self) -> None:
         """Tokens are appended behind the used columns."""
         layer, real = self.layer, self.real
-        must(layer.slack == layer.grown == 0 and not layer.growing and not layer.unfilled, "slack without free slots")
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
         later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
         newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
         must(newest, "what was appended is not the newest")
-        if reading:
-            return
-        if not layer.evicting:
-            must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
-            return
-        assert layer.keep_BH1 is not None
-        must(not layer.holes and (layer.keep_BH1 == layer.used + layer.filling), "filling does not lead to the budget")
 
-    def _evicting(self, free_BH: Tensor) -> None:
-        """One slot of each head is free for the next token, or some heads are below their budget and without any."""
+    def _filling(self, mode: Filling) -> None:
+        """All heads reach their budget after the same number of steps."""
         layer = self.layer
+        leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == layer.used + mode.filling).all())
+        must(not layer.holes and leads, "filling does not lead to the budget")
+
+    def _evicting(self, mode: Evicting) -> None:
+        """One slot of each head is free for the next token, or some heads are below their budget and without any."""
+        layer, free_BH = self.layer, mode.free_BH
         assert layer.keep_BH1 is not None
         keep_BH = layer.keep_BH1[..., 0]
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
         below_BH = self.limit_BH <= keep_BH
-        must(layer.growing == bool(below_BH.any()), "growing is not what the slots say")
-        must(layer.growing or layer.slack == layer.grown == 0, "slack where tokens are evicted")
+        must(mode.growing == bool(below_BH.any()), "growing is not what the slots say")
+        must(mode.growing or mode.slack == mode.grown == 0, "slack where tokens are evicted")
         all_taken = below_BH & (self.held_BH == self.limit_BH)
         must((free_BH >= 0) & (free_BH < self.limit_BH + all_taken), "free_BH names no slot")
         at = free_BH.clamp(0, len(self.column) - 1)[..., None]
         must(all_taken | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
-        must(~below_BH | (self.limit_BH - self.held_BH >= layer.slack - layer.grown), "fewer slots are free than it says")
+        must(~below_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
         packed_BH = (free_BH == self.held_BH) & (self.real == (self.column < self.held_BH[..., None])).all(-1)
         must(~below_BH | packed_BH, "a head below its budget has gaps")
-        must(not layer.unfilled or below_BH, "a head may reach its budget where it says that none does")
+        must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
         if layer.holes:
             must(layer.used == len(self.column), "unused columns between slots")
-            must(int((keep_BH - self.held_BH).max()) <= layer.filling <= int(keep_BH.max()), "filling is wrong")
+            must(int((keep_BH - self.held_BH).max()) <= mode.filling <= int(keep_BH.max()), "filling is wrong")
         else:
-            full = layer.filling == 0 and not layer.growing
+            full = mode.filling == 0 and not mode.growing
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
-    def _growing(self, free_BH: Tensor) -> None:
+    def _growing(self, mode: Growing) -> None:
         """Free slots behind what each head holds, for tokens that evict nothing."""
-        layer = self.layer
-        must(layer.filling == 0, f"filling is {layer.filling} where nothing is evicted")
-        must(layer.growing and layer.holes and layer.used == len(self.column), "unused columns between slots")
-        must(layer.grown <= layer.slack, f"{layer.grown} of {layer.slack} free slots are taken")
-        must(self.limit_BH - free_BH >= layer.slack - layer.grown, "fewer slots are free than it says")
-        must(free_BH.flatten() == layer.kv.next_free(layer.taken, layer.grown), "free_BH is not behind what was taken")
+        layer, free_BH = self.layer, mode.free_BH
+        must(layer.holes and layer.used == len(self.column), "unused columns between slots")
+        must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
+        must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")
+        must(free_BH.flatten() == layer.kv.next_free(layer.taken, mode.grown), "free_BH is not behind what was taken")
         behind = free_BH[..., None] - self.column  # 1 at the newest
         must(~self.real | (behind > 0), "a free slot is taken")
-        recent = (behind > 0) & (behind <= layer.grown)
+        recent = (behind > 0) & (behind <= mode.grown)
         must(~recent | (layer.positions == self.seen_B11 - behind), "what was appended is not the newest")
 
 
@@ -186,7 +188,7 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
 
     ahead: slots that each head may have free in any case, where room was asked for.
     """
-    columns = layer.used if layer.free_BH is None else None
+    columns = None if layer.mode.slotted else layer.used
     slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(layer.counts(), columns, ahead)
     must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
 

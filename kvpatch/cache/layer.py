@@ -20,6 +20,7 @@ from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
 from . import slots
 from .growth import Layout, capacities, slack
+from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Reading, Slotted
 from .rollback import JOURNAL, Undo, record, restore
 from .slots import DenseSlots, Slots, fitted, gathered
 
@@ -29,15 +30,10 @@ if TYPE_CHECKING:
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values in `kv` (slots.py), of whose C columns the first `used` count, and what stands beside them.
 
-    positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or [B,H,C,G] beside the keys. free_BH: the
-    slot of each head that the next token goes to (behind a head's last slot where all are taken), or None while tokens are
-    appended at column `used`. holes: some of the used slots may be empty while a query attends (padding, rows with different
-    budgets). filling: steps until every row has reached its budget. contiguous: columns lie in text order without gaps.
-    floor: columns that cannot be cropped, since an eviction chose them or some rows' padding lies there.
-
-    growing: with a free_BH, some head may need more slots than it has. Then `slack` - `grown` more tokens can be written before
-    buffers move; grown counts those written since the prompt. unfilled: every head of a layer that evicts has fewer slots than
-    its budget, so that nothing is evicted until buffers have moved.
+    mode says where the next token goes (modes.py). positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or
+    [B,H,C,G] beside the keys. holes: some of the used slots may be empty while a query attends (padding, rows with different
+    budgets). contiguous: columns lie in text order without gaps. floor: columns that cannot be cropped, since an eviction chose
+    them or some rows' padding lies there.
     """
 
     is_compileable = False
@@ -53,14 +49,11 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = False
         self.positions: Tensor = torch.empty(0, dtype=torch.long)
         self.state: dict[str, Tensor] = {}
-        self.free_BH: Tensor | None = None
-        self.used = self.seen = self.filling = 0
+        self.mode: Mode = Empty()
+        self.used = self.seen = 0
         self.holes = False
-        self.evicting = False
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.limits: Limits | None = None
-        # queries [B,H,G,W,D] and positions [B,W] of the last rows of a prompt that is not whole yet
-        self.window_rows: tuple[Tensor, Tensor] | None = None
         # entries of coming tokens, and the number of columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         # computed from the shape and from free_BH, and kept with what they were computed from
@@ -70,8 +63,6 @@ class SlotLayer(CacheLayerMixin):
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
         self.traced = False  # the pass is a traced step (compiled.py)
-        self.growing = self.unfilled = False
-        self.slack = self.grown = 0
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
         self.contiguous = True
@@ -96,7 +87,7 @@ class SlotLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.kv = DenseSlots(key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1]))
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
-        self.is_initialized = True
+        self.is_initialized, self.mode = True, Reading()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise KVPatchError(
@@ -132,9 +123,7 @@ class SlotLayer(CacheLayerMixin):
             self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
-        self.free_BH = None if self.free_BH is None else change(self.free_BH)
-        if self.window_rows is not None:
-            self.window_rows = (change(self.window_rows[0]), change(self.window_rows[1]))
+        self.mode.map_rows(change)
         self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
         self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
@@ -152,10 +141,10 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- writing ----
 
-    def reserve(self, columns: int, most: int | None = None) -> None:
+    def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and for some more, `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize([max(capacities([columns], None if most is None else [most], slack(columns))[0], columns)])
+            self._resize([max(capacities([columns], most, slack(columns))[0], columns)])
 
     def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Slots of these capacities, with what lies in the used columns where it was. goals: where heads differ."""
@@ -202,9 +191,9 @@ class SlotLayer(CacheLayerMixin):
 
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
         """Write one token per row: into the free slot of each head, in place, or behind the used columns."""
-        if self.free_BH is None:
+        if not self.mode.slotted:
             if self.is_initialized:  # no more columns than the budget that is being filled
-                self.reserve(self.used + 1, self.used + self.filling + 1 if self.evicting else None)
+                self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
         self.write_kv(k_BH1D, v_BH1D)
@@ -229,18 +218,17 @@ class SlotLayer(CacheLayerMixin):
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
     def free_slots(self) -> Tensor:
-        """free_BH as indices [B*H] into the flattened slots, computed once."""
-        assert self.free_BH is not None
+        """The free slots as indices [B*H] into the flattened slots, computed once."""
+        free_BH = self.mode.free_BH
         if self.traced:
-            return self.free_BH.reshape(-1) + self._heads()
-        if self.free_at is None or self.free_at[0] is not self.free_BH:
-            self.free_at = (self.free_BH, self.free_BH.reshape(-1) + self._heads())
+            return free_BH.reshape(-1) + self._heads()
+        if self.free_at is None or self.free_at[0] is not free_BH:
+            self.free_at = (free_BH, free_BH.reshape(-1) + self._heads())
         return self.free_at[1]
 
     def free_rows(self) -> Tensor:
-        """free_BH as indices [B*H] into the rows of keys and values."""
-        assert self.free_BH is not None
-        return self.kv.rows(self.free_BH, self.free_slots())
+        """The free slots as indices [B*H] into the rows of keys and values."""
+        return self.kv.rows(self.mode.free_BH, self.free_slots())
 
     def _heads(self) -> Tensor:
         """Where each head's slots begin, flattened [B*H]."""
@@ -283,23 +271,39 @@ class SlotLayer(CacheLayerMixin):
         if kept_BHK is not None:
             self.positions[:, :, :K].masked_fill_(~kept_BHK, -1)
 
-    def make_dense(self) -> None:
-        """Columns again, some of them empty, for a prompt that goes on behind them."""
-        if self.free_BH is None:
+    # ---- transitions ----
+
+    def begin_prompt(self) -> None:
+        """A prompt, or a piece of one, is appended: columns again, some of them empty, where there were slots."""
+        if isinstance(self.mode, Reading):
             return
-        self.kv = self.kv.dense(*self.positions.shape[:2])
-        self.used, self.holes = self.taken, True
-        self.free_BH = None
-        self.growing, self.unfilled, self.slack, self.grown = False, False, 0, 0
+        if self.mode.slotted:
+            self.kv = self.kv.dense(*self.positions.shape[:2])
+            self.used, self.holes = self.taken, True
+        self.mode = Reading(croppable=self.mode.croppable)
 
-    def open(self, next_BH: Tensor | None = None) -> None:
-        """Make slots of all columns: what is empty is masked, and a token goes into a slot instead of behind the others.
+    def start_appending(self) -> None:
+        """End of a prompt: tokens are appended behind it."""
+        self.mode = Appending()
 
-        next_BH: the first of them; else the first empty slot of each head.
+    def start_filling(self, steps: int) -> None:
+        """End of a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
+        self.mode = Filling(steps)
+
+    def start_growing(self, next_BH: Tensor) -> None:
+        """End of a prompt: tokens go into slots, from these on, and none is evicted."""
+        self._open(Growing(next_BH))
+
+    def start_evicting(self, steps: int, next_BH: Tensor | None = None) -> None:
+        """End of a prompt: tokens go into slots, and heads at their budget evict; all are after so many steps.
+
+        next_BH: where the first tokens go; else the first empty slot of each head.
         """
-        self.used, self.contiguous = self.positions.shape[2], False
-        self.free_BH = self.empty_slots() if next_BH is None else next_BH
-        self.grown = 0
+        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps))
+
+    def _open(self, mode: Growing | Evicting) -> None:
+        """Make slots of all columns: what is empty is masked."""
+        self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
         self.measure()
 
     def empty_slots(self) -> Tensor:
@@ -311,38 +315,45 @@ class SlotLayer(CacheLayerMixin):
 
     def counts(self) -> list[int]:
         """Slots that each head has taken; waits for the device."""
-        taken = (self.positions >= 0).sum(-1) if self.evicting or self.free_BH is None else self.free_BH
+        taken = self.mode.free_BH if isinstance(self.mode, Growing) else (self.positions >= 0).sum(-1)
         return taken.flatten().tolist()
 
     def goals(self) -> list[int] | None:
         """Slots that each head needs once it has reached its budget, or None where it has none."""
-        if not self.evicting:
+        if not self.mode.evicts or self.keep_BH1 is None:
             return None
-        assert self.keep_BH1 is not None
         return [keep + 1 for keep in self.keep_BH1.flatten().tolist()]
 
     def measure(self) -> None:
         """Bring up to date how many tokens can be written before buffers move."""
-        heads = zip(self.short_heads(), self.kv.capacities(), self.counts(), strict=True)
-        free = [capacity - count for short, capacity, count in heads if short]
-        self.grown = self.grown if self.growing else 0
-        self.slack = self.grown + min(free, default=0)
+        mode = self.mode
+        if isinstance(mode, Slotted):
+            heads = zip(self.short_heads(), self.kv.capacities(), self.counts(), strict=True)
+            free = [capacity - count for short, capacity, count in heads if short]
+            mode.grown = mode.grown if mode.growing else 0
+            mode.slack = mode.grown + min(free, default=0)
 
     def short_heads(self) -> list[bool]:
-        """Tell which heads may need more slots than they have, and bring `growing` and `unfilled` up to date."""
+        """Tell which heads may need more slots than they have, and bring what the mode says of them up to date."""
         capacities, goals = self.kv.capacities(), self.goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
-        self.growing, self.unfilled = any(short), goals is not None and all(short)
+        if isinstance(self.mode, Evicting):
+            self.mode.growing, self.mode.unfilled = any(short), all(short)
         return short
+
+    def _most(self) -> list[int] | None:
+        """Columns that are never too few while tokens are appended, where a budget bounds them."""
+        return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
         """Slots for more tokens of each head, where some head may have none left."""
-        if self.free_BH is None or not self.growing or self.grown < self.slack:
+        mode = self.mode
+        if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
             return
         wanted = self.kv.wanted(self.counts(), self.goals())
         self._move([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
-        if self.evicting:
-            self.free_BH = self.empty_slots()
+        if mode.evicts:
+            mode.free_BH = self.empty_slots()
         self.measure()
 
     def fit(self) -> None:
@@ -350,15 +361,14 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
-        if self.free_BH is None:
-            most = [self.used + self.filling + 1] if self.evicting else None
-            enough = capacities([self.used], most, slack(self.used))[0]
+        if not self.mode.slotted:
+            enough = capacities([self.used], self._most(), slack(self.used))[0]
             if enough < C:
                 self._resize([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
         fitting = list(map(min, old, self.kv.wanted(counts, goals)))
-        enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.free_BH.shape, 1)
+        enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
         if sum(old) > self.kv.allowed(counts, goals) and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move(fitting)
@@ -373,15 +383,14 @@ class SlotLayer(CacheLayerMixin):
     @property
     def taken(self) -> int:
         """Columns in use."""
-        opened = self.free_BH is not None and not self.evicting
-        return self.kv.taken(self.used, self.slack - self.grown) if opened else self.used
+        mode = self.mode
+        return self.kv.taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
         """A token was written and none goes: each head's next slot is the one behind it."""
-        assert self.free_BH is not None
-        self.set_free(self.free_BH + 1)
+        self.set_free(self.mode.free_BH + 1)
         if not self.traced:
-            self.count()
+            self.mode.count(1)
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
@@ -391,26 +400,23 @@ class SlotLayer(CacheLayerMixin):
     def set_free(self, slot_BH: Tensor) -> None:
         """The next token goes there; in place in a traced step, for graphs know tensors by their memory."""
         if self.traced:
-            assert self.free_BH is not None
-            self.free_BH.copy_(slot_BH)
+            self.mode.free_BH.copy_(slot_BH)
         else:
-            self.free_BH = slot_BH
+            self.mode.free_BH = slot_BH
 
     def forget_places(self) -> None:
         """A kernel has named the next slots in place: what was computed from the ones before is void."""
         self.contiguous = False
         if not self.traced:
             self.free_at = None
-            self.count()
-
-    def count(self, tokens: int = 1) -> None:
-        """So many tokens were written, each of which brings every head below its budget nearer to it."""
-        self.filling = max(self.filling - tokens, 0)
-        self.grown += tokens if self.growing else 0
+            self.mode.count(1)
 
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""
-        self.set_free(slot_BH)
+        if self.mode.slotted:
+            self.set_free(slot_BH)
+        else:  # the budget is reached
+            self.mode = Evicting(slot_BH)
         self.contiguous = False
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
@@ -422,20 +428,22 @@ class SlotLayer(CacheLayerMixin):
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
         """remembers: what these tokens attended to is in the scores of others."""
-        appended = self.used - self.floor if self.free_BH is None else self.grown
-        return len(self.journal) >= tokens or (not self.evicting and not remembers and tokens <= appended)
+        mode = self.mode
+        appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
+        return len(self.journal) >= tokens or (mode.croppable and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
         """Undo the last `tokens` (a count) and return the shared score that stood before them, if any."""
         shared = None
         if len(self.journal) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens
-            if self.free_BH is None:
+            mode = self.mode
+            if not isinstance(mode, Slotted):
                 self.used -= tokens
                 self.positions[:, :, self.used :] = -1
             else:
-                self.free_BH, self.grown = self.free_BH - tokens, self.grown - tokens
-                taken = torch.arange(self.used, device=self.positions.device) < self.free_BH[..., None]
+                mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens
+                taken = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
                 self.positions.masked_fill_(~taken, -1)
             self.journal.clear()
         else:

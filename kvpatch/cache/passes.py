@@ -12,6 +12,7 @@ from ..errors import KVPatchError
 from ..policies.scopes import protect_tensor
 from . import compiled
 from .forward_context import Forward, cut, places
+from .modes import Evicting, Growing, Slotted
 from .state import DeviceCounters, TextState
 
 
@@ -89,9 +90,10 @@ def _finish(cache: TextState) -> None:
         counters.device.advance(cache.seen, counters.steps, False)
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
-    if begun or cache.request.room is not None or any(layer.growing and not layer.evicting for layer in cache.layers):
-        growing = (layer.seen + layer.slack - layer.grown for layer in cache.layers if layer.growing)
-        counters.device.limit.fill_(min(growing, default=0))
+    if begun or cache.request.room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
+        slotted = ((layer.seen, layer.mode) for layer in cache.layers if isinstance(layer.mode, Slotted))
+        limits = (seen + mode.slack - mode.grown for seen, mode in slotted if mode.growing)
+        counters.device.limit.fill_(min(limits, default=0))
     if begun:
         counters.device.span.fill_(cache.span())
         if cache.make_table is not None:
@@ -249,8 +251,8 @@ def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
     assert now is not None
     first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones begin with what was generated meanwhile
     for index, layer in enumerate(cache.layers):
-        replaced = layer.free_BH is not None and layer.evicting and not prompt
-        held = layer.taken if replaced and not layer.growing else layer.taken + Q
+        replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
+        held = layer.taken if replaced else layer.taken + Q
         if settings.block and now.budget_n_B and settings.evicts[index] and first:
             held = min(held, max(settings.tokens(index, n) for n in now.budget_n_B) + settings.block)
         most = max(most, held)

@@ -154,7 +154,7 @@ class TextState(MutationGuard, Cache):
         self.stack, self.stack_due = None, self.stack_due or self.stack is not None
         for layer in self.layers:
             layer.seen += count
-            layer.count(count)
+            layer.mode.count(count)
             layer.free_at = layer.ahead = None
             layer.traced = False
         counters.behind = False

@@ -16,7 +16,7 @@ def check(cache: EvictingCache) -> None:
 
     Free slots beyond the slack are taken for a reservation by room=, which the loaded cache then has again.
     """
-    slotted = [layer for layer in cache.layers if layer.free_BH is not None]
+    slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
         layer.short_heads()
     invariants.check_state(cache)

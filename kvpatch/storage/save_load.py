@@ -20,13 +20,14 @@ from torch import Tensor
 from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
+from ..cache.modes import MODES
 from ..cache.state import Rows, Turns, writable
 from ..errors import KVPatchError
 from ..policies.context import SIZES, Limits
 from . import contents, schema
 from .header import InvalidError, entries, parse, read
 
-FORMAT = "kvpatch cache 2"
+FORMAT = "kvpatch cache 3"
 _ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
 
 
@@ -55,9 +56,11 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     for index, layer in enumerate(cache.layers):
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
         own |= {"keys": layer.kv.keys, "values": layer.kv.values}
+        own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        beside = {"head_offsets": layer.kv.described(), "limits": _rows(layer.limits)}
+        counts = {name: getattr(layer.mode, name) for name in layer.mode.saved}
+        beside = {"mode": layer.mode.name, **counts, "head_offsets": layer.kv.described(), "limits": _rows(layer.limits)}
         layers.append({name: getattr(layer, name) for name in _LAYER} | beside)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     about = {
@@ -146,7 +149,9 @@ def load(
 
 
 def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
-    head_offsets, limits = described.pop("head_offsets"), described.pop("limits")
+    head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
+    counts = {name: described.pop(name) for name in mode.saved}
+    layer.mode = mode(**counts, **({"free_BH": tensors.pop("free_BH")} if mode.slotted else {}))
     for name, value in described.items():
         setattr(layer, name, value)
     layer.kv = slots.restored(tensors.pop("keys"), tensors.pop("values"), head_offsets)

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from ..cache.cache import EvictingCache
+from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Reading
 from ..policies.context import SIZES, accumulator
 from .header import Entry, InvalidError, are_counts, is_count
 
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
 ROWS = ("seen_B", "gaps_B", "shared", "lag_B")
-LAYER = ("used", "seen", "filling", "holes", "evicting", "contiguous", "floor", "sliding", "slack", "grown")
-TENSORS = ("positions", "free_BH", "keep_BH1", "mass_BH")
-_COUNTS = ("used", "seen", "filling", "floor", "slack", "grown")
-_FLAGS = ("holes", "evicting", "contiguous")
+LAYER = ("used", "seen", "holes", "contiguous", "floor", "sliding")
+TENSORS = ("positions", "keep_BH1", "mass_BH")
+_COUNTS = ("used", "seen", "floor")
+_FLAGS = ("holes", "contiguous")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -82,26 +83,34 @@ class _Layer:
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
         """Check the description of the layer, and remove its tensors from `left`."""
-        own = table(self.where, described, (*LAYER, "head_offsets", "limits"))
-        for name in _COUNTS:
+        mode = self._mode(described)
+        own = table(self.where, described, (*LAYER, "mode", *mode.saved, "head_offsets", "limits"))
+        for name in (*_COUNTS, *mode.saved):
             _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
         for name in _FLAGS:
             _must(isinstance(own[name], bool), f"{self.where}: {name} is {own[name]!r:.40}")
         _must(own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}")
-        evicts = self.cuts and self.policy.schedule != "prompt"
-        _must(own["evicting"] == evicts, f"{self.where}: evicting is {own['evicting']}, which the policy is not")
         C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
-        free = f"{self.index}.free_BH" in left
-        keys = self._keys(own["head_offsets"], C, left, free and own["holes"])
-        if free:
+        keys = self._keys(own["head_offsets"], C, left, mode.slotted and own["holes"])
+        if mode.slotted:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         if self.cuts:
             self._tensor(left, "keep_BH1", (torch.int64,), (self.B, self.H, 1))
         if f"{self.index}.mass_BH" in left:
             self._tensor(left, "mass_BH", FLOATS, (self.B, self.H))
         self._limits(own["limits"])
-        self._state(left, keys.dtype, C, own["evicting"])
+        self._state(left, keys.dtype, C, mode.evicts)
+
+    def _mode(self, described: object) -> type[Mode]:
+        """Return the mode of the layer, one that its policy brings about."""
+        name = described.get("mode") if isinstance(described, dict) else None
+        may: tuple[type[Mode], ...] = (Reading,)
+        if self.ended:
+            may = (Filling, Evicting) if self.cuts and self.policy.schedule != "prompt" else (Appending, Growing)
+        found = [one for one in may if one.name == name]
+        _must(found, f"{self.where}: mode is {name!r:.40}, which is none of {[one.name for one in may]}")
+        return found[0]
 
     def _tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
         return _take(left, f"{self.index}.{name}", dtypes, shape)

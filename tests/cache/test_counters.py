@@ -55,7 +55,7 @@ def test_a_ragged_layer_says_how_far_it_may_grow(model):
         cache = handle.new_cache()
         for turn in (1, 2):
             model(prompt(2, N), past_key_values=cache)
-            slack = min(layer.slack for layer in cache.layers)
+            slack = min(layer.mode.slack for layer in cache.layers)
             assert slack > 0
             assert cache.counters.device.limit.item() == turn * N + slack
 

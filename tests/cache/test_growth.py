@@ -28,7 +28,7 @@ def bytes_fit(cache):
     """Of every layer: no more than its longest head holds (or has columns appended), and a sixteenth or 8 entries more."""
     for index, layer in enumerate(cache.layers):
         heads, D = cache.held(index).numel(), layer.kv.keys.shape[-1]
-        most = int(cache.held(index).max()) if layer.evicting else layer.taken
+        most = int(cache.held(index).max()) if layer.mode.evicts else layer.taken
         for buffer in (layer.kv.keys, layer.kv.values):
             slots = buffer.numel() // D
             assert slots <= heads * (most + slack(most)), f"layer {index}: {slots / heads} slots a head, {most} of them taken"
@@ -309,14 +309,14 @@ def test_what_is_too_large_is_found():
     model, ids, mask = make("llama_gqa"), prompt(2, 20), left_pad(prompt(2, 20), (20, 17))
     spoils = {
         "slots are allocated": lambda layer: layer._move([60] * 4) or layer.measure(),
-        "free_BH names no slot": lambda layer: setattr(layer, "free_BH", layer.free_BH + 90),
-        "a free slot is taken": lambda layer: setattr(layer, "free_BH", layer.free_BH * 0),
-        "has gaps": lambda layer: setattr(layer, "free_BH", layer.free_BH + 1),
+        "free_BH names no slot": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH + 90),
+        "a free slot is taken": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH * 0),
+        "has gaps": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH + 1),
         "a head may reach its budget": lambda layer: layer.keep_BH1[0].fill_(27),
-        "growing is not what": lambda layer: setattr(layer, "growing", False),
-        "fewer slots are free": lambda layer: setattr(layer, "slack", layer.slack + 1),
+        "growing is not what": lambda layer: setattr(layer.mode, "growing", False),
+        "fewer slots are free": lambda layer: setattr(layer.mode, "slack", layer.mode.slack + 1),
         "a head holds a token twice": lambda layer: layer.positions[1, 0, :2].fill_(3),
-        "filling is wrong": lambda layer: setattr(layer, "filling", 0),
+        "filling is wrong": lambda layer: setattr(layer.mode, "filling", 0),
     }
     with kvpatch.patched(model, "h2o", WIDE, strict=True):
         for words, spoil in spoils.items():
@@ -339,5 +339,5 @@ def test_every_layout_is_seen():
     for lengths, k in itertools.product(((25, 25), (25, 22), (25, 6)), (WIDE, 0.5)):
         with kvpatch.patched(model, "h2o", k):
             layer = force(model, ids, ids[:, :1], left_pad(ids, lengths))[1].layers[0]
-        seen.add((layer.free_BH is None, layer.kv.appends, layer.growing))
+        seen.add((not layer.mode.slotted, layer.kv.appends, layer.mode.growing))
     assert seen == {(True, True, False), (False, True, True), (False, True, False), (False, False, True), (False, False, False)}

@@ -128,9 +128,9 @@ def sound(cache: EvictingCache) -> bool:
                 held = [p for p in head if p >= 0]
                 if len(set(held)) < len(held) or not held or max(held) >= int(seen_B[b]):
                     return False
-                if layer.evicting and len(held) > int(layer.keep_BH1[b, h, 0]):  # type: ignore[index]
+                if layer.mode.evicts and len(held) > int(layer.keep_BH1[b, h, 0]):  # type: ignore[index]
                     return False
-        if layer.evicting and cache.settings.policy.over_heads is None:
+        if layer.mode.evicts and cache.settings.policy.over_heads is None:
             n = int(seen_B.max())
             allowed = cache.settings.tokens(index, n) * 2 + (n if cache.settings.policy.schedule == "decode" else 0)
             if int(cache.held(index).max()) > allowed:

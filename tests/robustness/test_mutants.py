@@ -40,7 +40,7 @@ MUTANTS = {
         "tests/invariants/test_rows_are_as_alone.py::test_beams_carry_their_own_history"),
     "position taken from the slot's index": (
         "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
-        "index_copy_(0, slot, self.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
+        "index_copy_(0, slot, self.mode.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
     "protected window off by one": (
         "policies/scopes.py", "recent = position > context.recent_B11", "recent = position >= context.recent_B11",
         f"{ORACLE}[llama-h2o]"),
@@ -91,7 +91,7 @@ MUTANTS = {
         "row, key = head[:, :, None, None], -1",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
-        "attention/prefill.py", "        slots.window_rows = (q_BHGWD, rows_BW)", "        slots.window_rows = None",
+        "attention/prefill.py", "        mode.window_rows = (q_BHGWD, rows_BW)", "        mode.window_rows = None",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "patching.py", "                own.pop(name, None)", "                pass",
@@ -131,7 +131,7 @@ MUTANTS = {
         "backends/head_offsets.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
     "a ragged head forgets its newest token": (
-        "attention/layer_call.py", "slots.grown + 1  # the token just written", "slots.grown",
+        "cache/modes.py", "return self.grown + 1", "return self.grown",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",

@@ -260,7 +260,7 @@ def test_strict_names_scores():
         cache = model(ids).past_key_values
         cache.layers[0].state["sum"][0, 1, 0] = INF
         cache.layers[0].positions[0, 1, 0] = 3
-        cache.layers[0].free_BH[0, 1] = 5
+        cache.layers[0].mode.free_BH[0, 1] = 5
         with pytest.raises(kvpatch.KVPatchError, match=r"scores \('sum'\) of layer 0 .*row 0 position 3, head 1"):
             model(ids[:, :1], past_key_values=cache)
 

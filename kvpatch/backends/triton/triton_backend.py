@@ -151,7 +151,6 @@ def step(
 ) -> Tensor:
     """Output [B,H,G,D] of one token per row, which goes into the free slot of each head; statistics, positions and, where the
     rule chooses a victim, the next free slot are brought up to date in place."""
-    assert slots.free_BH is not None
     limits, head_offsets = slots.limits if chosen.evicts else None, slots.kv.head_offsets
     run = compiled_step if torch.compiler.is_compiling() else plain_step
     return run(
@@ -161,7 +160,7 @@ def step(
         slots.kv.keys,
         slots.kv.values,
         slots.positions,
-        slots.free_BH,
+        slots.mode.free_BH,
         newest_B,
         list(slots.state.values()),
         ",".join(slots.state),

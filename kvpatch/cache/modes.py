@@ -1,0 +1,143 @@
+"""The modes of a layer: where its next token goes, and the fields that it has in this mode alone.
+
+    Empty -> Reading a prompt -> Appending | Filling | Growing | Evicting -> Reading the next prompt
+                                             Filling -> Evicting, once the budget is reached
+
+A layer's `mode` is one of these records. SlotLayer's methods `begin_prompt`, `start_*`, `free` and `reset` are the transitions.
+Whoever must tell modes apart asks a record for its class or its constants; a mode of another kind is a class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class Mode:
+    """What every mode answers.
+
+    name: in a saved cache. slotted: the next token goes into a free slot of each head, `free_BH` (behind a head's last slot
+    where all are taken); else behind the used columns. evicts: tokens are evicted while decoding. croppable: the last columns
+    are the last tokens, and nothing was evicted for them.
+
+    filling: steps until every row has reached its budget. growing: some head may need more slots than it has. unfilled: every
+    head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
+    """
+
+    name: ClassVar[str]
+    saved: ClassVar[tuple[str, ...]] = ()  # counts of its own, in a saved cache
+    slotted: ClassVar[bool] = False
+    evicts: ClassVar[bool] = False
+    croppable: bool = True
+    filling: int = 0
+    growing: bool = False
+    unfilled: bool = False
+    free_BH: Tensor  # of a Slotted one
+
+    def count(self, tokens: int) -> None:
+        """So many tokens were written, each of which brings every head below its budget nearer to it."""
+
+    def newest(self) -> int | None:
+        """Slots that each head has taken since its buffers were made, the token just written with them; None: unevenly."""
+        return 1
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every tensor whose first axis is the batch."""
+
+
+@dataclass
+class Empty(Mode):
+    """No text was seen."""
+
+    name = "empty"
+
+
+@dataclass
+class Reading(Mode):
+    """A prompt is appended. window_rows: queries [B,H,G,W,D] and positions [B,W] of the last rows of one that is not whole
+    yet."""
+
+    name = "reading"
+    croppable: bool = True
+    window_rows: tuple[Tensor, Tensor] | None = None
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.window_rows is not None:
+            self.window_rows = (change(self.window_rows[0]), change(self.window_rows[1]))
+
+
+@dataclass
+class Appending(Mode):
+    """Tokens are appended, and none goes."""
+
+    name = "appending"
+
+
+@dataclass
+class Filling(Mode):
+    """Tokens are appended until all heads, which are alike, have reached their budget."""
+
+    name, saved, evicts = "filling", ("filling",), True
+    croppable: bool = field(default=False, init=False)
+    filling: int = 0
+
+    def count(self, tokens: int) -> None:
+        self.filling = max(self.filling - tokens, 0)
+
+    def newest(self) -> int | None:
+        return None if self.filling else 0
+
+
+@dataclass
+class Slotted(Mode):
+    """Tokens go into free slots.
+
+    Where a head may need more slots than it has, `slack` - `grown` more tokens can be written before buffers move; grown
+    counts those written since the prompt.
+    """
+
+    slotted = True
+    free_BH: Tensor
+    slack: int = 0
+    grown: int = 0
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.free_BH = change(self.free_BH)
+
+
+@dataclass
+class Growing(Slotted):
+    """Nothing is evicted: each head's next slot is the one behind its last."""
+
+    name, saved = "growing", ("slack", "grown")
+    growing: bool = field(default=True, init=False)
+
+    def count(self, tokens: int) -> None:
+        self.grown += tokens
+
+    def newest(self) -> int | None:
+        return self.grown + 1
+
+
+@dataclass
+class Evicting(Slotted):
+    """One token is evicted per step from each head that has reached its budget."""
+
+    name, saved, evicts = "evicting", ("filling", "slack", "grown"), True
+    croppable: bool = field(default=False, init=False)
+    filling: int = 0
+    growing: bool = False
+    unfilled: bool = False
+
+    def count(self, tokens: int) -> None:
+        self.filling = max(self.filling - tokens, 0)
+        self.grown += tokens if self.growing else 0
+
+    def newest(self) -> int | None:
+        return None if self.filling else 0
+
+
+MODES: dict[str, type[Mode]] = {one.name: one for one in (Empty, Reading, Appending, Filling, Growing, Evicting)}
