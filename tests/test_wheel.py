@@ -45,6 +45,7 @@ def test_the_wheel_holds_the_package_alone(wheel):
     assert {name for name in names if name.startswith("kvpatch/")} == sources
 
 
+@pytest.mark.slow
 def test_commands_work_where_the_wheel_was_installed(wheel, tmp_path):
     """`policies` lists the registry; `demo`, whose models are not in the wheel, says in one sentence what to do."""
     zipfile.ZipFile(wheel).extractall(tmp_path)

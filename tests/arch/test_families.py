@@ -205,6 +205,7 @@ def test_half_precision(name, dtype):
             assert torch.isfinite(force(model, ids, fed, mask)[0]).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
     chosen=sequences.settings_of_a_patch(),

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends.flash import flash_backend as flash
+from kvpatch.backends import dispatch
+from kvpatch.backends.flash import flash_backend
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
 from kvpatch.policies.statistics import _sum as plain_sum
 from tests.backends.test_flash import install  # noqa: F401
 from tests.helpers.comparing import same_tokens
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import force, make, prompt
 from tests.invariants.test_backends_agree import DEVICE, alike
 
@@ -53,10 +55,10 @@ class Both(Cubes):
 
 @dataclass(frozen=True)
 class Tail(Cubes):
-    """And the newest row."""
+    """The newest row beside it."""
 
     @property
-    def tail(self):
+    def observed_rows(self):
         return 1
 
     def value(self, context):
@@ -171,6 +173,7 @@ def reversing(name, make_value=reversed_value):
 # ---- Triton's kernels ----
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("model", "padded"), [("llama_gqa", False), ("mpt", True)])
 @pytest.mark.parametrize("own", OWN)
 def test_what_a_user_adds_is_computed_as_written(own, model, padded):
@@ -186,7 +189,7 @@ def test_what_a_user_adds_is_computed_as_written(own, model, padded):
 
 
 @pytest.mark.parametrize("make_value", [reversed_value, wrapped_value])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", slow_but(("gumbel",), NAMED))
 def test_a_value_of_ones_own_is_asked(name, make_value):
     policy = reversing(name, make_value)
     report = alike("llama_gqa", policy, steps=4)
@@ -227,22 +230,23 @@ def test_other_names_and_records(monkeypatch):
 
 
 def test_every_record_names_a_sum_that_kernels_know():
-    from kvpatch.backends import triton_backend, triton_decode
+    from kvpatch.backends.triton import decode, triton_backend
 
     assert {kernel_of(name) for name in STATISTICS if name != "cubes"} == set(triton_backend.KNOWN)
-    assert set(triton_backend.KNOWN) | {"tail"} == set(triton_decode.STATISTICS)
+    assert set(triton_backend.KNOWN) | {"tail"} == set(decode.STATISTICS)
 
 
 def test_what_is_asked_for_and_left_is_said(caplog):
-    kvpatch.backends.choice._said.clear()
+    dispatch._said.clear()
     with caplog.at_level(logging.WARNING, "kvpatch"):
         alike("llama_gqa", Policy("own", Cubes()), steps=2)
     assert "backend='triton' leaves statistics to another: its kernels do not know the function" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "own", ["a statistic", "another statistic than value() reads", "a scope", "sum", "gumbel", "an entry", "an order"]
-)
+COMPILED = ["a statistic", "another statistic than value() reads", "a scope", "sum", "gumbel", "an entry", "an order"]
+
+
+@pytest.mark.parametrize("own", slow_but(COMPILED[:1], COMPILED))
 def test_compiled_steps_compute_it_too(own):
     policy = OWN[own]() if own in OWN else reversing(own)
     model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 5, seed=3).to(DEVICE)
@@ -283,8 +287,8 @@ def test_noise_of_another_shape_is_no_number_beyond_the_memory(shape):
 def test_beside_a_flash_kernel(install, monkeypatch, own):  # noqa: F811
     """By an emulation: what attention leaves behind is the log-sum-exp, and torch sums what the user wrote."""
     install("cute")
-    answer = flash.reason
-    monkeypatch.setattr(flash, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    answer = flash_backend.reason
+    monkeypatch.setattr(flash_backend, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
     model, ids, fed = make("llama_gqa", dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
     policy = OWN[own]() if own in OWN else reversing(own)
 
@@ -294,7 +298,7 @@ def test_beside_a_flash_kernel(install, monkeypatch, own):  # noqa: F811
             return logits.float(), [cache.positions(0).sort(-1).values], patch.report()
 
     want, got = run("torch"), run("auto")
-    assert got[2].backends["prompt"][0] == "flash" and flash._refused == {}
+    assert got[2].backends["prompt"][0] == "flash" and flash_backend._refused == {}
     torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
     assert same_tokens(got[1], want[1])
 

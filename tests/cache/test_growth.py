@@ -14,6 +14,7 @@ from kvpatch.cache.growth import capacities, plan
 from kvpatch.errors import InvalidError
 from tests.helpers import tiny_families
 from tests.helpers.comparing import SMALL, combined
+from tests.helpers.marks import slow_but
 from tests.helpers.running import kept
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -71,6 +72,7 @@ ABOVE = [
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("lengths", [(20, 17), (25, 6), (130, 110)], ids=str)
 @pytest.mark.parametrize(("policy", "wrap", "k", "options"), ABOVE, ids=str)
 def test_a_padded_batch_below_its_budget_allocates_what_it_holds(policy, wrap, k, options, lengths):
@@ -83,7 +85,7 @@ def test_a_padded_batch_below_its_budget_allocates_what_it_holds(policy, wrap, k
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", slow_but(("torch",), ("torch", "triton")))
 def test_four_prompts_of_some_twenty_tokens(backend):
     """Under a budget of thousands: a kernel writes into slots that grow, too."""
     if backend == "triton":
@@ -95,6 +97,7 @@ def test_four_prompts_of_some_twenty_tokens(backend):
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
+@pytest.mark.slow
 def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
     pytest.importorskip("triton")
     model, lengths = make("llama_gqa", layers=1), (26, 6)
@@ -105,6 +108,7 @@ def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("policy", "k"), [("full", 1.0), ("h2o", 0.5), ("h2o", WIDE)])
 @pytest.mark.parametrize("name", ["gemma2", "qwen2_mixed", "gpt_oss"])
 def test_layers_with_a_wide_sliding_window_allocate_what_they_hold(name, policy, k, monkeypatch):
@@ -172,6 +176,7 @@ def test_a_short_row_beside_a_long_one_is_ragged_while_both_are_below_their_budg
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("lengths", [(20, 17), (40, 6), None], ids=str)
 @pytest.mark.parametrize("policy", ["h2o", "keyformer", "window", "full"])
 def test_steps_are_rolled_back_over_buffers_that_grew(policy, lengths):

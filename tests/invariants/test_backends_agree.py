@@ -42,7 +42,7 @@ def alike(name, policy, padded=False, steps=8, **options):
     return got[2]
 
 
-@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "critical(adaptive(roco))"), POLICIES))
+@pytest.mark.parametrize("policy", slow_but(("keyformer", "critical(adaptive(roco))"), POLICIES))
 def test_every_policy_on_the_kernels(policy):
     report = alike("llama_gqa", policy)
     if policy not in ("full", "window", "streaming_llm", "random", "key_norm"):

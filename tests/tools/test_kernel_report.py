@@ -23,6 +23,7 @@ def python(*arguments, cache, **variables):
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_decode_kernels_fit_sm_90(tmp_path):
     done = python("-m", "tools.bench.kernel_report", "decode", cache=tmp_path)
     assert done.returncode == 0, done.stderr
