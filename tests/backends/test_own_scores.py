@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import ClassVar
@@ -188,8 +189,10 @@ def test_what_a_user_adds_is_computed_as_written(own, model, padded):
         assert {report.backends[task][0] for task in report.backends if task != "prompt"} == {"triton"}
 
 
-@pytest.mark.parametrize("make_value", [reversed_value, wrapped_value])
-@pytest.mark.parametrize("name", slow_but(("gumbel",), NAMED))
+VALUES = [*itertools.product(NAMED, (reversed_value, wrapped_value))]
+
+
+@pytest.mark.parametrize(("name", "make_value"), slow_but([("gumbel", wrapped_value)], VALUES))
 def test_a_value_of_ones_own_is_asked(name, make_value):
     policy = reversing(name, make_value)
     report = alike("llama_gqa", policy, steps=4)

@@ -14,6 +14,8 @@ from tests.helpers.comparing import same_tokens
 from tests.helpers.tiny import make
 from tests.integrations import sharded
 
+pytestmark = pytest.mark.slow  # two processes for all of them
+
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 5e-5  # sums over heads are taken in another order
 
@@ -130,7 +132,6 @@ def test_weights_sharded_by_hand(halves):
         )
 
 
-@pytest.mark.slow
 def test_example():
     told = torchrun("-m", "examples.tensor_parallel")
     assert "counted here          the heads of process 0 of 2" in told

@@ -11,6 +11,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
+from tests.helpers.marks import slow_but
 from tools.bench import __main__ as bench
 from tools.bench import models as bench_models
 from tools.bench import peer, peer_kvpatch, peer_worker
@@ -47,7 +48,7 @@ def test_a_unit_is_a_whole_run(worker):
     assert "kept" not in worker.unit("streaming_llm", n=100, steps=1)
 
 
-@pytest.mark.parametrize("case", peer_kvpatch.POLICIES)
+@pytest.mark.parametrize("case", slow_but(("h2o", "snapkv", "block_key_norm"), peer_kvpatch.POLICIES))
 def test_every_policy_keeps_half_of_the_prompt_and_then_everything(worker, case):
     seen, forward = [], peer_worker.forward
 
