@@ -196,11 +196,10 @@ MUTANTS = {
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 9.0), 'generation_length': 12, 'damping': 0.3}]"),
     "slots taken by compiled steps forgotten": (
-        "cache/state.py", "layer.count(count)", "pass",
+        "cache/state.py", "layer.mode.count(count)", "pass",
         "tests/cache/test_compiled.py::test_what_is_done_to_an_opened_cache"),
     "a compiled step reads its counters": (
-        "attention/layer_call.py", "        if self.now.traced:\n            grown = None",
-        "        if False:\n            grown = None",
+        "attention/layer_call.py", "grown = None if self.now.traced else slots.mode.newest()", "grown = slots.mode.newest()",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-adakv-{'k': 0.4, 'window': 5, 'room': 12}]"),
     "squares of one head in the column kernel": (
