@@ -62,6 +62,8 @@ def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound
     passes.end(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not cache.scratch:
         anomaly.check_cache(cache)
+    if not call.now.traced:
+        call.leave()
     return out_BQE
 
 
@@ -85,6 +87,7 @@ def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: Bo
     call = None if now.prompt or now.traced else cache.calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
         call.bound_adapter.autocast = bound_adapter.autocast
+        call.cache = cache
         call.begin(now)
         return call
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)

@@ -52,6 +52,7 @@ def attend(
         elif call.layer == stack.L - 1:
             _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
             stack.share_free()
+            stack.call.leave()
     return out
 
 

@@ -27,7 +27,7 @@ class Call:
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        self.cache, self.bound_adapter, self.group, self.device = cache, bound_adapter, group, device
+        self.cache, self.bound_adapter, self.group, self.device = cache, bound_adapter, group, device  # cache: during a pass
         self.layer = layer
         self.layer_B: int | Tensor = layer  # of stacked layers one number per row
         self.settings = cache.settings
@@ -49,6 +49,10 @@ class Call:
         self.now = now
         self.positions_BQ = now.on(self.device)
         self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
+
+    def leave(self) -> None:
+        """Let the cache go between passes: it holds its calls, and must be freed when its last user lets it go."""
+        del self.cache
 
     def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
         """This call of stacked layers instead: `slots` has their rows, and layer_B [B] says whose each row is."""

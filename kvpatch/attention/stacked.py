@@ -97,7 +97,7 @@ class LayerStack:
     def _open(self, call: Call) -> None:
         """Every layer's new token gets its position and an empty score."""
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
-        self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
+        self.call.cache, self.call.now, self.call.positions_BQ = call.cache, call.now, self.newest_B11[:, 0]
         self.slots.seen += 1
         self.slots.write_position(self.call.positions_BQ)
         if self.call.score is not None and self.call.score.entry_by_position:

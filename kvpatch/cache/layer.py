@@ -408,8 +408,14 @@ class SlotLayer(CacheLayerMixin):
         """A kernel has named the next slots in place: what was computed from the ones before is void."""
         self.contiguous = False
         if not self.traced:
-            self.free_at = None
+            self.named_by_kernels()
             self.mode.count(1)
+
+    def named_by_kernels(self) -> None:
+        """Name the next slots of heads without an empty one: kernels leave theirs where it was, so as never to write behind."""
+        self.free_at = None
+        if self.mode.growing and self.mode.evicts:
+            self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
         """Empty the slot of each head; the next token is written there."""

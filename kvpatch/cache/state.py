@@ -155,8 +155,9 @@ class TextState(MutationGuard, Cache):
         for layer in self.layers:
             layer.seen += count
             layer.mode.count(count)
-            layer.free_at = layer.ahead = None
+            layer.ahead = None
             layer.traced = False
+            layer.named_by_kernels()
         counters.behind = False
         self.marks.pop("behind")
 

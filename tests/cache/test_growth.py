@@ -99,11 +99,20 @@ def test_four_prompts_of_some_twenty_tokens(backend):
 
 @pytest.mark.slow
 def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
+    """Of which one evicts while the other has no slot left."""
     pytest.importorskip("triton")
     model, lengths = make("llama_gqa", layers=1), (26, 6)
-    ids, fed = prompt(2, 26), prompt(2, 26, seed=2)
+    ids, fed, mixed = prompt(2, 26), prompt(2, 26, seed=2), []
+
+    def look(cache):
+        bytes_fit(cache)
+        layer = cache.layers[0]
+        full = bool((layer.mode.free_BH == layer.kv.head_offsets.capacity_N.view(2, 2)).any())
+        mixed.append(full and layer.mode.growing and not layer.mode.unfilled)
+
     with kvpatch.patched(model, "h2o", 28, backend="triton"):
-        logits, cache = go(model, ids, fed, left_pad(ids, lengths))
+        logits, cache = go(model, ids, fed, left_pad(ids, lengths), check=look)
+        assert any(mixed)
         assert not cache.layers[0].kv.appends
         rows_agree(model, ids, fed, lengths, logits, cache)
 

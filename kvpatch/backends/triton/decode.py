@@ -382,4 +382,4 @@ def combine_kernel(
                 over = tl.sum(held, 0) > tl.load(KEEP + n)
                 tl.store(POSITIONS + n * C + victim, -1, mask=over)
                 free = tl.minimum(tl.min(gap, 0), tl.where(over, victim, NOWHERE))
-                tl.store(SLOT + n, tl.minimum(free, capacity).to(tl.int64))  # behind the last slot where none is empty
+                tl.store(SLOT + n, tl.where(free == NOWHERE, slot, free).to(tl.int64))
