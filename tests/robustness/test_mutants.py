@@ -46,8 +46,8 @@ MUTANTS = {
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
-        "            _observe(call, p_BHGT, keys, newest_B11, t)\n        if evicting:\n            _evict(call, newest",
-        "            _evict(call, newest_B11, t)\n        if evicting:\n            _observe(call, p_BHGT, keys, newest",
+        "_observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if call.evicting:\n        _evict(call, newest",
+        "_evict(call, newest_B11, t)\n    if call.evicting:\n        _observe(call, p_BHGT, positions_BHT, newest",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -99,14 +99,12 @@ MUTANTS = {
     "training goes through the cache": (
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/invariants/test_training_outside_is_inside.py::test_a_training_step_is_bit_for_bit_the_same"),
-    "stacked layers: score not reset": (
-        "attention/stacked.py", "self.state[name].view(-1).index_fill_(0, self.at, 0)", "pass", f"{ALIKE}[llama-h2o]"),
-    "stacked layers: victim before the scores": (
-        "attention/stacked.py", "            self._observe(call)\n", "            pass\n", f"{ALIKE}[llama-tova]"),
+    "stacked layers: nothing is observed": (
+        "attention/decode.py", "_end(stack.call, stack.p_BHGT,", "_end(stack.call, None,", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
-        "attention/stacked.py", "repeat_interleave(self.B)", "repeat_interleave(self.B) * 0", f"{ALIKE}[llama-keyformer]"),
-    "stacked layers: the freed slot still counts": (
-        "attention/stacked.py", "self.positions.view(-1).index_fill_(0, self.at, -1)", "pass",
+        "attention/stacked.py", "repeat_interleave(B)", "repeat_interleave(B) * 0", f"{ALIKE}[llama-keyformer]"),
+    "the freed slot still counts": (
+        "cache/layer.py", "self.positions.view(-1).index_fill_(0, self.free_slots(), -1)", "pass",
         "tests/invariants/test_held_within_budget.py::test_schedules[random-both]"),
     "stage one skipped": (
         "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
