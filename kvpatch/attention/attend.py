@@ -42,7 +42,17 @@ def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bou
 
 def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     call = _bound(cache, layer, q, k, bound_adapter)
-    slots = call.slots
+    if call.now.traced:
+        return _run(call, q, k, v)
+    try:
+        return _run(call, q, k, v)
+    finally:
+        call.leave()
+
+
+def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run a layer's part of a pass, [B,Q,H*G*D]."""
+    cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -62,8 +72,6 @@ def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound
     passes.end(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not cache.scratch:
         anomaly.check_cache(cache)
-    if not call.now.traced:
-        call.leave()
     return out_BQE
 
 

@@ -50,9 +50,9 @@ def attend(
         if stack is None:
             _end(call, p_BHGT, keys.positions_BHT, newest_B11, t)
         elif call.layer == stack.L - 1:
-            _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
+            with stack.within(call.cache):
+                _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
             stack.share_free()
-            stack.call.leave()
     return out
 
 

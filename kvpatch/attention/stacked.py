@@ -9,6 +9,9 @@ score shared by layers) are stepped one by one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,7 @@ class LayerStack:
         self.slots = self._stacked(first)
         layer_B = torch.arange(self.L, device=first.device).repeat_interleave(B)
         self.call = call.over(self.slots, layer_B)
+        self.call.leave()
         self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
         self.p_BHGT: Tensor | None = None
         for rows, layer in zip(self.rows, self.layers, strict=True):
@@ -75,6 +79,15 @@ class LayerStack:
         )
         return cls(cache, call) if alike else None
 
+    @contextmanager
+    def within(self, cache: TextState) -> Iterator[None]:
+        """Give the stack's call its cache for a while; it must not hold the cache that holds it."""
+        self.call.cache = cache
+        try:
+            yield
+        finally:
+            self.call.leave()
+
     def share_free(self) -> None:
         """Tell each layer the slots that the next token goes to."""
         free_BH, local_LN = self.slots.mode.free_BH, self.slots.free_slots().view(self.L, -1) - self.offset_LN
@@ -97,7 +110,7 @@ class LayerStack:
     def _open(self, call: Call) -> None:
         """Every layer's new token gets its position and an empty score."""
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
-        self.call.cache, self.call.now, self.call.positions_BQ = call.cache, call.now, self.newest_B11[:, 0]
+        self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
         self.slots.seen += 1
         self.slots.write_position(self.call.positions_BQ)
         if self.call.score is not None and self.call.score.entry_by_position:
