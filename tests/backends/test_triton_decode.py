@@ -395,7 +395,7 @@ def test_a_head_with_room_evicts_nobody():
 
 
 def test_a_head_that_may_keep_all_its_slots_writes_none_of_its_neighbours():
-    """keep_BH as large as the head: no slot is empty, and the kernel leaves the slot of the last token for the caller to name."""
+    """keep_BH as large as the head: no slot is empty, and the kernel leaves the slot of the last token to be named."""
     rng = torch.Generator().manual_seed(0)
     slots, new = filled(1, 2, 1, 64, 12, F32, rng, capacities=[5, 12]), token(1, 2, 1, 64, F32, rng)
     before = clone(slots)
