@@ -22,7 +22,7 @@ def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
-    norms and statistics stay float32, and q, k and v have the cache's dtype already.
+    norms and statistics stay float32, and q, k and v arrive in autocast's dtype.
     """
     device = q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
