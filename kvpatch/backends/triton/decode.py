@@ -373,7 +373,7 @@ def combine_kernel(
                 if ((VALUE == "mean") | (VALUE == "count")) & (G > 1):
                     value = tl.div_rn(value, tl.full([BLOCK], G, tl.float32))
                 value = tl.where(value == value, value, 0.0)
-                # eviction keys of policies/selection.py: the bits of the value, then the position; tokens outside the window are lowest
+                # eviction keys of policies/selection.py: the value, then the position; tokens outside the window are lowest
                 key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 30) | position
                 if sliding is not None:
                     key = tl.where(newest + 1 - position >= sliding, key - TIER, key)
