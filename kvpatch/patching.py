@@ -1,7 +1,7 @@
-"""patched() and patch(): resolve, check everything, install, and undo it all.
+"""patched() and patch(): resolve the options, check everything, install the hooks, and undo them.
 
-Nothing on the model holds the state of a text: modules get a forward that finds an EvictingCache among its arguments,
-and everything else lives in that cache. A forward without one runs the model's own code.
+The model holds no state of a text: attention modules get a forward that finds an EvictingCache among its arguments, and
+all state lives in that cache. A forward without one runs the model's own code.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ def patched(
     strict: bool = False,
     **policy_options: Any,
 ) -> Iterator[Patch]:
-    """Put `model` on a KV budget inside a with-block; afterwards the model is as it was, also after an error.
+    """Put `model` on a KV budget inside a with-block; leaving it restores the model, also after an error.
 
     Args:
         model: a decoder of transformers (also wrapped by PEFT or hooked by accelerate) with an adapter.
         policy: a name of `list_policies()` or a Policy.
-        k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), a size of
+        k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
             all keys and values of one row ("2GiB", over all processes of a sharded model), or a list of these, one per layer.
-        block: read prompts so many tokens at a time and evict after each block, so that no head ever holds more than its
-            budget and one block. It also makes forwards in training mode and without a cache evict, gradients included.
+        block: tokens of a prompt to read at a time, evicting after each block, so that no head ever holds more than its
+            budget plus one block. With it, forwards in training mode and without a cache evict too, with gradients.
         schedule: "prompt", "decode" or "both" instead of the policy's own.
-        positions: "original", or "renumbered": a cached token stands at its rank among those that its head holds.
-        backend: who computes attention and scores: "auto" (the fastest that can: flash-attn and Triton on a GPU, else torch),
-            "torch", or "flash" or "triton" wherever these can.
-        seed: of the policy's random numbers.
+        positions: "original", or "renumbered": a cached token's position is its rank among those that its head holds.
+        backend: code that computes attention and scores: "auto" (the fastest that supports the case: flash-attn and Triton on
+            a GPU, else torch), "torch", or "flash" or "triton" wherever these support it.
+        seed: seed of the policy's random numbers.
         strict: raise an error that names the layer and the positions where queries, keys, values, attention or scores are NaN
-            or infinite. It waits for the device in every layer and leaves out what makes steps fast: to find a fault with.
-            Without it a score that is NaN counts as the lowest.
+            or infinite. A debugging aid: it synchronizes with the device in every layer and turns the fast paths of decode
+            steps off. Without it a NaN score counts as the lowest.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`.
 
     Yields:
-        The Patch: its report, and caches to hold yourself.
+        The Patch: its report, and caches of your own.
 
     Raises:
-        KVPatchError: anything that cannot work, before the model is touched.
+        KVPatchError: the options or the model cannot work; raised before the model is touched.
     """
     handle = None
     try:
@@ -101,7 +101,7 @@ def patched(
                 handle.remove()
     finally:
         if handle is not None:
-            handle.restore()  # where remove() was interrupted
+            handle.restore()  # if remove() was interrupted
 
 
 def patch(
@@ -117,7 +117,23 @@ def patch(
     strict: bool = False,
     **policy_options: Any,
 ) -> Patch:
-    """As `patched`, without a with-block: undo it with `Patch.remove()`."""
+    """Put `model` on a KV budget without a with-block; `Patch.remove()` undoes it.
+
+    Args:
+        model: as in `patched`, like the other arguments.
+        policy: a name of `list_policies()` or a Policy.
+        k: the budget of each KV head.
+        block: tokens of a prompt to read at a time.
+        schedule: "prompt", "decode" or "both".
+        positions: "original" or "renumbered".
+        backend: "auto", "torch", "flash" or "triton".
+        seed: seed of the policy's random numbers.
+        strict: check all numbers.
+        **policy_options: the policy's own fields.
+
+    Raises:
+        KVPatchError: the options or the model cannot work; raised before the model is touched.
+    """
     check_versions(transformers.__version__, torch.__version__)
     if not isinstance(model, nn.Module):
         raise KVPatchError(
@@ -162,9 +178,9 @@ def patch(
 
 _PARAMETERS = inspect.signature(patch).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
-"""Names of patched()'s own arguments: what a slip may have meant."""
+"""Names of patched()'s own arguments, offered as corrections of misspelt ones."""
 SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY)
-"""Those beside the model, the policy and its budget; the command line and the harness take each of them."""
+"""Keyword-only arguments of patched(), all of which the command line and the harness accept too."""
 
 
 def _check_block(block: object, policy: Policy) -> None:
@@ -204,13 +220,13 @@ def _check_options(positions: object, seed: object, strict: object) -> None:
 
 
 class Patch:
-    """A patch in force. Made by `patched` and `patch`."""
+    """A patch in force, made by `patched` or `patch`."""
 
     def __init__(self, target: Target, settings: CacheSettings) -> None:
         self.settings, self._target = settings, target
         self._cache: weakref.ref[EvictingCache] | None = None
         self._report: Report | None = None
-        self._undo: list[Callable[[], None]] = []  # each is there before what it undoes, and may run twice
+        self._undo: list[Callable[[], None]] = []  # each is registered before the change that it undoes, and may run twice
         try:
             self._install(target)
         except BaseException:
@@ -239,7 +255,7 @@ class Patch:
             self._set(generator, PREPARE, MethodType(prepare, generator))
             for name in BATCHED if not self.settings.transparent else ():
                 self._set(generator, name, MethodType(refuse_batched(name), generator))
-            for name in ("_compiled_call", "_last_compile_config"):  # what generate() compiles here goes with the patch
+            for name in ("_compiled_call", "_last_compile_config"):  # compiled by generate(): dropped with the patch
                 self._set(generator, name, MISSING)
 
     def _hook_state(self, target: Target) -> PatchState:
@@ -276,15 +292,15 @@ class Patch:
                 del own["_kvpatch"]
 
         self._undo.append(undo)
-        if own.setdefault("_kvpatch", mark) is not mark:  # in one step: of two threads that patch, one comes first
+        if own.setdefault("_kvpatch", mark) is not mark:  # atomic, of two threads
             raise already_patched(module)
 
     def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
-        """An empty cache under this budget: prefill it once, `clone()` it per question.
+        """Make an empty cache under this budget: prefill it once, `clone()` it per question.
 
         Args:
-            past: a DynamicCache of an unpatched prompt without padding, to start from where that is exact.
-            room: tokens that will be decoded after a prompt. Buffers then have their final size where the prompt ends, so
+            past: a DynamicCache that the unpatched model filled from a prompt without padding, to continue if that is exact.
+            room: tokens that will be decoded after a prompt. Buffers then reach their final size when the prompt ends, so
                 that a decode step can be compiled.
 
         Raises:
@@ -304,26 +320,26 @@ class Patch:
         """Write a compressed cache, with its scores, to a safetensors file.
 
         Raises:
-            KVPatchError: the cache is empty or in the middle of a prompt.
+            KVPatchError: the cache is empty, in the middle of a prompt, or of another patch.
         """
         ownership.check_own(cache, self._state)
         save(cache, file_path(path), self._target.identity())
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
-        """A cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
+        """Load a cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
 
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
         target = self._target
         cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
-        with torch.no_grad():  # how layers attend is the model's, and decides what a cache can be joined with
+        with torch.no_grad():  # geometry comes from the model; concatenate() compares it
             for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
                 layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
         return cache
 
     def report(self) -> Report:
-        """What the last run kept and cost.
+        """Report what the last run kept and cost.
 
         Raises:
             KVPatchError: nothing has run yet.
@@ -337,7 +353,7 @@ class Patch:
         return self._report
 
     def remove(self) -> None:
-        """Undo the patch; calling it again does nothing. Open caches stay readable, but no model will take them."""
+        """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
         self.restore()
         cache = self._cache() if self._cache is not None else None
         if cache is not None and not cache.unfinished and cache.get_seq_length():
@@ -345,7 +361,10 @@ class Patch:
         self._state.warn_if_unfelt()
 
     def restore(self) -> None:
-        """Put the model back, newest change first. An interrupt comes out when all is back; what it stopped is done again."""
+        """Put the model back, newest change first.
+
+        An interrupt is raised after everything is restored; the undo that it stopped is run again.
+        """
         raised: BaseException | None = None
         failed = 0
         while self._undo:
@@ -355,7 +374,7 @@ class Patch:
                 failed = 0
             except BaseException as error:
                 raised, failed = raised or error, failed + isinstance(error, Exception)
-                if failed > 1:  # by itself: the others need not stay for it
+                if failed > 1:  # one at a time: the others must not wait for it
                     self._undo.pop()
                     failed = 0
         if raised is not None:

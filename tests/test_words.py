@@ -9,8 +9,6 @@ import pytest
 ROOT = Path(__file__).parents[1] / "kvpatch"
 FILES = sorted(ROOT.rglob("*.py"))
 OPENERS = {"what", "whether", "where", "which", "how", "who", "whose", "why", "as", "that", "if"}
-# folders and modules whose docstrings still open with such words: to be emptied
-OPENERS_PENDING = ("attention/", "backends/triton/", "cache/", "hooks/", "patching.py")
 
 # parts of identifiers that the glossary replaces, and the folders and modules that still have them: to be emptied
 REPLACED = {
@@ -22,8 +20,8 @@ REPLACED = {
     "tail": ("backends/triton/",),  # observation window
     "site": (),  # bound adapter
     "words": (),  # error message
-    "deck": ("attention/",),  # stacked layers
-    "journal": ("attention/", "cache/"),  # undo log
+    "deck": (),  # stacked layers
+    "journal": ("cache/",),  # undo log
     "settle": ("attention/", "cache/"),  # allocate, reserve
     "claim": ("cache/", "patching.py"),  # mutation guard
     "lag": ("attention/", "cache/", "storage/"),  # step counters
@@ -70,8 +68,6 @@ def opens_wrong(text: str) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_docstrings_open_with_a_verb_or_a_noun(path):
-    if _name(path).startswith(OPENERS_PENDING):
-        pytest.skip("pending")
     wrong = [name for name, text in docstrings(ast.parse(path.read_text())) if opens_wrong(text)]
     assert not wrong, f"{_name(path)}: docstrings of {', '.join(wrong)} open with one of {', '.join(sorted(OPENERS))}"
 
@@ -115,15 +111,12 @@ def documented(known: dict[str, tuple[Path, ast.ClassDef]], name: str, method: s
     return any(documented(known, ast.unparse(base).split(".")[-1], method) for base in node.bases)
 
 
-METHODS_PENDING = ("attention/", "backends/triton/", "cache/", "hooks/", "patching.py")
-
-
 def test_public_methods_have_a_docstring_or_inherit_one():
     known = classes()
     missing = [
         f"{_name(path)}: {name}.{node.name}"
         for name, (path, one) in known.items()
-        if not name.startswith("_") and not _name(path).startswith(METHODS_PENDING)
+        if not name.startswith("_")
         for node in one.body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not documented(known, name, node.name)
     ]

@@ -1,6 +1,6 @@
-"""patched(..., strict=True): an error where a number is NaN or infinite, with the layer, the hop and the positions.
+"""Checks of patched(..., strict=True): a NaN or infinite number raises, naming the layer, the tensor and the positions.
 
-Every check reads back from the device, so a pass waits for it in each layer.
+Every check reads back from the device, so a pass synchronizes with it in each layer.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from ..cache.state import TextState
 from ..errors import InvalidError, KVPatchError
 from .layer_call import Call
 
-SHOWN = 4  # places that an error names
+SHOWN = 4  # positions that an error lists
 
 
 def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Before the layer's cache is changed: q [B,H*G,Q,D], k and v [B,H,Q,D]. What padding brings is never read."""
+    """Check q [B,H*G,Q,D], k and v [B,H,Q,D] before the layer's cache changes. Padding columns are not read."""
     for hop, tensor in (("queries", q), ("keys", k), ("values", v)):
         _check(call, hop, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
 
 
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
-    """After it: attention's output, and what the policy keeps beside the keys."""
+    """Check attention's output and the state that the policy keeps beside the keys."""
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _check(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
     if not call.slots.is_initialized:
@@ -36,7 +36,7 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
 
 
 def check_cache(cache: TextState) -> None:
-    """After the last layer: what the pass has left is a state that a cache may be in."""
+    """Check after the last layer that the cache satisfies its invariants."""
     try:
         invariants.check(cache)
     except InvalidError as error:
@@ -47,7 +47,7 @@ def check_cache(cache: TextState) -> None:
 
 
 def _check(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:
-    """Raise where `bad` is True of a token that is there; positions [B,1|H,T]."""
+    """Raise where `bad` is True of a real token; positions [B,1|H,T]."""
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):
         return

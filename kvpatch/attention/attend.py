@@ -1,6 +1,6 @@
-"""The one core that every architecture shares: write, attend, observe, evict.
+"""The core that every architecture shares: write, attend, observe, evict.
 
-`attend` is what an attention module calls; a prompt goes through prefill.py, a generated token through decode.py.
+An attention module calls `attend`; a prompt goes through prefill.py, a generated token through decode.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .stacked import LayerStack
 
 
 def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attention of new tokens through the cache; evicts what the policy says.
+    """Attend with new tokens through the cache, and evict what the policy chooses.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
-    prompt are attended as one; the others one after another, each as a decode step. Autocast is off in all of it: scores,
-    norms and statistics are float32 whatever it would make of them, and q, k and v have its dtype already.
+    prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
+    norms and statistics stay float32, and q, k and v arrive in autocast's dtype.
     """
     device = q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -34,7 +34,7 @@ def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_
 
 def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        # what the cache allocates must stay writable where this mode is off again
+        # what the cache allocates must stay writable outside inference mode
         with torch.inference_mode(False), torch.no_grad():
             return _attend(cache, layer, q, k, v, bound_adapter)
     return _attend(cache, layer, q, k, v, bound_adapter)
@@ -53,7 +53,7 @@ def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a layer's part of a pass, [B,Q,H*G*D]."""
     cache, layer, slots = call.cache, call.layer, call.slots
-    dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the cache's is decided once
+    dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the first pass decides the cache's
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if cache.settings.strict:
@@ -76,7 +76,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Output [B,H,G,Q,D] of a pass of several columns, or of a prompt's."""
+    """Return the output [B,H,G,Q,D] of a pass of several columns, or of a prompt's."""
     P, Q = call.now.prompt, k.shape[2]
     read = blockwise.attend if call.now.blocks else prefill.attend
     outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
@@ -89,7 +89,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """The call of this layer: made where a prompt is read, and bound again by the decode steps that follow."""
+    """Return the Call of this layer: made by the prefill, and bound again by the decode steps that follow."""
     now = cache.now
     assert now is not None, "passes.begin() runs in the decoder's pre-hook"
     call = None if now.prompt or now.traced else cache.calls.get(layer)
@@ -105,15 +105,17 @@ def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: Bo
 
 
 def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
-    """The cache's layers stacked, for this pass: made when every slot is in use, given up when rows are moved or steps
-    recorded."""
+    """Return the stacked layers for this pass, or None.
+
+    They are built once every slot is in use, and dropped when rows move or decode steps are recorded.
+    """
     cache = call.cache
     if call.now.traced:
         return None
     if call.now.recording or cache.settings.strict:
         cache.stack = None
         return None
-    # only between passes: within one, the layers before this one have evicted already
+    # only between passes: within one, earlier layers have evicted already
     if cache.stack_due and call.layer == 0 and call.slots.mode.slotted:
         cache.stack_due = False
         alone = decode.backend_of(call, q_BHGD) != "torch"

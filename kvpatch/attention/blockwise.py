@@ -1,8 +1,8 @@
 """Block-wise eviction: a prompt read `block` tokens at a time inside one forward pass [RoCo 5.3, EasyKV].
 
-A layer encodes a block against what it holds, adds the block's rows to its scores, evicts back to its budget and goes on with
-the next block; block j of a layer needs blocks up to j of the layer below alone, so that a layer can run all of its blocks
-before the next one starts. Blocks count each row's own tokens: a left-padded row is cut as it would be alone.
+For each block, a layer attends over what it holds, adds the block's rows to its scores, and evicts back to its budget. Block
+j of a layer depends only on blocks up to j of the layer below, so a layer can run all of its blocks before the next layer
+starts. Blocks count each row's own tokens: a left-padded row is cut where it would be cut alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .layer_call import Call
 
 
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """As prefill.attend, block after block."""
+    """Run prefill.attend block after block; output [B,H,G,Q,D]."""
     now = call.now
     if now.packing_BQ is not None:
         order = now.packing_BQ.to(q_BHGQD.device)
         b = torch.arange(len(order), device=order.device)[:, None]
-        # [B,Q,...] with the row's own tokens first
+        # [B,Q,...] with each row's own tokens first
         q_BHGQD = q_BHGQD.movedim(3, 1)[b, order].movedim(1, 3)
         k_BHQD, v_BHQD = (t.movedim(2, 1)[b, order].movedim(1, 2) for t in (k_BHQD, v_BHQD))
     outs, start = [], 0
@@ -31,6 +31,6 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         start += one.prompt
     out = torch.cat(outs, 3)
     if now.packing_BQ is not None:
-        call.slots.floor = call.slots.used  # a row's last columns need not be its last tokens
+        call.slots.floor = call.slots.used  # a row's last columns may be padding
         out = out.movedim(3, 1)[b, order.argsort(dim=1)].movedim(1, 3)
     return out

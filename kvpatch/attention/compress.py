@@ -1,4 +1,4 @@
-"""The end of a prompt, or of a block of it: protected sizes, what each head keeps, and the buffers for what follows."""
+"""Compression at the end of a prompt or block: protected sizes, each head's kept tokens, and buffers for what follows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def end_prompt(call: Call, past: int) -> None:
         held_BH = torch.tensor(now.n_B, device=slots.positions.device)[:, None].expand(B, H)
     fixed_BH = _fixed(call, held_BH)
     everyone = WHOLE
-    if call.policy.over_heads is not None:  # the heads of a layer share its budget, also those on other processes
+    if call.policy.over_heads is not None:  # heads share their layer's budget, also with heads on other processes
         everyone = cache.settings.parallel
         held_BH, fixed_BH = everyone.heads(held_BH), everyone.heads(fixed_BH)
         H = held_BH.shape[1]
@@ -61,26 +61,29 @@ def end_prompt(call: Call, past: int) -> None:
         _note_mass(call, order, everyone.own(count_BH))
     elif slots.holes:
         order = slots.positions[:, :, : slots.used]
-    if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; what is missing is shared out
+    if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; only the rest is divided
         extra_B1 = (keep_BH - count_BH).sum(-1, keepdim=True).clamp(min=0)
         keep_BH = count_BH + extra_B1 // H + (torch.arange(H, device=held_BH.device) < extra_B1 % H)
     _settle(call, order, everyone.own(count_BH), everyone.own(keep_BH), everyone.size > 1 and not _alike(count_BH, keep_BH))
 
 
 def _alike(count_BH: Tensor, keep_BH: Tensor) -> bool:
-    """All heads keep as many tokens, and may hold as many more."""
+    """Tell if all heads keep equally many tokens, and may hold equally many more."""
     return bool((count_BH == count_BH[:1, :1]).all()) and bool((keep_BH == keep_BH[:1, :1]).all())
 
 
 def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor, uneven: bool) -> None:
-    """Move what is kept (`count` of each head by `order`; None: all) into buffers for what follows. uneven: heads differ,
-    maybe only from those of other processes: as these do, this one looks at every step for what it evicts, for a score may
-    need all of them to look together."""
+    """Move the kept tokens into buffers for what follows.
+
+    count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
+    perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
+    a score may need all processes to take part.
+    """
     slots, now = call.slots, call.now
     counts, keeps = count_BH.flatten().tolist(), keep_BH.flatten().tolist()
     room = [k - n for k, n in zip(keeps, counts, strict=True)]
     evicts = now.final and call.policy.schedule != "prompt"
-    unequal = evicts and (uneven or min(room) != max(room))  # some heads evict while others fill up
+    unequal = evicts and (uneven or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
     index, kept = (None, None) if order is None else top(order, count_BH, counts)
@@ -112,7 +115,7 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
 
 
 def _more(call: Call, tokens: int) -> int:
-    """Tokens to come that a head of so many gets room for: all of them where steps are to be compiled, else a few."""
+    """Return how many coming tokens a head gets room for: all if steps are to be compiled, else the usual slack."""
     room, coming = call.cache.request.room, call.cache.request.new_tokens
     if room is not None:
         return room
@@ -120,7 +123,7 @@ def _more(call: Call, tokens: int) -> int:
 
 
 def _fixed(call: Call, held_BH: Tensor) -> Tensor:
-    """Tokens of each head that are kept outside the budget."""
+    """Count each head's tokens that are kept outside the budget."""
     if call.policy.schedule == "decode":
         return torch.tensor(call.now.n_B, device=held_BH.device)[:, None].expand_as(held_BH)
     if call.now.fixed_B is None:
@@ -131,7 +134,7 @@ def _fixed(call: Call, held_BH: Tensor) -> Tensor:
 
 
 def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
-    """The share of the attention that the policy has seen which the kept tokens got."""
+    """Note the share of the observed attention that the kept tokens received."""
     slots = call.slots
     name = "sum" if "sum" in slots.state else "tail"
     if name not in slots.state:
@@ -140,13 +143,13 @@ def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
     index = order.argsort(-1, descending=True)
     kept = torch.arange(order.shape[-1], device=order.device) < count_BH[..., None]
     total = seen.sum(-1)
-    if name == "sum":  # every row gave one; what earlier blocks evicted has taken its part away
+    if name == "sum":  # each row gave a total of one; tokens evicted by earlier blocks took their share along
         total = torch.full_like(total, call.group) * (newest(call)[..., 0] + 1)
     slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / total.clamp_min(torch.finfo(seen.dtype).tiny)
 
 
 def limit(call: Call) -> None:
-    """Protected sizes of each row, clamped inside its budget."""
+    """Set the protected sizes of each row, clamped to its budget."""
     assert call.score is not None
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
@@ -163,10 +166,10 @@ def limit(call: Call) -> None:
 
 
 def _budgets(call: Call) -> list[int]:
-    """Tokens that each row may hold beside what is kept outside the budget."""
+    """Return the tokens that each row may hold beside those kept outside the budget."""
     return [call.settings.tokens(call.layer, n) for n in call.now.budget_n_B]
 
 
 def newest(call: Call) -> Tensor:
-    """Position of the newest token of each row, [B,1,1]."""
+    """Return the position of each row's newest token, [B,1,1]."""
     return torch.tensor(call.now.n_B, device=call.slots.positions.device)[:, None, None] - 1

@@ -1,4 +1,4 @@
-"""A decode step: one token per row goes into the free slot, attends, is observed, and one token is evicted."""
+"""A decode step: one token per row is written to the free slot, attends and is observed; then one token is evicted."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .stacked import LayerStack
 def attend(
     call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None
 ) -> Tensor:
-    """Output [B,H,G,D] of the token at column `t` of the pass.
+    """Return the output [B,H,G,D] of the token at column `t` of the pass.
 
-    The same for any number of layers that observe and evict together: with a `stack` the first of its layers makes the new
-    token's place for all, and the last one observes and evicts for all; without one this layer does so for itself.
+    With a `stack`, the first of its layers writes the new token's position for all layers, and the last one observes and
+    evicts for all. Without one, this layer does so for itself.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11, wanted, name = positions_B1[:, None], call.observes, "torch"
@@ -57,7 +57,7 @@ def attend(
 
 
 def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-    """Make room for a token and count it; what the score notes about it."""
+    """Make room for a token, count it, and write its entry of the score state."""
     slots = call.slots
     if not call.now.traced:
         slots.make_room()
@@ -68,7 +68,7 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
 
 
 def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add the new token's probabilities to the scores and name the slots that the next one goes to."""
+    """Add the new token's probabilities to the scores and name the slots for the next token."""
     if p_BHGT is not None and call.observes:
         _observe(call, p_BHGT, positions_BHT, newest_B11, t)
     if call.evicting:
@@ -78,7 +78,7 @@ def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: T
 
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
-    """Who takes the step. A kernel writes into slots; where tokens are appended it is torch."""
+    """Return the name of the backend that runs the step: torch where tokens are appended, since kernels write into slots."""
     if not call.slots.mode.slotted or (call.score is not None and call.score.across_layers):
         call.cache.choice.record(_task(call), "torch", "tokens are appended, or layers share a score")
         return "torch"
@@ -89,7 +89,7 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
 
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
-    """Choose who will take the steps to come."""
+    """Choose the backends of the coming steps."""
     if call.slots.mode.slotted:
         task, case = _case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
@@ -115,12 +115,12 @@ def _by_kernel(
     wanted: bool,
     t: int,
 ) -> Tensor:
-    """`attend` by a kernel that writes, attends and observes at once, and chooses the victim too where it knows how."""
+    """Run `attend` in one kernel that writes, attends and observes, and chooses the victim too where it can."""
     slots = call.slots
     with torch.no_grad():
         slots.write_entry(entry)
         if call.now.recording:
-            slots.mode.free_BH = slots.mode.free_BH.clone()  # the journal keeps what the kernel is going to change
+            slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
         tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
         chosen = backend("triton").rule(call.policy, slots, wanted, call.evicting)
         out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
@@ -152,7 +152,7 @@ def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tens
 
 
 def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Tensor:
-    """Keys that the new token attends to, [N,1]."""
+    """Count the keys that the new token attends to, [N,1]."""
     visible = positions_BHT >= 0
     if call.geometry.sliding is not None:
         visible = visible & (newest_B11 - positions_BHT < call.geometry.sliding)
@@ -160,7 +160,7 @@ def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Ten
 
 
 def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
-    """Name the slot of each head that the next token goes to."""
+    """Name the slot of each head for the next token."""
     slots = call.slots
     if not slots.holes and slots.mode.filling:
         slots.mode.count(1)
@@ -172,7 +172,7 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
     if not slots.holes:
         slots.free(lowest)
         return
-    # rows with room left evict nothing; any empty slot is as good as another
+    # rows with empty slots evict nothing; any empty slot will do
     assert slots.keep_BH1 is not None
     over = (positions >= 0).sum(-1) > slots.keep_BH1[..., 0]
     at = lowest[..., None]

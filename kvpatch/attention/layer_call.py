@@ -1,4 +1,4 @@
-"""One call of one layer: the names that its prompt and its decode steps share, and the score state they add to."""
+"""One call of one layer: names that prefill and decode steps share, and the score state that they add to."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AHEAD = 64  # decode steps
 
 
 class Call:
-    """A forward pass (`now`) reaching one layer of a cache. score is None where the layer never evicts."""
+    """A forward pass (`now`) through one layer of a cache. score is None if the layer never evicts."""
 
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
         self.cache, self.bound_adapter, self.group, self.device = cache, bound_adapter, group, device  # cache: during a pass
         self.layer = layer
-        self.layer_B: int | Tensor = layer  # of stacked layers one number per row
+        self.layer_B: int | Tensor = layer  # for stacked layers one number per row
         self.settings = cache.settings
         self.slots: SlotLayer = cache.layers[layer]
         if self.slots.geometry is None:
@@ -41,10 +41,10 @@ class Call:
         self.begin(now)
 
     def begin(self, now: Forward) -> None:
-        """Take part in another pass; what does not change from pass to pass stays bound."""
+        """Start another pass; what does not change from pass to pass stays bound."""
         asked = now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None
         if asked and self.settings.bounds[self.layer] is not None:
-            # what the user asks of the policy does not concern a layer that bounds itself
+            # the user's policy options do not apply to a sliding window of the layer's own
             now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.now = now
         self.positions_BQ = now.on(self.device)
@@ -55,20 +55,20 @@ class Call:
         del self.cache
 
     def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
-        """This call of stacked layers instead: `slots` has their rows, and layer_B [B] says whose each row is."""
+        """Return this call for stacked layers: `slots` has their rows, layer_B [B] the layer of each row."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
         return other
 
     @property
     def evicting(self) -> bool:
-        """True where a decode step evicts: heads on other processes may, and a score may need all to look."""
+        """True if a decode step runs the eviction. Heads on other processes may evict, which can need all of them."""
         slots = self.slots
         return self.score is not None and slots.mode.evicts and not (slots.mode.unfilled and not self.parallel)
 
     @property
     def observes(self) -> bool:
-        """True where a decode step's probabilities are wanted."""
+        """True if a decode step's probabilities are needed."""
         if self.score is None:
             return False
         return (self.slots.mode.evicts and self.policy.rows != "none") or self.policy.remembers
@@ -76,7 +76,7 @@ class Call:
     def entry(
         self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
     ) -> dict[str, Tensor]:
-        """What the score, the selection and `protect=` note about tokens when they enter."""
+        """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
         if self.score is None:
             return {}
         first = self.settings.parallel.first(k_BHQD.shape[1])
@@ -88,8 +88,10 @@ class Call:
         return entry
 
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
-        """The projected value norm of tokens that decode steps will choose among; after a prompt that is evicted only once
-        it is worked out then, for those that need it."""
+        """Compute the projected value norms of tokens that decode steps will choose among.
+
+        Under a policy that evicts only once, at the end of the prompt, they are computed there, for the tokens that need them.
+        """
         if self.score is None or self.policy.selection is None or self.policy.schedule == "prompt":
             return {}
         return {"norm": self._norms(v_BHQD, None)}
@@ -103,13 +105,13 @@ class Call:
         return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """`entry` of one decoded token; what depends on positions alone is computed for AHEAD of them at once."""
+        """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""
         if self.score is None or not self.score.entry_by_position or self.now.traced:
             return self.entry(k_BH1D, v_BH1D, positions_B1, None)
         return {**self.entry_ahead(k_BH1D, positions_B1), **self.selection_entry(v_BH1D)}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Notes about a token that depend on its position alone, computed for AHEAD tokens at once."""
+        """Return the part of an entry that depends on a token's position alone, computed for AHEAD tokens at once."""
         assert self.score is not None
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
@@ -121,18 +123,18 @@ class Call:
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int) -> Keys:
-        """The used slots, as a backend takes them."""
+        """Return the used slots in the form that a backend takes."""
         slots = self.slots
         keys, values, positions = slots.view()
-        grown = None if self.now.traced else slots.mode.newest()  # of a traced step known to the positions alone
+        grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown)
 
     def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
-        """Who does it: chosen once for each kind of call."""
+        """Return the name of the backend for a task, chosen once for each kind of call."""
         return self.cache.choice.of(task, self.case(task, q_BHGQD, keys, scores))
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
-        """What is asked of a backend."""
+        """Describe the task to a backend."""
         T = keys.positions_BHT.shape[-1]
         return Case(
             device=q_BHGQD.device.type,
@@ -152,13 +154,16 @@ class Call:
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
-        """Queries and keys as attention takes them. With renumbered positions a token stands at its rank among those
-        that its head holds: keys are cached without positions and get them here, as do the queries."""
+        """Return queries and keys with the positions that attention uses.
+
+        With renumbered positions, a token's position is its rank among the tokens that its head holds: keys are cached without
+        positions and get them here, as do the queries.
+        """
         if not self.settings.renumbered:
             return q_BHGQD, keys
         positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
         ranks = _ranks(positions) if keys.holes or not keys.ordered else positions
-        # the new tokens are the last ones written, or a decode step's newest
+        # the new tokens were written last, or are a decode step's newest
         own = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True)) if Q == 1 else ranks[..., -Q:]
         if self.geometry.slopes_HG is not None:
             # distances in ranks, counted back from the newest token's position
@@ -176,7 +181,7 @@ class Call:
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """What scores and scopes are read from. t: column of the pass, for what all layers share."""
+        """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
         slots, score = self.slots, self.score
         assert slots.limits is not None and score is not None
         positions, state = self._positions, slots.state_view()
@@ -207,22 +212,22 @@ class Call:
 
     @property
     def _positions(self) -> Tensor:
-        """Positions of the used slots [B,H,T]."""
+        """Return the positions of the used slots [B,H,T]."""
         slots = self.slots
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
-        """Projected value norms of the used slots; worked out for what is neither `known` to stay nor `out` of the choice."""
+        """Return projected value norms of the used slots, computed only for those neither `known` to stay nor `out`."""
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
         unwanted = known if out is None else known | out
         return self._norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
-        """The policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
+        """Return the policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
         assert self.score is not None
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
-        if isinstance(tau, Tensor) and tau.ndim:  # of rows at different steps
+        if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps
             B, H, _ = slots.positions.shape
             tau = tau.to(rows_BQ.device).repeat(B // len(tau)).repeat_interleave(H)[heads, None, None, None]
         layer = self.layer_B
@@ -250,7 +255,7 @@ class Call:
         return {name: STATISTICS[name](block, self.score) for name in self.policy.statistics}
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Add increments [B,H,T] to the state; a score's own sums are damped first."""
+        """Add increments [B,H,T] to the state; a score's own sums are first multiplied by its decay."""
         assert self.score is not None
         slots = self.slots
         for name, increment in sums.items():
@@ -266,7 +271,7 @@ class Call:
             total.add_(increment)
 
     def _decay(self, total: Tensor) -> float | Tensor:
-        """The factor of the old sums; one for rows whose text had ended before this block."""
+        """Return the factor of the old sums: 1 for rows whose text ended before this block."""
         assert self.score is not None
         if min(self.now.rows_B, default=1) > 0:
             return self.score.decay
@@ -274,7 +279,7 @@ class Call:
         return torch.where(on, self.score.decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor) -> None:
-        """One running sum for all layers, by original position: a token may be gone here and held elsewhere."""
+        """Add to the one sum that layers share, indexed by original position: a token evicted here may be held elsewhere."""
         assert self.score is not None
         cache = self.cache
         B, H, _ = positions.shape
@@ -285,13 +290,13 @@ class Call:
         if shared.shape[-1] < needed:
             more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
             cache.shared = shared = torch.cat([shared, more], -1)
-        index = positions + 1  # column 0 is the empty slots'
+        index = positions + 1  # column 0 belongs to empty slots
         old = shared.gather(-1, index)
-        total = old * self._decay(old) + increment.nan_to_num(0.0)  # a layer without a number adds nothing to the others'
+        total = old * self._decay(old) + increment.nan_to_num(0.0)  # a NaN in one layer adds nothing to the shared sum
         shared.scatter_(-1, index, total)
 
     def _shared(self, like: Tensor) -> Tensor:
-        """The score that layers share, which goes with them from device to device."""
+        """Return the score that layers share, moved to the current layer's device."""
         cache = self.cache
         assert cache.shared is not None
         if cache.shared.device != like.device:
@@ -300,7 +305,7 @@ class Call:
 
 
 def _ranks(positions_BHT: Tensor) -> Tensor:
-    """Rank of each position among a head's real ones, oldest first; 0 for empty slots."""
+    """Return the rank of each position among a head's real ones, oldest first; 0 for empty slots."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, count)

@@ -1,4 +1,4 @@
-"""A prompt (or a piece of one): attended as a whole, observed, and at its end cut down to the budget."""
+"""Prefill: a prompt, or a piece of one, is attended at once and observed; at its end it is compressed to the budget."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .layer_call import Call
 
 
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """Output [B,H,G,Q,D] of the pass's prompt columns."""
+    """Return the output [B,H,G,Q,D] of the pass's prompt columns."""
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.begin_prompt()
-    past = slots.used  # a new prompt is appended; its end makes slots again
+    past = slots.used  # a new prompt is appended; compression makes slots again
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
         whole = past == 0 and now.ends_prompt and now.final
@@ -31,7 +31,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         slots.contiguous &= not past and not gapped
         slots.floor = max(slots.floor, past + reach)
     slots.seen += now.prompt
-    slots.ahead = None  # it counts by columns, and of these some may be padding
+    slots.ahead = None  # it counts columns, some of which may be padding
     slots.sliding = call.geometry.sliding
     keys = call.keys(past)
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
@@ -54,17 +54,17 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
 
 
 def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Attention's output and, where its kernel gives it, the log-sum-exp."""
+    """Return attention's output and, if its kernel returns one, the log-sum-exp."""
     name = call.backend("prompt", q_BHGQD, keys)
     if name == "flash":
         from ..backends.flash import flash_backend
 
-        # packed rows have no padding between their tokens, which transformers' columns count
+        # packed rows have no padding between their tokens, but transformers' columns count it
         why = "padding behind tokens" if call.now.behind else flash_backend.misfit(keys, call.geometry)
         if why is None:
             try:
                 return flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
-            except flash_backend.Refused as error:  # said in the log already
+            except flash_backend.Refused as error:  # logged already
                 why = str(error)
         call.cache.choice.record("prompt", "torch", f"flash: {why}")
     return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
@@ -73,7 +73,7 @@ def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[T
 def _observed_prompt(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """`_attend`, and the statistics of all rows added to the state."""
+    """Run `_attend`, and add the statistics of all rows to the state."""
     assert call.score is not None
     B, H, G, _, _ = q_BHGQD.shape
     T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
@@ -91,9 +91,9 @@ def _observed_prompt(
         for name, increment in call.sums(rows, rows_BQ, tau).items():
             sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
-    # a pass that is repeated with gradients must be computed alike without them
+    # gradient checkpointing repeats the pass: it must compute alike with and without gradients
     if torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
-        call.backend("prompt", q_BHGQD, keys)  # for the report
+        call.backend("prompt", q_BHGQD, keys)  # records the backend for the report
         out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
     else:
@@ -106,14 +106,14 @@ def _observed_prompt(
 
 
 def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
-    """The prompt's last rows: kept until the prompt ends, then their mean attention becomes the state "tail"."""
+    """Keep the rows of the observation window until the prompt ends; then write their mean attention to the state "tail"."""
     assert call.score is not None
     slots, rows_BW = call.slots, rows_BQ
     mode = slots.mode
     assert isinstance(mode, Reading)
     if mode.window_rows is not None:
         q_BHGQD = torch.cat([mode.window_rows[0], q_BHGQD], 3)
-        rows_BW, lse = torch.cat([mode.window_rows[1], rows_BQ], 1), None  # that of the rows before was not kept
+        rows_BW, lse = torch.cat([mode.window_rows[1], rows_BQ], 1), None  # the log-sum-exp of earlier rows was not kept
     width = min(call.score.observed_rows, rows_BW.shape[1])
     # the newest rows of each text, wherever its padding lies
     index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
@@ -128,7 +128,7 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     assert slots.limits is not None
     observed = slots.limits.observed
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
-    name = call.backend("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: who makes these
+    name = call.backend("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
     if lse is not None:
         lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
     total = backend(name).window_sums(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)

@@ -1,10 +1,10 @@
-"""Alike layers stacked along the batch, so that a decode step observes and evicts once instead of once per layer.
+"""Stacked layers: layers of equal shape, joined along the batch, observe and evict once per decode step instead of once each.
 
-Between steps the layers of a uniform budget differ in their numbers only: same shapes, same limits, same newest token. A
-LayerStack holds their positions and score state as those of one layer with L*B rows, and the layers keep views of it. In a pass
-each layer then only writes its key and value and attends; the probabilities of all layers land in one buffer, and after the
-last layer decode.py observes and evicts on the stack as it does on a layer. Other layers (empty slots, roll-back, beams, a
-score shared by layers) are stepped one by one.
+Between steps the layers of a uniform budget have the same shapes, limits and newest token, and differ only in their numbers.
+A LayerStack holds their positions and score state as one layer with L*B rows; the layers keep views of it. In a pass each
+layer only writes its key and value and attends. The probabilities of all layers land in one buffer, and after the last layer
+decode.py observes and evicts on the stack as it does on a layer. Layers with empty slots, rollback, beams or a score shared
+by layers are stepped one by one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..cache.modes import Evicting
 from ..cache.state import TextState
 from .layer_call import Call
 
-BUFFER = 1 << 24  # probabilities of all layers: 64 MiB; above it a step is long enough to do without
+BUFFER = 1 << 24  # probabilities of all layers, 64 MiB of float32: above it stacking saves nothing noticeable
 
 
 class LayerStack:
-    """Stacked state of a cache whose layers are alike; `of` makes one where it can.
+    """Stacked state of a cache whose layers have equal shapes; `of` makes one, or returns None.
 
-    slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: of the stack as
-    a whole. p_BHGT: probabilities of a step. newest_B11: the new token's position, of all rows.
+    slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: the Call of the
+    whole stack. p_BHGT: probabilities of a step. newest_B11: the new token's position, for all rows.
     """
 
     def __init__(self, cache: TextState, call: Call) -> None:
@@ -60,7 +60,7 @@ class LayerStack:
 
     @classmethod
     def of(cls, cache: TextState, call: Call) -> LayerStack | None:
-        """A stack of `cache`, or None where its layers differ or do not evict one token per step."""
+        """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
         first, settings = cache.layers[0], cache.settings
         score = settings.policy.score
         if score is None or not all(settings.evicts) or score.across_layers or any(settings.bounds):
@@ -96,7 +96,7 @@ class LayerStack:
             layer.free_at = (layer.mode.free_BH, at_N)
 
     def write(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
-        """Write a layer's new key and value; with the first layer's, the new token's place in all layers."""
+        """Write a layer's new key and value; with the first layer's, the new token's position in all layers."""
         assert self.call.score is not None
         if call.layer == 0:
             self._open(call)
@@ -108,7 +108,7 @@ class LayerStack:
             call.slots.write_entry(call.entry(k_BH1D, v_BH1D, call.positions_BQ, None))
 
     def _open(self, call: Call) -> None:
-        """Every layer's new token gets its position and an empty score."""
+        """Write the new token's position and an empty score in every layer."""
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
         self.slots.seen += 1
@@ -118,7 +118,7 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """The place of a layer's probabilities [B,H,G,C]."""
+        """Return the view for a layer's probabilities [B,H,G,C]."""
         if self.p_BHGT is None:
             shape = len(self.slots.positions), self.H, call.group, self.C
             self.p_BHGT = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=self.slots.device)

@@ -1,4 +1,4 @@
-"""EvictingCache: what users and transformers do with a cache under a budget."""
+"""EvictingCache: the cache that users and transformers work with under a budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class EvictingCache(TextState):
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens SEEN (columns, padding included): positions go on as if nothing were missing. A tensor under torch.compile."""
+        """Return the tokens SEEN (columns, padding included), so that positions go on as if none were evicted.
+
+        Under torch.compile it is a 0-d tensor.
+        """
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
         self.catch_up()
@@ -34,27 +37,27 @@ class EvictingCache(TextState):
 
     @property
     def is_compileable(self) -> bool:
-        """True where generate() may compile the decode step by itself."""
+        """True if generate() may compile the decode step by itself."""
         return self.request.room is not None
 
     def positions(self, layer: int) -> Tensor:
-        """Original positions held, int64 [B, Hkv, T], in no order; -1 where a slot is empty."""
+        """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""
         checks.layer_of("layer", layer, len(self.layers))
         one = self.layers[layer]
         checks.filled(one.is_initialized)
         return one.positions[:, :, : one.used].clone()
 
     def held(self, layer: int) -> Tensor:
-        """Number of tokens that each KV head holds, int64 [B, Hkv]."""
+        """Count the tokens that each KV head holds, int64 [B, Hkv]."""
         return (self.positions(layer) >= 0).sum(-1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values really allocated, all layers and rows."""
+        """Bytes allocated for keys and values, over all layers and batch rows."""
         return sum(layer.kv.nbytes for layer in self.layers)
 
     def next_positions(self, Q: int = 1) -> Tensor:
-        """Positions of each row's next Q tokens, int64 [B,Q]: the position_ids of a forward over rows of different texts.
+        """Return the positions of each row's next Q tokens, int64 [B,Q], to pass as position_ids where rows differ in length.
 
         Raises:
             KVPatchError: the cache is empty, or Q is no number of tokens.
@@ -66,13 +69,13 @@ class EvictingCache(TextState):
         return read_B[:, None] + torch.arange(Q, device=self.seen_B.device)
 
     def check_invariants(self) -> None:
-        """Check what must hold between passes; waits for the device.
+        """Check the invariants that hold between passes; waits for the device.
 
-        Positions are unique and real, budgets are kept, counters say what the slots do, and no more is allocated than is held
-        and a sixteenth, at least 8 entries a head.
+        Positions are unique and real, budgets are kept, and counters agree with the slots. Allocated slots exceed the tokens
+        held by at most 1/16, or 8 entries per head if that is more.
 
         Raises:
-            InvalidError: something does not hold, which is a defect of this library.
+            InvalidError: an invariant is broken, which is a defect of this library.
         """
         invariants.check(self)
 
@@ -80,7 +83,7 @@ class EvictingCache(TextState):
 
     @writable
     def clone(self) -> EvictingCache:
-        """An independent copy, for several questions after one context."""
+        """Return an independent copy, for several questions after one context."""
         self.catch_up()
         with self.reading("clone()"):
             return copy.deepcopy(self)
@@ -88,7 +91,7 @@ class EvictingCache(TextState):
     @writable
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
-        memo[id(self.make_table)] = self.make_table  # which knows the model
+        memo[id(self.make_table)] = self.make_table  # it holds the model
         own = {**vars(self), "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
         vars(new).update(copy.deepcopy(own, memo))
         return new
@@ -96,19 +99,19 @@ class EvictingCache(TextState):
     @staticmethod
     @writable
     def concatenate(caches: Sequence[EvictingCache], consume: bool = False) -> EvictingCache:
-        """One cache with the rows of several, in their order, for texts that are continued together from here on.
+        """Join the rows of several caches, in their order, into one cache to continue their texts together.
 
-        Their texts may have any lengths: get_seq_length() of the result is the longest's, and nothing is padded. A forward
-        takes one token per row, no attention_mask (or one of the new columns alone), and position_ids only if they are
-        `next_positions()`: where they are left out they are filled in. Drop rows with batch_select_indices().
+        Texts may have any lengths: get_seq_length() of the result is the longest one's, and nothing is padded. A forward
+        takes one token per row and no attention_mask (or one of the new columns only); position_ids are filled in, and if
+        given must equal `next_positions()`. Drop rows with batch_select_indices().
 
         Args:
-            caches: made under one patch, each at the end of a prompt or behind generated tokens.
-            consume: empty each of them layer by layer, so that no more than one layer is held twice.
+            caches: made under one patch, each at the end of a prompt or after generated tokens.
+            consume: empty the caches layer by layer, so that at most one layer is held twice.
 
         Raises:
-            KVPatchError: other settings or another model's shapes, a cache that is empty or in the middle of a prompt, that
-                was made with room=, or that read padding without position_ids.
+            KVPatchError: caches have different settings or model shapes; one is empty or in the middle of a prompt, was made
+                with room=, or read padding without position_ids.
         """
         return concat.concatenate(caches, consume)
 
@@ -120,7 +123,7 @@ class EvictingCache(TextState):
             self.catch_up()
             try:
                 seen_B = None if self.seen_B is None else change(self.seen_B)
-            except BaseException:  # what cannot be done to one tensor was done to none
+            except BaseException:  # an error with the first tensor leaves the cache unchanged
                 self.release()
                 raise
             self.drop_stack()
@@ -130,7 +133,7 @@ class EvictingCache(TextState):
             self.shared = None if self.shared is None else change(self.shared)
             counters.lag_B = None if counters.lag_B is None else change(counters.lag_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
-            if turns.open:  # what the rest of the prompt will ask
+            if turns.open:  # needed by the rest of the prompt
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 counters.device, columns = None, int(self.seen_B.max())
@@ -141,48 +144,48 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at place i, as beam search does."""
+        """Put row `beam_idx[i]` at row i, as beam search does."""
         self.check_whole()
         checks.beams(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows: int64 row numbers, or a bool mask [B]."""
+        """Keep these batch rows: int64 indices, or a bool mask [B]."""
         self.check_whole()
         checks.rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Put `repeats` copies of each row in its place."""
+        """Replace each row by `repeats` copies of it."""
         self.check_whole()
         check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _shrinks(self, before_B: Tensor | None) -> bool:
-        """Tell if the longest of rows that differ may have gone, that had the lengths `before`; beams of one text leave one."""
+        """Tell if the longest row may have been dropped. before_B: previous lengths; beams of one text are equally long."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         return self.rows.joined or self.turns.count > 1 or set(before_B.tolist()) != set(self.seen_B.tolist())
 
     def _fit(self) -> None:
-        """Give back slots that stand empty since rows or tokens have gone, unless there is to be room."""
+        """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
         for layer in self.layers:
             if self.request.room is None:
                 layer.fit()
             else:
                 layer.measure()
 
-    # ---- roll-back ----
+    # ---- rollback ----
 
     @writable
     def crop(self, tokens_to_remove: int) -> None:
         """Roll back the last tokens exactly: keys, values, positions, scores and free slots.
 
         Args:
-            tokens_to_remove: minus the number of tokens, as transformers has it; a positive number is the length to
-                crop to, as it was before 5.15.
+            tokens_to_remove: the number of tokens, negated, as in transformers; a positive number is the length to crop to, as
+                before transformers 5.15.
 
         Raises:
             KVPatchError: the steps were not recorded (call `activate_past_recording()` before them).
@@ -209,5 +212,5 @@ class EvictingCache(TextState):
             assert self.seen_B is not None
             self.seen_B = self.seen_B - count
             self.counters.steps = max(self.counters.steps - count, 0)
-            self.counters.device = None  # made anew by the next pass
+            self.counters.device = None  # the next pass makes it anew
             self._fit()

@@ -1,4 +1,4 @@
-"""What a caller hands to a cache, checked before anything changes; each error says what to type instead."""
+"""Checks of arguments to a cache, before anything changes; each error says what to type instead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def layer_of(name: str, layer: object, count: int) -> None:
+    """Raise KVPatchError unless `layer` is an index of one of `count` layers."""
     if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
 
 
 def filled(is_filled: bool) -> None:
+    """Raise KVPatchError if the cache is empty."""
     if not is_filled:
         raise KVPatchError(EMPTY)
 
@@ -26,7 +28,7 @@ def filled(is_filled: bool) -> None:
 
 
 def beams(beam_idx: object, seen_B: Tensor | None) -> None:
-    """As many rows as there are, each one that there is."""
+    """Check indices of batch rows: one per row, each within the batch."""
     index = _index("beam_idx", beam_idx, (torch.int64, torch.int32))
     if seen_B is None:
         return
@@ -40,7 +42,7 @@ def beams(beam_idx: object, seen_B: Tensor | None) -> None:
 
 
 def rows(indices: object, seen_B: Tensor | None) -> None:
-    """Rows to keep: indices, or a mask over the batch."""
+    """Check the rows to keep: indices, or a mask over the batch."""
     given = torch.as_tensor(indices) if isinstance(indices, list) and indices else indices
     index = _index("indices", given, (torch.int64, torch.int32, torch.bool))
     if seen_B is None:
@@ -68,7 +70,7 @@ def _index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
 
 def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
     if not at_hand(index):
-        return  # checked on the device by the copy itself, without waiting for it
+        return  # the copy itself checks this on the device, without a wait
     wrong = index[(index < low) | (index >= B)]
     if len(wrong):
         raise KVPatchError(f"{name} names row {int(wrong[0])}, but the cache has the rows 0 to {B - 1}: give some of these.")
@@ -78,7 +80,7 @@ def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def removal(tokens: object, seen: int) -> int:
-    """How many of the last tokens crop() is to take back, from either meaning of its argument."""
+    """Return the number of last tokens that crop() takes back, from either meaning of its argument."""
     one = tokens.item() if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens
     if isinstance(one, bool) or not isinstance(one, int):
         raise KVPatchError(
@@ -91,10 +93,11 @@ def removal(tokens: object, seen: int) -> int:
 
 
 def at_hand(tensor: Tensor) -> bool:
-    """Whether its numbers can be looked at without waiting for a device."""
+    """Tell if the tensor's values can be read without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def real(name: str, tensor: Tensor) -> None:
+    """Raise KVPatchError for a tensor on the meta device."""
     if tensor.device.type == "meta":
         raise KVPatchError(f"{name} lies on the meta device, which holds no numbers: give a tensor of a real device.")

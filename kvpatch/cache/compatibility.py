@@ -1,4 +1,4 @@
-"""Checks that caches can be rows of one (concat.py)."""
+"""Checks that caches can be joined into one (concat.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .state import TextState
 
 
 def check(caches: Sequence[TextState]) -> None:
-    """Raise KVPatchError where these cannot be rows of one cache."""
+    """Raise KVPatchError if these caches cannot become rows of one."""
     if not isinstance(caches, Sequence):
         raise KVPatchError(f"EvictingCache.concatenate takes a list of caches, not {type(caches).__name__}: give [cache].")
     if not caches:

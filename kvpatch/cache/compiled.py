@@ -1,14 +1,14 @@
-"""A decode step under torch.compile: the code of every other step, with whatever changes from step to step in tensors.
+"""Decode steps under torch.compile: the usual code, with everything that changes from step to step held in tensors.
 
-A Python number that a traced step read would be compiled in, and the next step would compile again. So a traced step moves
-the tensors of the cache's DeviceCounters instead of the counters, names free slots in place, and asks no tensor for its
-value. The counters are brought up to date when untraced code next uses the cache. Only a step of one token over slots can be
-traced: prompts, roll-back and a score that layers share run as ever, outside the graph. What a pass is, the decoder's pre-hook
-decides (`Forward.traced`): torch.compile may give up on any function and run it as it stands, in the middle of a pass.
+A Python number read by a traced step becomes a constant of the graph, and the next step would compile again. So a traced
+step advances the tensors of the cache's DeviceCounters instead of the counters, names free slots in place, and reads no
+tensor's value. The counters catch up when untraced code next uses the cache. Only a step of one token over slots can be
+traced: prompts, rollback and a score that layers share run outside the graph. The decoder's pre-hook decides which passes are
+traced (`Forward.traced`), since torch.compile may stop tracing any function and run it as it stands, in the middle of a pass.
 
-An interrupt inside a graph cannot be seen by the next pass: a graph runs no code of ours, and it writes its tensors in an order
-of its own choice, so that no tensor could tell. generate() marks its cache as unfinished when an exception comes out of it;
-whoever compiles the model's forward alone and interrupts a step goes on with a new cache, or after reset().
+An interrupt inside a graph is invisible to the next pass: a graph runs no Python code, and it writes its tensors in an order
+of its own, so that no tensor could record it. generate() marks its cache as unfinished when an exception leaves it. After
+interrupting a step of a forward that was compiled alone, use a new cache or call reset().
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 
 
 def can_trace(cache: TextState, B: int, Q: int) -> bool:
-    """Whether a pass of Q columns is a step whose shapes and places are all settled."""
+    """Tell if a pass of Q columns is a step whose shapes and slots are all known."""
     if cache.settings.parallel.size > 1 or cache.settings.strict:
-        return False  # heads on other processes may have a say; or numbers are read back
+        return False  # heads on other processes may take part; or values are read back
     if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
@@ -48,7 +48,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
         if cache.rotary is None:
             return False
         if cache.rotary[1] is not None and any(layer.mode.filling or not layer.mode.evicts for layer in cache.layers):
-            return False  # the rotary table is that of the ranks there are now
+            return False  # the rotary table covers only the ranks so far
     if cache.request.room is None and any(layer.mode.growing and layer.mode.evicts for layer in cache.layers):
         return False  # buffers will move
     modes = [layer.mode for layer in cache.layers]
@@ -56,7 +56,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 
 
 def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
-    """What EvictingCache.begin does, of a step that can be traced."""
+    """Begin a step that can be traced, as EvictingCache.begin does otherwise."""
     assert cache.seen_B is not None and cache.counters.device is not None
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
@@ -71,16 +71,16 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -
 
 
 def end(cache: TextState) -> None:
-    """After the last layer."""
+    """End a traced step after the last layer."""
     assert cache.seen_B is not None and cache.counters.device is not None
     cache.seen_B.add_(1)
     cache.counters.device.advance(1, 1, False)
-    cache.now = None  # or its tensors would be outputs of the graph
+    cache.now = None  # else its tensors would be outputs of the graph
     cache.counters.behind = True
 
 
 def mark(cache: TextState) -> None:
-    """Tell torch.compile that the cache's tensors stay where they are, so that CUDA graphs need no copies of them."""
+    """Tell torch.compile that the cache's tensors keep their addresses, so that CUDA graphs need not copy them."""
     assert cache.seen_B is not None and cache.counters.device is not None
     holders: list[Any] = [vars(cache.counters.device), {"seen_B": cache.seen_B}]
     for layer in cache.layers:

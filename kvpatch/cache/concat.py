@@ -1,8 +1,8 @@
-"""Caches of several texts made one: what a loop needs that reads new prompts while other rows are being continued.
+"""Joining caches of several texts, for a loop that reads new prompts while it continues other rows.
 
-The rows of such a cache stand at different places of their texts. What a text's length decides is per row here as it is in a
-padded batch (positions, budgets, protected sizes) and so is what its number of decode steps decides; what is moved is what
-each head holds, into buffers of the sizes that the end of a prompt would have given it.
+Rows of a joined cache are at different positions of their texts. Everything that depends on a text's length is kept per row,
+as in a padded batch (positions, budgets, protected sizes), and so is everything that depends on its decode steps. Each head's
+tokens are moved into buffers of the size that the end of a prompt would have given it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Text = TypeVar("Text", bound=TextState)
 
 
 def concatenate(caches: Sequence[Text], consume: bool) -> Text:
-    """Make one cache of several: see EvictingCache.concatenate."""
+    """Join caches: see EvictingCache.concatenate."""
     check(caches)
     with ExitStack() as stack:
         for cache in caches:
@@ -37,7 +37,7 @@ def concatenate(caches: Sequence[Text], consume: bool) -> Text:
 
 @contextmanager
 def _emptied(cache: TextState) -> Iterator[None]:
-    """Around what takes the layers of `cache` away one by one. An error before the first has gone leaves the cache usable."""
+    """Guard code that takes the layers of `cache` one by one. An error before the first leaves the cache usable."""
     cache.claim("concatenate(consume=True)")
     try:
         yield
@@ -69,18 +69,18 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
 
 
 def _blank(cache: Text) -> Text:
-    """An empty cache made as this one was."""
+    """Make an empty cache of the same settings."""
     new = copy.copy(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     new.reset()
     return new
 
 
-# ---- what rows have beside their slots ----
+# ---- state of rows beside their slots ----
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """Decode steps of each row since its prompt, where a score's temperature asks."""
+    """Set the decode steps of each row since its prompt, if a score's temperature depends on them."""
     assert new.seen_B is not None
     score, steps = new.settings.policy.score, []
     for cache in caches:
@@ -95,7 +95,7 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
 
 
 def _shared(caches: Sequence[TextState]) -> Tensor | None:
-    """The sums that layers share, by position, as wide as the longest text's."""
+    """Join the sums that layers share, indexed by position, as wide as the longest text's."""
     sums = [cache.shared for cache in caches if cache.shared is not None]
     if not sums:
         return None
@@ -104,7 +104,7 @@ def _shared(caches: Sequence[TextState]) -> Tensor | None:
 
 
 class _Limits:
-    """Joined protected sizes: layers that shared theirs go on sharing them."""
+    """Joined protected sizes; layers that shared one object still do."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, ...], Limits] = {}
@@ -144,13 +144,13 @@ def _mass(layer: SlotLayer) -> Tensor:
 
 
 def _goals(new: SlotLayer, parts: list[SlotLayer]) -> list[int] | None:
-    """Slots that each head needs once it has reached its budget, where tokens are evicted."""
+    """Return the slots that each head needs once it has reached its budget, if tokens are evicted."""
     goals = [part.goals() for part in parts]
     return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
 
 
 def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
-    """Empty buffers for heads that hold `counts` tokens: ragged where dense ones would waste too much."""
+    """Make empty buffers for heads that hold `counts` tokens: ragged if dense ones would waste too much."""
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     new.kv = slots.empty(like.kv, B, H, plan(counts, goals))
@@ -163,7 +163,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
 
 
 def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Move what each head holds to the front of its segment, in text order."""
+    """Move each head's tokens to the front of its segment, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
@@ -179,7 +179,7 @@ def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _open(new: SlotLayer, counts: list[int], goals: list[int] | None) -> None:
-    """Where the next token goes."""
+    """Set the mode: the slots that the next token goes to."""
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:

@@ -1,4 +1,4 @@
-"""What one forward pass brings; the same for all layers."""
+"""The context of one forward pass, the same for all layers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 class Forward:
     """A pass, or one block of its prompt.
 
-    positions_BQ: -1 for padding. rows_BQ: positions of the queries, where padding behind a row's tokens attends to them as it
-    does unpatched; else None. prompt: how many of its columns still belong to the prompt. ends_prompt: whether the
-    prompt (or the block) is whole with them. n_B: tokens of each row so far, known where a prompt ends. recording: decode
-    steps of this pass are journalled. first_step: decode steps since the prompt before this pass.
+    positions_BQ: -1 for padding. rows_BQ: positions of the queries, if padding after a row's tokens attends to them as it
+    does in the unpatched model; else None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or
+    the block) is complete with them. n_B: tokens of each row so far, known where a prompt ends. recording: the undo log
+    records the decode steps of this pass. first_step: decode steps between the prompt and this pass.
 
-    Known where a prompt or a block ends: budget_n_B, the tokens that a share `k` counts; fixed_B, tokens below this
-    position are kept outside the budget; keeps_all, nothing is evicted; rows_B, query rows that the prompt (or the block)
-    has; final, decode steps may follow; reserve, columns that the next block needs.
+    Known where a prompt or a block ends: budget_n_B, the tokens that a share `k` refers to; fixed_B, tokens below this
+    position are kept outside the budget; keeps_all, nothing is evicted; rows_B, query rows of the prompt (or block);
+    final, decode steps may follow; reserve, columns that the next block needs.
 
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
-    rotary positions, where keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
-    each row's own tokens first, where some are padding. recent: the protected windows' lower ends, computed once for all
-    layers. traced: a decode step that torch.compile sees through.
+    rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
+    each row's own tokens first, if some are padding. recent: lower ends of the protected windows, computed once for all
+    layers. traced: a decode step inside a graph of torch.compile.
     """
 
     positions_BQ: Tensor
@@ -53,8 +53,10 @@ class Forward:
 
     @cached_property
     def padding(self) -> tuple[int, bool]:
-        """Columns up to the prompt's last padding, and whether some padding comes behind a token of its row: what a sliding
-        window reaches is then no segment of columns."""
+        """Return the columns up to the prompt's last padding, and True if some padding follows a token of its row.
+
+        A sliding window then reaches columns that are not contiguous.
+        """
         pad_BP = self.positions_BQ[:, : self.prompt] < 0
         last = pad_BP.any(0).nonzero()[-1] + 1
         reach, gapped = torch.stack([last[0], (pad_BP[:, 1:] & ~pad_BP[:, :-1]).any().long()]).tolist()
@@ -62,19 +64,20 @@ class Forward:
 
     @cached_property
     def behind(self) -> bool:
-        """Some padding stands behind a token of its row, and attends to it."""
+        """Tell if some padding follows a token of its row, and attends to it."""
         return self.rows_BQ is not None and bool(((self.rows_BQ >= 0) & (self.positions_BQ < 0)).any())
 
     def on(self, device: torch.device) -> Tensor:
-        """positions_BQ on a layer's device."""
+        """Return positions_BQ on a layer's device."""
         return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
 
 
 def places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
-    """Position of each column [B,Q], -1 before a row's first token: a token's own, for padding behind it that of the newest
-    token, or the column's where `columns` count.
+    """Return the position of each column [B,Q]; -1 before a row's first token.
 
-    real_BQ: False for padding. before_B: the position that follows what each row has read.
+    Padding after a token has the newest token's position, or its column's if `columns` count.
+
+    real_BQ: False for padding. before_B: the position after the last that each row has read.
     """
     counted = real_BQ.long()
     if columns:
@@ -83,9 +86,9 @@ def places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
 
 
 def cut(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
-    """The prompt columns of a pass as one Forward per block.
+    """Split the prompt columns of a pass into one Forward per block.
 
-    before_B, after_B: tokens of each row before and after these columns. final: whether the prompt ends with them.
+    before_B, after_B: tokens of each row before and after these columns. final: the prompt ends with them.
     """
     P, positions_BQ, protect_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ
     if now.padded:

@@ -1,4 +1,4 @@
-"""What an unpatched prompt has left in a transformers cache, taken over where that is exact."""
+"""Conversion of a transformers cache that an unpatched prompt filled, where that is exact."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .state import TextState, writable
 
 @writable
 def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None) -> None:
-    """Fill an empty `cache` with what `past` holds; the next prompt end evicts. mask_BT: of padding.
+    """Fill an empty `cache` from `past`; the next end of a prompt compresses it. mask_BT: padding mask.
 
     Raises:
-        KVPatchError: the policy asks for more than keys and values, or `past` has dropped tokens.
+        KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
     """
     cache.check_whole()
     _check(cache, past)

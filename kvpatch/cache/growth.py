@@ -1,7 +1,7 @@
-"""How many slots the heads of a layer get: one rule for appended columns, for slots of one width and for ragged ones.
+"""Slot counts of a layer's heads: one rule for appended columns, for dense slots and for ragged ones.
 
-A buffer is made for what it holds and a sixteenth more, at least 8 entries a head: that amortizes moving it and bounds what
-stands empty. A head that evicts never needs more than its budget and the slot of the token that comes.
+A buffer has room for its tokens plus 1/16, at least 8 entries per head: that amortizes growth and bounds waste. A head that
+evicts never needs more than its budget and one slot for the incoming token.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ LEAST, PART = 8, 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Slots to be made. capacities: of each head. filled: where segments differ (a ragged layer), slots of each head that are
-    in use while a query attends; else None, and every head gets as many as the one that needs most."""
+    """Sizes of slots to allocate.
+
+    capacities: slots of each head. filled: slots of each head in use while a query attends, if segments differ (a ragged
+    layer); None: every head gets as many as the one that needs most.
+    """
 
     capacities: list[int]
     filled: list[int] | None = None
 
     @property
     def ragged(self) -> bool:
+        """True if each head has a segment of its own size."""
         return self.filled is not None
 
 
 def slack(tokens: int) -> int:
-    """Free slots for a head of so many tokens."""
+    """Return the number of spare slots for a head of so many tokens."""
     return max(LEAST, tokens // PART)
 
 
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
-    """Slots for heads that hold `counts` tokens and `more` each; goals: slots that a head never needs more than."""
+    """Return slots for heads of `counts` tokens and `more` spare ones each; goals: the most slots each head ever needs."""
     if goals is None:
         return [count + more for count in counts]
     return [min(count + more, goal) for count, goal in zip(counts, goals, strict=True)]
@@ -42,17 +46,17 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
 def plan(
     counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False
 ) -> Layout:
-    """Slots of each head at the end of a prompt, ragged where dense ones would waste too much.
+    """Plan each head's slots at the end of a prompt: ragged if dense ones would waste too much.
 
-    more: tokens that a head of so many gets room for. exactly: no fewer, wherever capacities are rounded up.
+    more: returns the coming tokens that a head of so many gets room for. exactly: no fewer, even if capacities are rounded up.
     """
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     ragged = wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
     if not ragged:
         return Layout(capacities(counts, goals, more(max(counts))))
     free = more(sum(counts) // len(counts))
-    # half of the slack is enough to begin with, and of many heads capacities are rounded up (HeadOffsets)
+    # start with half of the slack; with many heads, capacities are rounded up (HeadOffsets)
     half = max(free // 2, LEAST if len(counts) <= FEW else LEAST // 2)
     sizes = capacities(counts, goals, free if exactly else min(free, half))
-    # an evicting head's slots are all in use while it attends, once it is full
+    # all slots of an evicting head are in use while it attends, once it has reached its budget
     return Layout(sizes, counts if goals is None else list(map(min, sizes, goals)))

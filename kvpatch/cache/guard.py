@@ -14,14 +14,14 @@ _UNFINISHED = (
 
 
 class MutationGuard:
-    """marks: what was begun and has not ended. changes: how often something was begun."""
+    """Guard of a mutable object. marks: operations begun and not ended. changes: number of operations begun."""
 
     marks: dict[str, list[str]]
     changes: int
 
     @property
     def unfinished(self) -> bool:
-        """Whether a change was begun that has not ended: by a thread that is at it, or by one that was interrupted."""
+        """True if a change was begun and not ended: it is running in some thread, or was interrupted."""
         return bool(self.marks)
 
     def check_whole(self) -> None:
@@ -30,31 +30,31 @@ class MutationGuard:
             raise KVPatchError(_UNFINISHED.format(next(iter(self.marks.values()))[0]))
 
     def claim(self, what: str) -> None:
-        """Mark that `what` is being done. An interrupt leaves the mark, and then only reset() takes it away.
+        """Mark that the operation `what` has begun. An interrupt leaves the mark, and only reset() clears it.
 
         Raises:
-            KVPatchError: something is being done, or was not finished.
+            KVPatchError: another operation is running, or was not finished.
         """
         self.check_whole()
         mine = [what]
-        if self.marks.setdefault("change", mine) is not mine:  # in one step: of two threads one comes first
+        if self.marks.setdefault("change", mine) is not mine:  # atomic: of two threads one comes first
             raise KVPatchError(_UNFINISHED.format(what))
         self.changes += 1
 
     def release(self) -> None:
-        """What was claimed is done, or was refused before anything changed."""
+        """Clear the mark: the operation ended, or was refused before anything changed."""
         self.marks.pop("change", None)
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """`claim`, and `release` where the block ends well."""
+        """Run a block between `claim` and `release`; an exception leaves the mark."""
         self.claim(what)
         yield
         self.release()
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Several threads may read; a change in the meantime is an error, for what was read is torn."""
+        """Run a block that reads. Several threads may read; a change in the meantime raises, for reads would be torn."""
         self.check_whole()
         changes = self.changes
         yield

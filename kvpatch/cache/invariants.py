@@ -1,7 +1,7 @@
-"""The invariants of a cache between passes: what slots hold, every counter, and how much is allocated.
+"""The invariants of a cache between passes: contents of slots, every counter, and how much is allocated.
 
-One list for a cache that was decoded and for one that was loaded from a file: the loader, the state machine of the tests and
-strict=True call `EvictingCache.check_invariants()`. An InvalidError's words name the layer; who calls says what to do.
+The loader of saved caches, the state machine of the tests and strict=True all call `EvictingCache.check_invariants()`. The
+message of an InvalidError names the layer; the caller adds what to do.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .state import TextState
 
 
 def check(cache: TextState) -> None:
-    """Raise InvalidError where something does not hold that must hold between passes; see EvictingCache.check_invariants."""
+    """Raise InvalidError if an invariant is broken; see EvictingCache.check_invariants."""
     cache.catch_up()
     check_state(cache)
     check_bytes(cache)
 
 
 def check_state(cache: TextState) -> None:
-    """Raise InvalidError where the cache contradicts itself, its policy or its budget."""
+    """Raise InvalidError if the cache contradicts itself, its policy or its budget."""
     seen_B, seen = cache.seen_B, cache.layers[0].seen
     if seen_B is None:
         must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
@@ -40,11 +40,11 @@ def check_state(cache: TextState) -> None:
     if lag_B is not None:
         must((lag_B >= 0) & (lag_B <= cache.counters.steps), "lag_B is no number of steps")
     if cache.shared is not None:
-        grows = cache.settings.policy.schedule != "prompt"  # it does when it is added to, which decode steps then do not
+        grows = cache.settings.policy.schedule != "prompt"  # else decode steps add nothing to it
         must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
     for index, layer in enumerate(cache.layers):
         here = seen_B.to(layer.device)
-        shares = cache.settings.policies[index].over_heads is not None  # of one budget a head may get none
+        shares = cache.settings.policies[index].over_heads is not None  # with an adaptive budget a head may get no token
         with _named(index):
             if layer.mode.evicts and not cache.turns.open:
                 _check_budget(cache, index, layer, here)
@@ -53,9 +53,9 @@ def check_state(cache: TextState) -> None:
 
 
 def check_bytes(cache: TextState) -> None:
-    """Raise InvalidError where more is allocated than is held and the slack of growth.py.
+    """Raise InvalidError if more is allocated than is held plus the slack of growth.py.
 
-    Room that was asked for, and that of the next block while a prompt is read block by block, may be more.
+    Room that was asked for may be more, and so may that of the next block while a prompt is read in blocks.
     """
     ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
     for index, layer in enumerate(cache.layers):
@@ -65,7 +65,7 @@ def check_bytes(cache: TextState) -> None:
 
 
 class _named:
-    """Puts a layer's number before the words of an error."""
+    """Prefix of a layer's number for error messages."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -79,7 +79,7 @@ class _named:
 
 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
-    """The budget of each head is one that the policy can have given."""
+    """Raise InvalidError for a head's budget that the policy cannot have given."""
     assert layer.keep_BH1 is not None and layer.limits is not None
     keep_BH, policy = layer.keep_BH1[..., 0], cache.settings.policies[index]
     heads, bound = keep_BH.shape[1], cache.settings.bounds[index]
@@ -96,7 +96,7 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
 
 
 class _LayerState:
-    """What one layer's slots hold, to be checked. limit_BH: the slots of each head that may be in use."""
+    """One layer's slots during the checks. limit_BH: slots of each head that may be in use."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
@@ -106,7 +106,7 @@ class _LayerState:
         self.limit_BH = layer.kv.limits(layer.used, layer.mode.evicts).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
-        """Raise InvalidError where the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
+        """Raise InvalidError if the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
         layer, p = self.layer, self.layer.positions
         must((p >= -1) & (p < self.seen_B11), "positions are not those of tokens that were seen")
         ordered = p.sort(-1).values
@@ -129,7 +129,7 @@ class _LayerState:
             self._filling(mode)
 
     def _appended(self) -> None:
-        """Tokens are appended behind the used columns."""
+        """Check a layer whose tokens are appended after the used columns."""
         layer, real = self.layer, self.real
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
         later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
@@ -137,13 +137,13 @@ class _LayerState:
         must(newest, "what was appended is not the newest")
 
     def _filling(self, mode: Filling) -> None:
-        """All heads reach their budget after the same number of steps."""
+        """Check that all heads reach their budget after the same number of steps."""
         layer = self.layer
         leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == layer.used + mode.filling).all())
         must(not layer.holes and leads, "filling does not lead to the budget")
 
     def _evicting(self, mode: Evicting) -> None:
-        """One slot of each head is free for the next token, or some heads are below their budget and without any."""
+        """Check that each head has one slot free for the next token, or is below budget."""
         layer, free_BH = self.layer, mode.free_BH
         assert layer.keep_BH1 is not None
         keep_BH = layer.keep_BH1[..., 0]
@@ -167,7 +167,7 @@ class _LayerState:
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
     def _growing(self, mode: Growing) -> None:
-        """Free slots behind what each head holds, for tokens that evict nothing."""
+        """Check the free slots after each head's tokens, in a layer that evicts nothing."""
         layer, free_BH = self.layer, mode.free_BH
         must(layer.holes and layer.used == len(self.column), "unused columns between slots")
         must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
@@ -180,13 +180,13 @@ class _LayerState:
 
 
 def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
-    """Raise InvalidError where more is allocated than what is held, and a sixteenth or 8 slots a head, if these are more.
+    """Raise InvalidError if a layer has more slots than its tokens plus 1/16, or plus 8 per head if that is more.
 
-    A ragged layer's slots count all together, against the tokens that all its heads hold. In dense slots every head counts
-    as the one that holds the most; dense slots stand for heads that differ from it by a fiftieth on average or, below their
-    budget, by 8 slots. Where tokens are appended a column counts as held, in rows too whose padding lies there.
+    A ragged layer's slots are compared in total with the tokens of all its heads. In dense slots every head counts as the
+    longest one: dense slots are used if heads differ from it by at most 1/50 on average or, below budget, by 8 slots. Where
+    tokens are appended, a column counts as held also in rows whose padding lies there.
 
-    ahead: slots that each head may have free in any case, where room was asked for.
+    ahead: slots that each head may have free in any case, if room was asked for.
     """
     columns = None if layer.mode.slotted else layer.used
     slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(layer.counts(), columns, ahead)
@@ -194,11 +194,11 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
 
 
 def _first(positions: Tensor) -> Tensor:
-    """The oldest position of each head."""
+    """Return the oldest position of each head."""
     return positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).amin(-1, keepdim=True)
 
 
 def must(condition: object, message: str) -> None:
-    """Raise InvalidError with these words unless the condition (all of it, of a tensor) holds."""
+    """Raise InvalidError with this message unless the condition holds (everywhere, for a tensor)."""
     if not (bool(condition.all()) if isinstance(condition, Tensor) else condition):
         raise InvalidError(message)

@@ -1,9 +1,8 @@
-"""One layer's slots: keys, values, the original position of what lies in each, and the score state beside it.
+"""One layer's slots: keys, values, the original position of each token, and the score state beside it.
 
-Keys carry their position inside (rotary, learned) or beside them (ALiBi, through the positions tensor), so their order in
-memory is free. A layer that has reached its budget holds budget + 1 slots: a decode step writes the new token into the one
-free slot, and names the slot that is free next. Nothing else moves. Below its budget, and where nothing is evicted while
-decoding, a layer grows in steps (growth.py).
+A key's position is in the key (rotary, learned) or in the positions tensor (ALiBi), so the order in memory is free. A layer
+that has reached its budget has budget + 1 slots: a decode step writes the new token into the one free slot and names the
+next free one. Nothing else moves. Below budget, or if decode steps evict nothing, a layer grows in steps (growth.py).
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     from ..backends.protocol import Geometry
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values in `kv` (slots.py), of whose C columns the first `used` count, and what stands beside them.
+    """One layer's keys and values in `kv` (slots.py), and the state beside them. Of C columns the first `used` are in use.
 
-    mode says where the next token goes (modes.py). positions [B,H,C] int64, -1 where a slot is empty. state: tensors [B,H,C] or
-    [B,H,C,G] beside the keys. holes: some of the used slots may be empty while a query attends (padding, rows with different
-    budgets). contiguous: columns lie in text order without gaps. floor: columns that cannot be cropped, since an eviction chose
-    them or some rows' padding lies there.
+    mode: where the next token goes (modes.py). positions [B,H,C] int64, -1 for an empty slot. state: tensors [B,H,C] or
+    [B,H,C,G] beside the keys. holes: some used slots may be empty while a query attends (padding, rows with different
+    budgets). contiguous: columns are in text order without gaps. floor: number of columns that cannot be cropped, because an
+    eviction chose them or some rows' padding lies there.
     """
 
     is_compileable = False
@@ -54,14 +53,14 @@ class SlotLayer(CacheLayerMixin):
         self.holes = False
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.limits: Limits | None = None
-        # entries of coming tokens, and the number of columns seen at the first of them
+        # entries computed ahead, and the number of columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
-        # computed from the shape and from free_BH, and kept with what they were computed from
+        # derived from the shape and from free_BH, and stored with what it was derived from
         self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
         self.free_at: tuple[Tensor, Tensor] | None = None
         self.geometry: Geometry | None = None
-        self.output_rows: Tensor | None = None  # of a projection whose weight had to be worked out
-        self.mass_BH: Tensor | None = None  # share of the prompt's attention that what was kept of it got
+        self.output_rows: Tensor | None = None  # of a projection whose weight had to be dequantized or gathered
+        self.mass_BH: Tensor | None = None  # share of the prompt's attention that the kept tokens received
         self.traced = False  # the pass is a traced step (compiled.py)
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
@@ -70,11 +69,11 @@ class SlotLayer(CacheLayerMixin):
         self.sliding: int | None = None
         self.journal: deque[Undo] = deque(maxlen=JOURNAL)
 
-    # ---- what transformers asks of a layer ----
+    # ---- the interface of a transformers layer ----
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Keys of the columns in use, as a DynamicCache shows them; entries [F,D] of a ragged layer. For those who look."""
+        """Keys of the columns in use, as in a DynamicCache; for a ragged layer, entries [F,D]. For inspection."""
         return self.kv.view(self.used)[0] if self.is_initialized else None
 
     @property
@@ -118,7 +117,7 @@ class SlotLayer(CacheLayerMixin):
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
         self.positions = change(self.positions)
         self.state = {name: change(tensor) for name, tensor in self.state.items()}
-        if self.kv.width < self.positions.shape[2]:  # the longest row has gone
+        if self.kv.width < self.positions.shape[2]:  # the longest row was dropped
             C = self.used = self.kv.width
             self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
@@ -142,12 +141,12 @@ class SlotLayer(CacheLayerMixin):
     # ---- writing ----
 
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
-        """Make room for `columns` and for some more, `most` in all."""
+        """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
             self._resize([max(capacities([columns], most, slack(columns))[0], columns)])
 
     def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
-        """Slots of these capacities, with what lies in the used columns where it was. goals: where heads differ."""
+        """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
         with torch.no_grad():
             self.kv = self.kv.resized(capacities, goals, self.used)
             C = self.kv.width
@@ -156,7 +155,7 @@ class SlotLayer(CacheLayerMixin):
         self.free_at = None
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Take a whole prompt's keys and values as they are, without a copy, until `settle` makes buffers of its own."""
+        """Take a whole prompt's keys and values without a copy, until `settle` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = DenseSlots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
@@ -165,7 +164,7 @@ class SlotLayer(CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write columns behind the used ones."""
+        """Write columns after the used ones."""
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
@@ -179,7 +178,7 @@ class SlotLayer(CacheLayerMixin):
         self._zero_statistics(start)
 
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
-        """The state tensor `name`, made (zero) where it is not there yet, of one number per slot or shaped as `like`."""
+        """Return the state tensor `name`; a new one is zero, with one number per slot or shaped as `like`."""
         if name not in self.state:
             dtype, rest = (accumulator(self.dtype), ()) if like is None else (like.dtype, like.shape[3:])
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
@@ -190,9 +189,9 @@ class SlotLayer(CacheLayerMixin):
             self.statistic(name)[:, :, start : self.used] = 0
 
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write one token per row: into the free slot of each head, in place, or behind the used columns."""
+        """Write one token per row: into each head's free slot, in place, or after the used columns."""
         if not self.mode.slotted:
-            if self.is_initialized:  # no more columns than the budget that is being filled
+            if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
@@ -201,24 +200,24 @@ class SlotLayer(CacheLayerMixin):
         self.write_position(positions_B1)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """The new token's position, and empty sums, into the free slot of each head."""
+        """Write the new token's position, and zero sums, into each head's free slot."""
         (B, H, _), slot = self.positions.shape, self.free_slots()
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
         for name in self.statistics:
             self.state[name].view(-1).index_fill_(0, slot, 0)
 
     def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
-        """The new token's key and value into the free slot of each head: one token per head is written."""
+        """Write the new token's key and value into each head's free slot."""
         self.kv.write_at(self.free_rows(), k_BH1D, v_BH1D)
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """What the score notes about it."""
+        """Write the new token's entries of the score state."""
         for name, tensor in entry.items():
             rows = self.state[name].flatten(0, 2)
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
     def free_slots(self) -> Tensor:
-        """The free slots as indices [B*H] into the flattened slots, computed once."""
+        """Return the free slots as indices [B*H] into the flattened slots, computed once."""
         free_BH = self.mode.free_BH
         if self.traced:
             return free_BH.reshape(-1) + self._heads()
@@ -227,11 +226,11 @@ class SlotLayer(CacheLayerMixin):
         return self.free_at[1]
 
     def free_rows(self) -> Tensor:
-        """The free slots as indices [B*H] into the rows of keys and values."""
+        """Return the free slots as indices [B*H] into the rows of keys and values."""
         return self.kv.rows(self.mode.free_BH, self.free_slots())
 
     def _heads(self) -> Tensor:
-        """Where each head's slots begin, flattened [B*H]."""
+        """Return the index at which each head's slots begin, flattened [B*H]."""
         shape = tuple(self.positions.shape)
         if self.traced:
             return torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=self.positions.device)
@@ -241,14 +240,14 @@ class SlotLayer(CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions of the used slots; keys and values of a ragged layer are entries [F,D]."""
+        """Return keys, values and positions of the used slots; in a ragged layer keys and values are entries [F,D]."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
         return *self.kv.view(T), self.positions[:, :, :T]
 
     def state_view(self) -> dict[str, Tensor]:
-        """The state of the used slots."""
+        """Return the state of the used slots."""
         if self.used == self.positions.shape[2]:
             return self.state
         return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
@@ -256,7 +255,7 @@ class SlotLayer(CacheLayerMixin):
     # ---- evicting ----
 
     def settle(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
-        """End of a prompt: slots of its own, laid out so, with the entries at `index` (None: all that are used)."""
+        """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
             self._resize([max(*layout.capacities, self.used)])
             return
@@ -274,7 +273,7 @@ class SlotLayer(CacheLayerMixin):
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
-        """A prompt, or a piece of one, is appended: columns again, some of them empty, where there were slots."""
+        """Begin a prompt, or a piece of one: slots become columns, some of them empty, and tokens are appended."""
         if isinstance(self.mode, Reading):
             return
         if self.mode.slotted:
@@ -283,49 +282,49 @@ class SlotLayer(CacheLayerMixin):
         self.mode = Reading(croppable=self.mode.croppable)
 
     def start_appending(self) -> None:
-        """End of a prompt: tokens are appended behind it."""
+        """End a prompt: tokens are appended after it."""
         self.mode = Appending()
 
     def start_filling(self, steps: int) -> None:
-        """End of a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
+        """End a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
         self.mode = Filling(steps)
 
     def start_growing(self, next_BH: Tensor) -> None:
-        """End of a prompt: tokens go into slots, from these on, and none is evicted."""
+        """End a prompt: tokens go into slots, starting with these, and none is evicted."""
         self._open(Growing(next_BH))
 
     def start_evicting(self, steps: int, next_BH: Tensor | None = None) -> None:
-        """End of a prompt: tokens go into slots, and heads at their budget evict; all are after so many steps.
+        """End a prompt: tokens go into slots, and heads at their budget evict; all heads do after so many steps.
 
-        next_BH: where the first tokens go; else the first empty slot of each head.
+        next_BH: slots for the first tokens; None: the first empty slot of each head.
         """
         self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps))
 
     def _open(self, mode: Growing | Evicting) -> None:
-        """Make slots of all columns: what is empty is masked."""
+        """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
         self.measure()
 
     def empty_slots(self) -> Tensor:
-        """The first empty slot of each head [B,H]; behind its last one where none is empty."""
+        """Return the first empty slot of each head [B,H], or the index after its last slot if none is empty."""
         lowest = self.positions.min(-1)
         return lowest.indices.masked_fill(lowest.values >= 0, self.positions.shape[2])
 
     # ---- growing ----
 
     def counts(self) -> list[int]:
-        """Slots that each head has taken; waits for the device."""
+        """Count the slots that each head has taken; waits for the device."""
         taken = self.mode.free_BH if isinstance(self.mode, Growing) else (self.positions >= 0).sum(-1)
         return taken.flatten().tolist()
 
     def goals(self) -> list[int] | None:
-        """Slots that each head needs once it has reached its budget, or None where it has none."""
+        """Return the slots that each head needs once it has reached its budget, or None if it has no budget."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + 1 for keep in self.keep_BH1.flatten().tolist()]
 
     def measure(self) -> None:
-        """Bring up to date how many tokens can be written before buffers move."""
+        """Update how many tokens can be written before buffers move."""
         mode = self.mode
         if isinstance(mode, Slotted):
             heads = zip(self.short_heads(), self.kv.capacities(), self.counts(), strict=True)
@@ -334,7 +333,7 @@ class SlotLayer(CacheLayerMixin):
             mode.slack = mode.grown + min(free, default=0)
 
     def short_heads(self) -> list[bool]:
-        """Tell which heads may need more slots than they have, and bring what the mode says of them up to date."""
+        """Tell which heads may need more slots than they have, and update the mode's fields about them."""
         capacities, goals = self.kv.capacities(), self.goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting):
@@ -342,11 +341,11 @@ class SlotLayer(CacheLayerMixin):
         return short
 
     def _most(self) -> list[int] | None:
-        """Columns that are never too few while tokens are appended, where a budget bounds them."""
+        """Return an upper bound of the columns while tokens are appended, if a budget bounds them."""
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
-        """Slots for more tokens of each head, where some head may have none left."""
+        """Allocate slots for more tokens of each head, if some head may have none left."""
         mode = self.mode
         if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
             return
@@ -357,7 +356,7 @@ class SlotLayer(CacheLayerMixin):
         self.measure()
 
     def fit(self) -> None:
-        """Give back what stands empty beyond the slack, after tokens were rolled back or rows dropped."""
+        """Give back empty slots beyond the slack, after tokens were rolled back or rows dropped."""
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
@@ -375,7 +374,7 @@ class SlotLayer(CacheLayerMixin):
         self.measure()
 
     def _move(self, capacities: list[int]) -> None:
-        """Slots of these capacities, all of them in use; what lies where is as before."""
+        """Move into slots of these capacities, all of them in use; slot indices stay."""
         self._resize(capacities, self.goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -387,7 +386,7 @@ class SlotLayer(CacheLayerMixin):
         return self.kv.taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """A token was written and none goes: each head's next slot is the one behind it."""
+        """Name the slot after the new token's as each head's next one, where none is evicted."""
         self.set_free(self.mode.free_BH + 1)
         if not self.traced:
             self.mode.count(1)
@@ -398,14 +397,14 @@ class SlotLayer(CacheLayerMixin):
                 self.graph = (gathered(self.graph[0], index_BHK), gathered(self.graph[1], index_BHK))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """The next token goes there; in place in a traced step, for graphs know tensors by their memory."""
+        """Set the slot for the next token; in place in a traced step, since graphs know tensors by address."""
         if self.traced:
             self.mode.free_BH.copy_(slot_BH)
         else:
             self.mode.free_BH = slot_BH
 
     def forget_places(self) -> None:
-        """A kernel has named the next slots in place: what was computed from the ones before is void."""
+        """Drop what was derived from the previous free slots: a kernel has named the next ones in place."""
         self.contiguous = False
         if not self.traced:
             self.named_by_kernels()
@@ -418,7 +417,7 @@ class SlotLayer(CacheLayerMixin):
             self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
-        """Empty the slot of each head; the next token is written there."""
+        """Empty one slot of each head, and name it for the next token."""
         if self.mode.slotted:
             self.set_free(slot_BH)
         else:  # the budget is reached
@@ -426,20 +425,20 @@ class SlotLayer(CacheLayerMixin):
         self.contiguous = False
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
-    # ---- rolling back ----
+    # ---- rollback ----
 
     def note(self, shared: Tensor | None) -> None:
-        """Write down what the coming step will overwrite; `shared` is the score that layers share."""
+        """Record in the undo log what the coming step will overwrite; `shared` is the score that layers share."""
         self.journal.append(record(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """remembers: what these tokens attended to is in the scores of others."""
+        """Tell if the last `tokens` can be rolled back. remembers: other tokens' scores contain their attention."""
         mode = self.mode
         appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
         return len(self.journal) >= tokens or (mode.croppable and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
-        """Undo the last `tokens` (a count) and return the shared score that stood before them, if any."""
+        """Roll back the last `tokens` and return the shared score from before them, if any."""
         shared = None
         if len(self.journal) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens

@@ -1,10 +1,10 @@
-"""The modes of a layer: where its next token goes, and the fields that it has in this mode alone.
+"""The modes of a layer: where its next token goes, and the fields that exist only in this mode.
 
     Empty -> Reading a prompt -> Appending | Filling | Growing | Evicting -> Reading the next prompt
                                              Filling -> Evicting, once the budget is reached
 
 A layer's `mode` is one of these records. SlotLayer's methods `begin_prompt`, `start_*`, `free` and `reset` are the transitions.
-Whoever must tell modes apart asks a record for its class or its constants; a mode of another kind is a class here.
+Code that must tell modes apart asks for the record's class or its constants; another mode is another class here.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 
 
 class Mode:
-    """What every mode answers.
+    """Interface of all modes.
 
-    name: in a saved cache. slotted: the next token goes into a free slot of each head, `free_BH` (behind a head's last slot
-    where all are taken); else behind the used columns. evicts: tokens are evicted while decoding. croppable: the last columns
-    are the last tokens, and nothing was evicted for them.
+    name: in a saved cache. slotted: the next token goes into a free slot of each head, `free_BH` (the index after a head's
+    last slot if all are taken); else after the used columns. evicts: tokens are evicted while decoding. croppable: the last
+    columns are the last tokens, and nothing was evicted for them.
 
     filling: steps until every row has reached its budget. growing: some head may need more slots than it has. unfilled: every
     head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
     """
 
     name: ClassVar[str]
-    saved: ClassVar[tuple[str, ...]] = ()  # counts of its own, in a saved cache
+    saved: ClassVar[tuple[str, ...]] = ()  # its own counters, in a saved cache
     slotted: ClassVar[bool] = False
     evicts: ClassVar[bool] = False
     croppable: bool = True
     filling: int = 0
     growing: bool = False
     unfilled: bool = False
-    free_BH: Tensor  # of a Slotted one
+    free_BH: Tensor  # of a Slotted mode
 
     def count(self, tokens: int) -> None:
-        """So many tokens were written, each of which brings every head below its budget nearer to it."""
+        """Count tokens written; each brings every head that is below budget closer to it."""
 
     def newest(self) -> int | None:
-        """Slots that each head has taken since its buffers were made, the token just written with them; None: unevenly."""
+        """Return the slots each head has taken since its buffers were made, the current token's included; None: unevenly."""
         return 1
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -50,15 +50,17 @@ class Mode:
 
 @dataclass
 class Empty(Mode):
-    """No text was seen."""
+    """No text has been read."""
 
     name = "empty"
 
 
 @dataclass
 class Reading(Mode):
-    """A prompt is appended. window_rows: queries [B,H,G,W,D] and positions [B,W] of the last rows of one that is not whole
-    yet."""
+    """A prompt is being appended.
+
+    window_rows: queries [B,H,G,W,D] and positions [B,W] of the last rows of an incomplete prompt.
+    """
 
     name = "reading"
     croppable: bool = True
@@ -71,14 +73,14 @@ class Reading(Mode):
 
 @dataclass
 class Appending(Mode):
-    """Tokens are appended, and none goes."""
+    """Tokens are appended, and none is evicted."""
 
     name = "appending"
 
 
 @dataclass
 class Filling(Mode):
-    """Tokens are appended until all heads, which are alike, have reached their budget."""
+    """Tokens are appended until all heads, which hold equally many, have reached their budget."""
 
     name, saved, evicts = "filling", ("filling",), True
     croppable: bool = field(default=False, init=False)
@@ -95,7 +97,7 @@ class Filling(Mode):
 class Slotted(Mode):
     """Tokens go into free slots.
 
-    Where a head may need more slots than it has, `slack` - `grown` more tokens can be written before buffers move; grown
+    If a head may need more slots than it has, `slack` - `grown` more tokens can be written before buffers move; grown
     counts those written since the prompt.
     """
 
@@ -110,7 +112,7 @@ class Slotted(Mode):
 
 @dataclass
 class Growing(Slotted):
-    """Nothing is evicted: each head's next slot is the one behind its last."""
+    """Nothing is evicted: each head's next slot is the one after its last."""
 
     name, saved = "growing", ("slack", "grown")
     growing: bool = field(default=True, init=False)

@@ -26,13 +26,13 @@ def begin(
     table: Callable[[int], Any] | None = None,
     repeatable: bool = False,
 ) -> None:
-    """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and which of them are prompt.
+    """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and how many belong to the prompt.
 
-    table: makes the rotary table for so many positions, where keys are cached without them. repeatable: see Forward.
+    table: makes the rotary table for so many positions, if keys are cached without them. repeatable: see Forward.
 
     Raises:
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
-            earlier pass that did not finish, another batch size.
+            unfinished earlier pass, or another batch size.
     """
     cache.claim("forward pass")
     cache.catch_up()
@@ -41,7 +41,7 @@ def begin(
     except BaseException:
         cache.release()
         raise
-    # all is well: from here on the cache changes, until _finish()
+    # all checks have passed: from here on the cache changes, until _finish()
     seen, prompt, ends = cache.get_seq_length(), now.prompt, now.ends_prompt
     turns, counters = cache.turns, cache.counters
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padded
@@ -55,7 +55,7 @@ def begin(
         counters.steps, counters.lag_B, cache.stack_due = 0, None, cache.request.room is None
         cache.limits_of.clear()
     if prompt or not any(layer.record_past for layer in cache.layers):
-        for layer in cache.layers:  # what was recorded before a prompt does not lead back over it
+        for layer in cache.layers:  # the undo log does not lead back over a prompt
             layer.journal.clear()
     if now.n_B:
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
@@ -70,7 +70,7 @@ def begin(
 
 
 def end(cache: TextState, layer: int) -> None:
-    """Note that a layer has run; after the last one the pass is over."""
+    """Note that a layer has run; the last one ends the pass."""
     if cache.scratch:
         cache.layers[layer].reset()
     if layer == len(cache.layers) - 1:
@@ -97,7 +97,7 @@ def _finish(cache: TextState) -> None:
     if begun:
         counters.device.span.fill_(cache.span())
         if cache.make_table is not None:
-            _rotary_table(cache, 1, prompt=False)  # for a step that is compiled
+            _rotary_table(cache, 1, prompt=False)  # for a compiled step
         if cache.request.room is not None:
             compiled.mark(cache)
     cache.release()
@@ -115,7 +115,7 @@ def _read(
     device: torch.device,
     repeatable: bool,
 ) -> tuple[Forward, Tensor, Tensor]:
-    """The pass, and the tokens of each row before and after it, [B]. Nothing is changed yet."""
+    """Read the pass, and the tokens of each row before and after it, [B]. Nothing changes yet."""
     check_batch(cache, B, Q, mask_BT)
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
@@ -126,7 +126,7 @@ def _read(
             "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
         )
     real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
-    # reading the mask waits for the device: only while there is a prompt
+    # reading the mask waits for the device: only during a prompt
     padded = real is not None and prompt > 0 and not bool(real[:, :prompt].all())
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
@@ -151,7 +151,7 @@ def _read(
 
 
 def _count_gaps(cache: TextState, now: Forward) -> None:
-    """Note that padding behind tokens stands in positions: rows can no longer be told positions that leave it out."""
+    """Note that positions count the padding after tokens: rows can no longer use positions without it."""
     assert now.rows_BQ is not None
     gaps_B, rows = ((now.rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
     rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
@@ -159,7 +159,7 @@ def _count_gaps(cache: TextState, now: Forward) -> None:
 
 
 def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> None:
-    """Raise KVPatchError for another batch size than the cache's, or a mask of the wrong length."""
+    """Raise KVPatchError for a batch size other than the cache's, or a mask of the wrong length."""
     if cache.seen_B is not None and len(cache.seen_B) != B:
         raise KVPatchError(
             f"The cache holds {len(cache.seen_B)} rows, but the input has {B}: give as many, or make them so with "
@@ -173,10 +173,10 @@ def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> Non
 
 
 def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
-    """Columns of this pass that belong to a prompt (policies.md, Budgets: prompts fed in pieces)."""
+    """Return the columns of this pass that belong to a prompt (policies.md, Budgets: prompts fed in pieces)."""
     if cache.request.prompt_len is not None:
         return min(max(cache.request.prompt_len - seen, 0), Q)
-    # what was taken over from an unpatched prompt ends with the first tokens that follow, be it one
+    # a prompt taken over from an unpatched cache ends with the first tokens that follow, even a single one
     return Q if seen == 0 or Q > 1 or not cache.turns.count else 0
 
 
@@ -185,7 +185,7 @@ def _refuse_padding(real_BQ: Tensor) -> None:
     if real_BQ.device.type == "cpu":
         if not bool(real_BQ.all()):
             raise KVPatchError(message)
-    else:  # asserted on the device, without waiting for it
+    else:  # asserted on the device, without a wait
         torch._assert_async(real_BQ.all(), message)
 
 
@@ -202,7 +202,7 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: Tensor) -> None:
 
 
 def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
-    """bool [B,Q]: columns that the user's `protect=` marks."""
+    """Mark the columns of the user's `protect=`, bool [B,Q]."""
     protect = cache.settings.policy.scope.protect
     if protect is None or not cache.settings.acts:
         return None
@@ -225,7 +225,7 @@ def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, s
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
-    """Set what the end of a prompt counts; n_B: tokens of each row when its prompt is whole."""
+    """Set the token counts for the compression of a prompt; n_B: tokens of each row when its prompt is complete."""
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
     now.fixed_B = begin_B if later and turns == "each" else None
@@ -237,7 +237,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
-    """A table for the ranks of a pass of Q columns: the same at every decode step of a full cache."""
+    """Make a table for the ranks of a pass of Q columns: the same at every decode step of a cache at its budget."""
     assert cache.make_table is not None
     ranks = _ranks(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
@@ -246,10 +246,10 @@ def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
 
 
 def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
-    """The most tokens that a head holds in a pass of Q columns, or somewhat more."""
+    """Return the most tokens that a head holds in a pass of Q columns, or a few more."""
     most, now, settings = 1, cache.now, cache.settings
     assert now is not None
-    first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones begin with what was generated meanwhile
+    first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones include generated tokens
     for index, layer in enumerate(cache.layers):
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
         held = layer.taken if replaced else layer.taken + Q

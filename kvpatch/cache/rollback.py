@@ -1,4 +1,4 @@
-"""What decode steps overwrote, so that they can be rolled back exactly: assisted decoding takes back what it drafted."""
+"""The undo log: data overwritten by decode steps, to roll them back exactly. Assisted decoding takes back rejected drafts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from .modes import Mode
 from .slots import Slots
 
-JOURNAL = 256  # decode steps that can be rolled back while recording: longer than any draft
+JOURNAL = 256  # decode steps that the undo log holds: more than any draft
 
 
 class Recorded(Protocol):
-    """A layer, as far as a decode step overwrites it (cache/layer.py describes the fields)."""
+    """A layer's fields that a decode step overwrites (cache/layer.py describes them)."""
 
     mode: Mode
     used: int
@@ -23,12 +23,13 @@ class Recorded(Protocol):
     state: dict[str, Tensor]
     kv: Slots
 
-    def free_rows(self) -> Tensor: ...
+    def free_rows(self) -> Tensor:
+        """Return the free slots as indices [B*H] into the rows of keys and values."""
 
 
 @dataclass
 class Undo:
-    """What one decode step overwrote."""
+    """Entry of the undo log: the data that one decode step overwrote."""
 
     used: int
     mode: Mode
@@ -39,7 +40,7 @@ class Undo:
 
 
 def record(layer: Recorded, shared: Tensor | None) -> Undo:
-    """What the coming step of `layer` will overwrite."""
+    """Record what the coming step of `layer` will overwrite."""
     slot = None
     if layer.mode.slotted:
         slot = layer.kv.read_at(layer.free_rows())
@@ -50,8 +51,8 @@ def record(layer: Recorded, shared: Tensor | None) -> Undo:
 
 
 def restore(layer: Recorded, undo: Undo) -> Tensor | None:
-    """Put `layer` back to where it stood, and return the shared score that stood then."""
-    # buffers have grown since, or have been cut to what an earlier roll-back left in them: what was cut off was empty
+    """Restore `layer` to the state before the step, and return the shared score of that time."""
+    # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
     layer.mode = undo.mode
     layer.used = layer.positions.shape[-1] if undo.mode.slotted else undo.used

@@ -1,4 +1,4 @@
-"""The settings of a cache: made once where a model is patched, and held by whoever needs them."""
+"""The settings of a cache: made once when a model is patched, and shared by all code that needs them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ SLIDING = get_policy("window")
 
 @dataclass(frozen=True, eq=False)
 class CacheSettings:
-    """Everything that decides what a cache keeps.
+    """All settings that decide which tokens a cache keeps.
 
     policy, budget: of the layers that the policy acts on. seed: of the policy's random numbers. block: tokens of a prompt
-    that are read between two evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in
-    `patched`. bounds: per layer the sliding window (tokens) of a layer that bounds itself beside others that do not, which
-    holds that window whatever the policy; None for the other layers. parallel: the KV heads of this process, where several
-    processes share a model. strict: names of the layers, where their numbers are checked
-    (attention/anomaly.py). counts_columns: unpatched, attention's distances are between columns of the batch, padding or not
-    (sliding windows, ALiBi by default).
+    read between two evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in `patched`.
+    bounds: for each layer with a sliding window among layers without one, that window (tokens), which it holds under any
+    policy; None for other layers. parallel: KV heads of this process, if several processes share a model. strict: names of
+    the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
+    distances are between columns of the batch, padding included (sliding windows, ALiBi by default).
     """
 
     policy: Policy
@@ -48,7 +47,7 @@ class CacheSettings:
         return self
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """The settings of a model that leaves after `count` layers; None: of all."""
+        """Return the settings of a model that exits after `count` layers; None: all layers."""
         if count is None or count >= self.n_layers:
             return self
         budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:count])
@@ -56,6 +55,7 @@ class CacheSettings:
 
     @property
     def n_layers(self) -> int:
+        """Number of layers."""
         return len(self.budget.per_layer)
 
     @cached_property
@@ -65,33 +65,35 @@ class CacheSettings:
 
     @cached_property
     def budgeted(self) -> tuple[int, ...]:
-        """Indices of the layers that the budget counts: all that do not bound themselves."""
+        """Indices of the layers that the budget applies to: all without a sliding window of their own."""
         return tuple(layer for layer, bound in enumerate(self.bounds) if bound is None)
 
     @cached_property
     def evicts(self) -> tuple[bool, ...]:
-        """Per layer: True where it may ever evict a token, by the policy or by its own window."""
+        """Per layer, True if it may ever evict a token, by the policy or its own window."""
         acts = self.policy.score is not None
         return tuple(bound is not None or (acts and self.budget.evicts(i)) for i, bound in enumerate(self.bounds))
 
     @cached_property
     def acts(self) -> bool:
-        """True where the policy evicts from any layer."""
+        """True if the policy evicts from any layer."""
         return any(self.evicts[layer] for layer in self.budgeted)
 
     @cached_property
     def transparent(self) -> bool:
-        """True where nothing is evicted and every position is the model's own: what cannot be served may run the model's
-        own code."""
+        """True if nothing is evicted and positions are the model's own.
+
+        Calls that the patch does not support may then run the model's own code.
+        """
         return not self.acts and self.block is None and not self.renumbered
 
     @property
     def by_columns(self) -> bool:
-        """True where padding behind a token counts in positions, as it does unpatched."""
+        """True if padding after a token counts in positions, as in the unpatched model."""
         return self.transparent and self.counts_columns
 
     def tokens(self, layer: int, n: int) -> int:
-        """Tokens that a KV head of `layer` may keep where a share `k` counts `n` tokens (of heads that share: the mean)."""
+        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share `k`; for heads that share, the mean."""
         bound = self.bounds[layer]
         if bound is not None:
             return bound
@@ -103,7 +105,7 @@ class CacheSettings:
         return policy.over_layers.split(budget, len(self.budgeted), least, most)[self.budgeted.index(layer)]
 
     def described(self) -> dict[str, Any]:
-        """Plain values of all that two caches must agree in to go on under one another's settings."""
+        """Describe as plain values all settings that two caches must share to go on under one another's patch."""
         return {
             "policy": _described(self.policy),
             "k": list(self.budget.per_layer),
@@ -113,7 +115,7 @@ class CacheSettings:
         }
 
     def differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
-        """Name, value here and value there of each setting in which `other` is another; none where caches may change places."""
+        """List each differing setting as (name, own value, value of `other`); empty if caches are interchangeable."""
         if other is self:
             return
         mine, theirs = (_flat(one.described()) for one in (self, other))
@@ -123,7 +125,7 @@ class CacheSettings:
 
 
 def _described(policy: Policy) -> dict[str, Any]:
-    """A policy's name, schedule, parts and options as plain values."""
+    """Describe a policy's name, schedule, parts and options as plain values."""
     parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
     options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}

@@ -1,8 +1,8 @@
-"""Storage of a layer's keys and values: slots that each head writes to, in whatever memory.
+"""Storage of a layer's keys and values: slots that each head writes to, in any memory layout.
 
-`Slots` is what a layer knows of it. A storage keeps keys and values alone: positions and scores stand beside it as [B,H,C],
-C its `width`, -1 and 0 where a head has no slot. Heads are numbered n = b * H + h. A storage of another kind is a class here
-(or anywhere) and a line in `compact` and `empty`, which make one by a Layout.
+A layer uses its storage through `Slots` only. A storage holds just keys and values: positions and scores are [B,H,C] tensors
+of the layer, C the storage's `width`, with -1 and 0 where a head has no slot. Heads are numbered n = b * H + h. Another
+storage is a class here (or anywhere) and a line in `compact` and `empty`, which choose one by a Layout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .growth import Layout, capacities, slack
 class Slots(ABC):
     """Keys and values of one layer.
 
-    keys, values: as a backend takes them, with `head_offsets` (None: [B,H,C,D]). appends: columns can be written behind those
-    in use; else a token goes into a free slot of each head. width: slots of the head that has most.
+    keys, values: as a backend takes them, with `head_offsets` (None: [B,H,C,D]). appends: columns can be written after those
+    in use; else a token goes into a free slot of each head. width: slots of the largest head.
     """
 
     appends: bool
@@ -41,84 +41,86 @@ class Slots(ABC):
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """Keys and values with one row per slot."""
+        """Return keys and values with one entry per slot."""
         return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
 
     @abstractmethod
     def begins(self) -> Tensor:
-        """The row at which each head's slots begin [B*H]."""
+        """Return the entry at which each head's slots begin [B*H]."""
 
     @abstractmethod
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
-        """The row of a slot of each head [B*H]; flat_N: its place in the flattened positions."""
+        """Return the entry of one slot of each head [B*H]; flat_N: its index in the flattened positions."""
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of these rows, copied."""
+        """Return copies of the keys and values of these entries."""
         keys, values = self.flat()
         return keys[rows_N], values[rows_N]
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write a key and a value into each of these rows, in place."""
+        """Write a key and a value into each of these entries, in place."""
         N = rows_N.shape[0]
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.detach().reshape(N, -1))
         self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.detach().reshape(N, -1))
 
     @abstractmethod
     def view(self, used: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `used` columns, as a backend takes them."""
+        """Return keys and values of the first `used` columns, as a backend takes them."""
 
     @abstractmethod
     def taken(self, used: int, free: int) -> int:
-        """Columns that tokens stand in, where `free` of `used` are written to next."""
+        """Return the columns that hold tokens; the last `free` of `used` are written next."""
 
     # ---- sizes ----
 
     @abstractmethod
     def capacities(self) -> list[int]:
-        """Slots of each head."""
+        """Return the slots of each head."""
 
     @abstractmethod
     def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
-        """Slots of each head, were these made now for heads that have taken `counts`."""
+        """Return the slots that each head would get now, having taken `counts`."""
 
     @abstractmethod
     def allowed(self, counts: list[int], goals: list[int] | None) -> int:
-        """Slots of all heads that are not too many for heads that have taken `counts`."""
+        """Return the most slots of all heads together that are no waste for heads that have taken `counts`."""
 
     @abstractmethod
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
-        """Slots that are taken, and how many may be allocated for them, with `ahead` free ones a head in any case. columns: in
-        use, where tokens are appended."""
+        """Return the slots taken, and how many may be allocated for them.
+
+        ahead: free slots that each head may have in any case. columns: those in use, if tokens are appended.
+        """
 
     @abstractmethod
     def limits(self, used: int, evicting: bool) -> Tensor:
-        """Slots of each head [B*H] that may hold a token between steps."""
+        """Return the slots of each head [B*H] that may hold a token between steps."""
 
     @abstractmethod
     def next_free(self, taken: int, grown: int) -> Tensor | int:
-        """The slot of each head [B*H] behind what it has taken, where nothing was evicted for `grown` tokens."""
+        """Return the slot of each head [B*H] after those it has taken, if nothing was evicted for `grown` tokens."""
 
-    # ---- the same slots, elsewhere ----
+    # ---- moving slots ----
 
     @abstractmethod
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> Slots:
-        """What lies in the first `used` columns, in slots of these capacities; where what lies is as before."""
+        """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     @abstractmethod
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """`change` applied along the axis of the batch."""
+        """Apply `change` along the batch axis."""
 
     @abstractmethod
     def dense(self, B: int, H: int) -> DenseSlots:
-        """Slots that columns can be appended to; itself where they can already."""
+        """Return slots that columns can be appended to; itself if they can already."""
 
     @abstractmethod
     def spread(self, tensor_BHC: Tensor) -> Tensor:
-        """What stands beside the slots, in the shape of keys and values without their last axis."""
+        """Bring a [B,H,C] tensor into the shape of keys and values without their last axis."""
 
     @abstractmethod
     def described(self) -> list[list[int]] | None:
-        """Everything but the tensors, as plain values (see `restored`)."""
+        """Describe everything but the tensors as plain values (see `restored`)."""
 
 
 class DenseSlots(Slots):
@@ -174,7 +176,7 @@ class DenseSlots(Slots):
         return DenseSlots(*(fitted(t[:, :, :used], C, 0) for t in (self.keys, self.values)))
 
     def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """The entries of each head at `index` (where `kept`; None: all), at the front of slots laid out so."""
+        """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
         both = self.keys, self.values
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
@@ -197,8 +199,7 @@ class DenseSlots(Slots):
 
 
 class RaggedSlots(Slots):
-    """Entries [F,D] in which HeadOffsets gives each head a segment of its own, for heads that hold different numbers of
-    tokens."""
+    """Entries [F,D] in which HeadOffsets gives each head a segment, for heads that hold different numbers of tokens."""
 
     appends = False
 
@@ -233,7 +234,7 @@ class RaggedSlots(Slots):
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held, typical = sum(counts), sum(counts) // len(counts)
-        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack has room for it
+        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack covers the rounding
         return held, held + len(counts) * max(slack(typical), ahead + rounded)
 
     def limits(self, used: int, evicting: bool) -> Tensor:
@@ -263,16 +264,16 @@ class RaggedSlots(Slots):
         return [self.offsets.capacities, self.offsets.filled]
 
 
-# ---- making them ----
+# ---- constructors ----
 
 
 def nothing() -> DenseSlots:
-    """Slots of a layer that has seen no text."""
+    """Make the slots of a layer that has read no text."""
     return DenseSlots(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout) -> Slots:
-    """Zeros for B * H heads, of the dtype, device and head sizes of `like`."""
+    """Make zeros for B * H heads, of the dtype, device and head sizes of `like`."""
 
     def zeros(*rows: int) -> tuple[Tensor, Tensor]:
         return like.keys.new_zeros(*rows, like.keys.shape[-1]), like.values.new_zeros(*rows, like.values.shape[-1])
@@ -285,20 +286,20 @@ def empty(like: Slots, B: int, H: int, layout: Layout) -> Slots:
 
 
 def restored(keys: Tensor, values: Tensor, described: Any) -> Slots:
-    """What `described` and its tensors describe."""
+    """Rebuild slots from their tensors and `described`."""
     if described is None:
         return DenseSlots(keys, values)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device, exactly=True))
 
 
 def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: the entries of each head at `index`."""
+    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`."""
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
     return tensor[b[:, None, None], h[None, :, None], index_BHK]
 
 
 def fitted(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...], in memory of its own, filled up with `empty` or cut."""
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new memory, padded with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]

@@ -1,4 +1,4 @@
-"""The state of one text (or batch of texts): the fields of an EvictingCache, and how they are emptied."""
+"""The state of one text (or batch of texts): the fields of an EvictingCache, and how they are reset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def writable(method: _Method) -> _Method:
-    """Keep what `method` allocates writable where inference mode is off, as it is in attention.attend."""
+    """Run `method` outside inference mode, as attention.attend does, so that the tensors it allocates stay writable."""
     return torch.inference_mode(False)(torch.no_grad()(method))
 
 
@@ -30,8 +30,8 @@ def writable(method: _Method) -> _Method:
 class Request:
     """The caller's plans for the text.
 
-    prompt_len: columns of the prompt, where generate() has said so; a prompt fed in pieces then ends there. new_tokens: tokens
-    to generate, where known. room: tokens to decode in buffers that have their final size where the prompt ends. drafts: an
+    prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
+    tokens to generate, if known. room: tokens to decode in buffers that reach their final size when the prompt ends. drafts: an
     assistant's cache, whose tokens may be taken back.
     """
 
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class Turns:
-    """Prompts read so far. begin_B: tokens of each row before the newest prompt. open: it has not ended yet."""
+    """Prompts read so far. begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended."""
 
     count: int = 0
     begin_B: list[int] = field(default_factory=lambda: [0])
@@ -51,9 +51,11 @@ class Turns:
 
 
 class DeviceCounters:
-    """0-d tensors that every pass moves, for steps under torch.compile: `columns` seen and their `limit`, up to which there
-    is room (int64), decode `steps` since the prompt (float32), and `span`, the number of steps over which a score's
-    temperature moves (float32)."""
+    """Counters as 0-d tensors that every pass advances, for steps under torch.compile.
+
+    columns: columns seen, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
+    float32; span: steps over which a score's temperature changes, float32.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
@@ -71,8 +73,8 @@ class DeviceCounters:
 class StepCounters:
     """Decode steps since the prompt.
 
-    steps: of the row that has taken the most. lag_B: steps of each row less than that, [B] float64, where a temperature asks.
-    device: the same in tensors, for steps under torch.compile. behind: such steps were taken that `steps` does not count yet.
+    steps: of the row that has taken the most. lag_B: how many fewer each row has taken, [B] float64, if a temperature depends
+    on it. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps yet.
     """
 
     steps: int = 0
@@ -83,11 +85,11 @@ class StepCounters:
 
 @dataclass
 class Rows:
-    """How the rows of the batch came to stand where they are.
+    """Alignment of the batch rows.
 
-    joined: at different places of their texts (EvictingCache.concatenate). padded: some prompt was. by_columns: and its
-    positions counted the padding. gaps_B: columns of padding behind tokens that positions count, of each row; None where
-    there are none.
+    joined: rows are at different positions of their texts (EvictingCache.concatenate). padded: some prompt had padding.
+    by_columns: its positions counted the padding. gaps_B: columns of padding after tokens that positions count, per row; None
+    if there are none.
     """
 
     joined: bool = False
@@ -100,10 +102,10 @@ class TextState(MutationGuard, Cache):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
     settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores. seen_B: tokens of each row
-    [B]. now: the forward pass that is under way. shared: the score that layers share [B,H,T], by position + 1. stack, calls:
-    layers stacked for decode steps, and what the steps of a layer have bound; made and read by attention/ alone. scratch: the
-    cache serves one pass of a model that keeps none, and each layer is emptied when it has run. rotary: (positions, table) for
-    renumbered keys. limits_of: protected sizes that layers of one budget share. choice: the backends in use.
+    [B]. now: the forward pass in progress. shared: the score that layers share [B,H,T], by position + 1. stack, calls: stacked
+    layers for decode steps, and the bound Call of each layer; made and read by attention/ alone. scratch: the cache serves one
+    pass without use_cache, and each layer is emptied after it has run. rotary: (positions, table) for renumbered keys.
+    limits_of: protected sizes that layers of one budget share. choice: the backends in use.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -132,7 +134,7 @@ class TextState(MutationGuard, Cache):
         self.choice = Choice(self.settings.backend)
 
     def reset(self) -> None:
-        """Empty the cache, whatever state it is in."""
+        """Empty the cache, even after an interrupted change."""
         self.marks = {"change": ["reset()"]}
         self.changes += 1
         super().reset()
@@ -142,7 +144,7 @@ class TextState(MutationGuard, Cache):
         self.release()
 
     def catch_up(self) -> None:
-        """Move the counters by the steps that were taken under torch.compile."""
+        """Add the steps taken under torch.compile to the counters."""
         counters = self.counters
         if not counters.behind or self.marks.get("behind"):
             return
@@ -167,11 +169,11 @@ class TextState(MutationGuard, Cache):
         return self.layers[0].seen
 
     def span(self) -> int:
-        """Decode steps over which a score's temperature moves."""
+        """Return the decode steps over which a score's temperature changes."""
         return self.request.new_tokens or int(getattr(self.settings.policy.score, "generation_length", 1))
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """A score's temperature at a decode step, `ahead` of what this pass began with; [B] where rows differ."""
+        """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
         score, counters = self.settings.policy.score, self.counters
         assert score is not None and self.now is not None
         lag_B = counters.lag_B
@@ -183,12 +185,12 @@ class TextState(MutationGuard, Cache):
         return score.temperature(self.now.first_step + ahead - lag_B, lag_B.new_tensor(self.span()))
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
-        """Protected sizes, one tuple per row; layers whose sizes are the same share one object."""
+        """Return the protected sizes, one tuple per row; layers of equal sizes share one object."""
         key = (tuple(map(tuple, sizes)), device)
         if key not in self.limits_of:
             self.limits_of[key] = Limits.of(key[0], device)
         return self.limits_of[key]
 
     def drop_stack(self, due: bool = False) -> None:
-        """Let the stacked layers go, for rows or steps have moved; due: stack anew before the next step."""
+        """Drop the stacked layers, because rows or steps have moved; due: stack again before the next step."""
         self.stack, self.stack_due = None, due

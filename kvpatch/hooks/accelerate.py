@@ -1,6 +1,6 @@
-"""Where the parts of a model lie: accelerate's hooks bring weights to where they are used, and inputs to the weights.
+"""Placement of a model's parts: accelerate's hooks bring weights to the device that uses them, and inputs to the weights.
 
-Such a hook keeps a module's own forward in `_old_forward` and stands in for `forward` itself.
+Such a hook keeps a module's own forward in `_old_forward` and replaces `forward` itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PLACES = ("forward", "_old_forward")
 def replace_forward(
     module: nn.Module, make: Callable[[Any], Callable[..., Any]], register: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Give `module` the forward that `make` makes of the one it had as an attribute (or None); `register` gets what undoes it,
-    before it is done.
+    """Replace the forward of `module` by `make(its forward in the instance's attributes, or None)`.
 
-    Hooks may come and go in between: the forward is taken out again where it then lies.
+    `register` gets the undo function before the change. Hooks may come and go in between: the undo function looks for the
+    forward where it is by then.
     """
     own = vars(module)
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
@@ -44,7 +44,7 @@ def replace_forward(
 
 
 def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Callable[[], None]], None]) -> None:
-    """A forward pre-hook with keyword arguments; `register` gets what takes it away, before it is there."""
+    """Install a forward pre-hook with keyword arguments; `register` gets the undo function first."""
 
     def undo() -> None:
         for key in [key for key, one in module._forward_pre_hooks.items() if one is hook]:
@@ -56,8 +56,10 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ca
 
 
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
-    """The device on which a module computes, which is not always where its weights are kept. One that holds no parameters
-    (linear modules that pack int8 weights) computes where its decoder does."""
+    """Return the device on which a module computes, which may differ from that of its weights.
+
+    A module without parameters (linear modules that pack int8 weights) computes on its decoder's device.
+    """
     for one in module.modules():
         for hook in _hooks(one):
             device = getattr(hook, "execution_device", None)
@@ -69,8 +71,10 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters by name; those that hooks keep elsewhere are fetched from there, and what is sharded or quantized comes as
-    the tensors that lie here."""
+    """Yield all parameters by name.
+
+    Offloaded ones are fetched from their hooks; sharded or quantized ones are yielded as their tensors on this process.
+    """
     hooks = [(f"{at}." if at else "", hook) for at, one in model.named_modules() for hook in _hooks(one)]
     stores = {at: hook.weights_map for at, hook in hooks if getattr(hook, "weights_map", None) is not None}
     for name, parameter in model.named_parameters():

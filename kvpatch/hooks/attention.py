@@ -1,4 +1,4 @@
-"""The forward that a patched attention module gets."""
+"""The forward of a patched attention module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import KVPatchError
 def attention_forward(
     cls: type[nn.Module], adapter: Adapter, previous: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """The forward of an attention module: through the cache if there is one, else what stood there before."""
+    """Make the forward of an attention module: through the cache if there is one, else the previous forward."""
     names = parameters(cls)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,17 +52,19 @@ def attention_forward(
 
 
 class PassMask(Tensor):
-    """The mask of one entry that stands in for the padding mask in a pass through a cache, known by its type: what is computed
-    from it is a plain tensor."""
+    """The one-entry mask that replaces the padding mask in a pass through a cache.
+
+    Its type identifies it: results computed from it are plain tensors.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class Courier(Tensor):
-    """The mask of a pass that keeps no cache; what is made of it carries the pass's own cache on.
+    """The mask of a pass without a cache of the caller's; it and tensors made from it carry the pass's own cache.
 
-    Gradient checkpointing takes caches away from its layers, and runs them again when no decoder is running; the mask is
-    what always reaches them.
+    Gradient checkpointing removes caches from the layers' arguments, and runs layers again after the decoder has ended; only
+    the mask always reaches them.
     """
 
     cache: EvictingCache
@@ -82,8 +84,10 @@ class Courier(Tensor):
 
 
 def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
-    """The one-entry mask without its cache would let each of Q tokens see all others. A mask of one entry for one token may be
-    the model's own."""
+    """Raise KVPatchError for a one-entry mask without its cache, which would let each of Q tokens attend to all others.
+
+    A plain one-entry mask for one token may be the model's own.
+    """
     for value in call.values():
         one = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)
         if isinstance(value, PassMask) or (one and Q > 1):
@@ -95,9 +99,9 @@ def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
 
 @functools.cache
 def parameters(cls: Any) -> tuple[str, ...]:
-    """Names of forward's parameters, for arguments that are passed by place."""
+    """Return the names of forward's parameters, for positional arguments."""
     return tuple(name for name in inspect.signature(cls.forward).parameters if name != "self")
 
 
-# what torch.compile must not look into: prompts, and whatever moves the cache's counters
+# torch.compile must not trace these: prompts, and all that advances the cache's counters
 attend_untraced = torch.compiler.disable(attend, reason=compiled.ONE_GRAPH)

@@ -1,4 +1,4 @@
-"""The decoder's pre-hook: an EvictingCache where the decoder would make a DynamicCache, and the inputs checked."""
+"""The decoder's pre-hook: checks the inputs, and passes an EvictingCache where the decoder would make a DynamicCache."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
-    """`_begin`, with those attributes of the decoder in place that an adapter puts aside during a pass of ours."""
+    """Run `_begin`, and set the decoder's attributes that an adapter replaces during a pass under the patch."""
     changed = _begin(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
     return changed
 
 
 def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
-    """`before_decoder` of any pass but a step that torch.compile sees through."""
+    """Run `before_decoder` for any pass except a traced decode step."""
     state.count(call, decoder.training)
     past, config = call.get("past_key_values"), getattr(decoder, "config", None)
     use_cache = call.get("use_cache")
@@ -75,7 +75,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         )
     cache.check_whole()
     mask = inputs.padding_mask(call.get("attention_mask"), B, Q > 1)
-    passes.check_batch(cache, B, Q, mask)  # a mask that is too short makes positions that are, too
+    passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     table = functools.partial(state.adapter.rotary_table, decoder, tokens.device) if cache.settings.renumbered else None
     if cache.rows.joined and not cache.settings.renumbered:
@@ -105,21 +105,21 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """A pass that wants attention matrices, or brings an attention pattern of its own."""
+    """Tell if a pass asks for attention matrices, or has an attention pattern of its own."""
     mask = call.get("attention_mask")
     return _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
 def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
-    """Begin a decode step that torch.compile can see through; False where it is none."""
+    """Begin a decode step that torch.compile can trace; False if it cannot."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
-        return False  # the untraced hook has the words for it
+        return False  # the untraced hook raises the error
     if decoder.training:
-        return False  # gradient checkpointing may take the cache away, which only the untraced hook's mask tells
+        return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell
     if not is_aside(decoder, state.aside, ours=True):
-        return False  # the model's own code ran since the last pass of ours
+        return False  # the model's own code has run since the last pass under the patch
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.rows.joined and not cache.settings.renumbered:
@@ -131,7 +131,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
 
 
 def own_cache(past: object) -> EvictingCache:
-    """`past`, if it is one of ours; which patch made it is looked at where it is used."""
+    """Return `past` if it is an EvictingCache; ownership.py checks which patch made it."""
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
@@ -147,7 +147,7 @@ def own_cache(past: object) -> EvictingCache:
 
 
 def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Learned and tabled positions run out with an IndexError deep inside; say it in words."""
+    """Raise KVPatchError past the last learned or tabled position, instead of an IndexError deep inside the model."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     if position_ids is not None:
@@ -161,5 +161,5 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
         )
 
 
-# what torch.compile must not look into: prompts, and whatever moves the cache's counters
+# torch.compile must not trace these: prompts, and all that advances the cache's counters
 _begin_untraced = torch.compiler.disable(_enter, reason=compiled.ONE_GRAPH)

@@ -1,7 +1,7 @@
-"""What generate() meets on a patched model: a cache of ours, whoever calls it and however, and words for what would go past it.
+"""Hooks of generate(): they supply an EvictingCache, however generate() is called, and raise for options that bypass it.
 
-There are two doors. `wrap_generate` hands the cache over as any caller could, as `past_key_values`. A generate() that was
-called on the class, or that takes no such argument, makes its cache by itself: `wrap_prepare_cache` puts ours there.
+There are two ways in. `wrap_generate` passes the cache as `past_key_values`, as any caller could. A generate() that was
+called on the class, or that has no such argument, makes its own cache: there `wrap_prepare_cache` replaces it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREPARE = "_prepare_cache_for_generation"
 
 
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
-    """generate() that brings its own EvictingCache, told the prompt's length and the number of new tokens."""
+    """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(type(self).generate, self) if previous is None else previous
@@ -51,7 +51,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
             if drafts:
                 _draft(cache, columns)
             elif columns is not None:
-                # ids that only continue a cache do not count what it has seen
+                # input_ids that only continue a cache leave out the tokens it has seen
                 seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
                 cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
                 cache.request.new_tokens = _new_tokens(self, kwargs, config, cache.request.prompt_len - virtual)
@@ -60,7 +60,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
             kwargs["past_key_values"] = cache
             return run(*args, **kwargs)
         except BaseException:
-            if compiles and cache.changes > changes:  # how far a compiled step came cannot be seen
+            if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
                 cache.marks.setdefault("change", ["generate() under torch.compile"])
             raise
         finally:
@@ -70,8 +70,10 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
 
 def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
-    """The place where generate() makes a cache: ours, where none was handed over. What it is given is generate()'s own copy
-    of the configuration, so that it may be changed."""
+    """Wrap the method in which generate() makes a cache: an EvictingCache unless the caller passed one.
+
+    Its configuration is generate()'s own copy, and may be changed.
+    """
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -96,7 +98,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
 def _begin_uncalled(
     cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState
 ) -> None:
-    """What `wrap_generate` tells a cache, where generate() has not passed through it; over when its configuration is."""
+    """Tell a cache what `wrap_generate` would have told it; valid as long as generate()'s configuration exists."""
     mask = model_kwargs.get("attention_mask")
     columns = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -113,7 +115,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """An EvictingCache to go on with from `past`: None, one of ours, or what an unpatched run has filled."""
+    """Return an EvictingCache to continue from `past`: None, an EvictingCache, or a cache that an unpatched run filled."""
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
@@ -125,28 +127,28 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 
 
 def _draft(cache: EvictingCache, columns: int | None) -> None:
-    """An assistant's cache: whatever it drafts may be taken back, and the last token of the prompt with it."""
+    """Prepare an assistant's cache: its drafted tokens may be taken back, and the prompt's last token with them."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
-        cache.reset()  # transformers 5.15 takes back less than was refused: what is left is no beginning of the text
+        cache.reset()  # transformers 5.15 removes fewer tokens than were rejected: the rest is no prefix of the text
     seen = cache.get_seq_length()
     cache.request.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 
 
 def _takes_cache(run: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether generate() takes a cache as an argument; code of the user's own may not, and then makes one inside."""
+    """Tell if generate() takes a cache as an argument; a user's own may not, and then makes one inside."""
     if isinstance(kwargs.get("custom_generate"), str):
         return False
     taken = inspect.signature(run).parameters.values()
     return any(one.name == "past_key_values" or one.kind is one.VAR_KEYWORD for one in taken)
 
 
-# ---- what a caller asks for ----
+# ---- the caller's options ----
 
 
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Whether generate() is to use a cache, or return attention, of the model's own."""
+    """Tell if generate() is asked for the model's own cache, or to return attention matrices."""
     past = kwargs.get("past_key_values")
     if past is not None and not isinstance(past, EvictingCache):
         return True
@@ -155,7 +157,7 @@ def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 
 def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
-    """A cache_implementation that is another than the default; "hybrid" was one's name for it."""
+    """Return a cache_implementation other than the default ("hybrid" was a name of the default)."""
     asked = [kwargs.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
     return next((one for one in asked if one not in (None, "dynamic", "hybrid")), None)
 
@@ -171,7 +173,7 @@ def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """generate() was asked to compile the decode step."""
+    """Tell if generate() was asked to compile the decode step."""
     if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
         return False
     asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
@@ -204,14 +206,14 @@ def _refuse_checkpointing(model: Any) -> None:
 
 
 def _virtual_tokens(model: Any) -> int:
-    """Tokens that PEFT's prompt tuning will put before the prompt: while it generates, it prepares the model's inputs."""
+    """Count the tokens that PEFT's prompt tuning puts before the prompt; during generate() it prepares the model's inputs."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config: Any = getattr(wrapper, "active_peft_config", None)
     return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 
 
 def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
-    """generate()'s own number of new tokens, as it will resolve it."""
+    """Return the number of new tokens as generate() will resolve it."""
     sources = [kwargs, vars(config) if config is not None else {}, vars(getattr(model, "generation_config", object()))]
     for source in sources:
         if source.get("max_new_tokens") is not None:
@@ -225,8 +227,10 @@ def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) ->
 
 
 def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The masks that generate() makes before a step that may be compiled: the padding mask itself, for our caches. Of a decode
-    step only the newest column, so that its shape stays."""
+    """Wrap the method that makes masks before a step that may be compiled: for an EvictingCache, return the padding mask.
+
+    For a decode step only its newest column is returned, so that shapes stay constant.
+    """
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
         past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -235,13 +239,13 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
         Q = kwargs["inputs_embeds"].shape[1]
         if mask is None or Q > 1 or past.seen_B is None:
             return mask
-        return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides too must stay
+        return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides must stay constant too
 
     return create_masks_for_generate
 
 
 def refuse_batched(name: str) -> Callable[..., Any]:
-    """transformers' continuous batching keeps keys and values in pages of its own, past every budget."""
+    """Make a method that refuses transformers' continuous batching, whose paged keys and values bypass every budget."""
 
     def batched(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise KVPatchError(

@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to a patched model, before anything changes; each error says what to type instead."""
+"""Checks of arguments to a patched model, before anything changes; each error says what to type instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..cache.checks import at_hand, real
 from ..errors import KVPatchError, suggest
 from ..policies import Policy
 
-BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size")  # what others call k
+BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size")  # names for k in other libraries
 MISPLACED = (
     "position_ids do not go on from what each row of this concatenated cache has seen: leave them out, or pass "
     "cache.next_positions()."
@@ -23,7 +23,7 @@ MISPLACED = (
 
 
 def no_argument(policy: Policy, options: dict[str, Any], arguments: Sequence[str]) -> None:
-    """Raise KVPatchError for a slip in the name of one of patched()'s own `arguments`."""
+    """Raise KVPatchError for a misspelt name of one of patched()'s own `arguments`."""
     known = policy.options()
     for name in [name for name in options if name not in known]:
         if name in BUDGETS:
@@ -37,7 +37,7 @@ def no_argument(policy: Policy, options: dict[str, Any], arguments: Sequence[str
 
 
 def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
-    """input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass; None where the model's own error is the right one."""
+    """Return input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass; None if the model itself raises the right error."""
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         return None
@@ -69,7 +69,7 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 
 
 def padding_mask(mask: object, B: int, prompt: bool) -> Tensor | None:
-    """The caller's attention_mask [B,tokens] of ones and zeros, or None."""
+    """Return the caller's attention_mask [B,T] of ones and zeros, or None."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -91,7 +91,7 @@ def padding_mask(mask: object, B: int, prompt: bool) -> Tensor | None:
 
 
 def mask_columns(mask: object, new: int, seen: int) -> None:
-    """Of generate(): over the tokens that it is given, or over these and what the cache has seen."""
+    """Check generate()'s mask: it covers the given tokens, or these and the tokens that the cache has seen."""
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] not in (new, seen + new):
         raise KVPatchError(
             f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {new}, or "
@@ -100,7 +100,7 @@ def mask_columns(mask: object, new: int, seen: int) -> None:
 
 
 def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """learned: positions are rows of a table, in which a negative one is none."""
+    """Check position_ids. learned: positions index a table, in which negative ones do not exist."""
     if given is None:
         return
     wanted = f"give int64 positions of shape {[B, Q]} or {[1, Q]}, such as attention_mask.cumsum(-1) - 1, or leave them out."
@@ -116,7 +116,7 @@ def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 
 
 def file_path(path: object) -> Path:
-    """A path that names a file."""
+    """Return a path that names a file."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r} is no path: give one such as 'cache.safetensors'.")
     if Path(path).is_dir():
@@ -127,11 +127,12 @@ def file_path(path: object) -> Path:
 
 
 def place(call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, known: tuple[str, ...]) -> None:
-    """Give a decoder the position_ids of Q new tokens per row, for its own are the same for all rows; `call` are its
-    arguments, of which it knows those by the names `known`.
+    """Give a decoder the position_ids of Q new tokens per row, because its own are equal for all rows.
+
+    call: the decoder's arguments, which are updated. known: names of its parameters.
 
     Raises:
-        KVPatchError: it was given others, or takes none and needs some.
+        KVPatchError: the caller gave other position_ids, or the decoder needs some and takes none.
     """
     geometry = cache.layers[0].geometry
     if "position_ids" not in known:
@@ -150,7 +151,7 @@ def place(call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | 
     elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
         wrong = given.to(wanted.device) != wanted
         wrong = wrong if real is None or real.shape != wrong.shape else wrong & real
-        if wanted.device.type != "cpu" or torch.compiler.is_compiling():  # asserted on the device, without waiting for it
+        if wanted.device.type != "cpu" or torch.compiler.is_compiling():  # asserted on the device, without a wait
             torch._assert_async(~wrong.any(), MISPLACED)
         elif bool(wrong.any()):
             row = int(wrong.any(-1).nonzero()[0])

@@ -1,4 +1,4 @@
-"""Checks that a cache can go on under a patch: one that it made, or another of the same settings over the same shapes."""
+"""Checks that a cache can be used under a patch: made by it, or by another of equal settings over equal shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .state import PatchState
 
 
 def check(cache: EvictingCache, state: PatchState) -> None:
-    """Raise KVPatchError where `cache` belongs to another patch."""
+    """Raise KVPatchError if `cache` belongs to another patch."""
     if cache.settings is state.settings:
         return
     for name, there, here in cache.settings.differences(state.settings.first_layers(len(cache.layers))):
@@ -25,7 +25,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 
 def check_own(cache: object, state: PatchState) -> None:
-    """Raise KVPatchError where `cache` is none of ours."""
+    """Raise KVPatchError if `cache` is no EvictingCache of this patch."""
     if not isinstance(cache, EvictingCache):
         raise KVPatchError(
             f"This is a {type(cache).__name__}: give a cache that the patched model filled, such as patch.new_cache() after a "
@@ -35,7 +35,7 @@ def check_own(cache: object, state: PatchState) -> None:
 
 
 def check_shape(keys: Tensor, H: int, state: PatchState) -> None:
-    """keys: of any layer, with H heads."""
+    """Raise KVPatchError if the shapes differ. keys: of any layer, with H heads."""
     wanted, D = state.kv_shape, keys.shape[-1]
     if (H, D) != wanted:
         raise KVPatchError(
@@ -45,9 +45,9 @@ def check_shape(keys: Tensor, H: int, state: PatchState) -> None:
 
 
 def check_layers(past: Cache, state: PatchState) -> None:
-    """Raise KVPatchError where another model has filled a transformers cache."""
+    """Raise KVPatchError if another model has filled a transformers cache."""
     if isinstance(past, EvictingCache):
-        return  # what takes over has the words
+        return  # the conversion raises the error
     keys = getattr(past.layers[0], "keys", None) if past.layers else None
     if isinstance(keys, Tensor) and keys.ndim == 4 and state.settings.parallel.size == 1:
         check_shape(keys, keys.shape[1], state)

@@ -1,4 +1,4 @@
-"""Tensor parallel by transformers' own tp_plan: the KV heads of every layer that this process has, found on the model."""
+"""Tensor parallelism by transformers' tp_plan: the KV heads of each layer on this process, read from the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..policies.parallel import WHOLE, Parallel
 
 
 def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> Parallel:
-    """How `model` is sharded; WHOLE where every process computes all heads.
+    """Return the sharding of `model`; WHOLE if every process computes all heads.
 
     Raises:
-        KVPatchError: heads that cannot be shared evenly, or another kind of sharding.
+        KVPatchError: heads cannot be divided evenly, or the sharding is of another kind.
     """
     holder = next((m for m in model.modules() if (getattr(m, "tp_size", None) or 1) > 1), None)
     if holder is None:
@@ -30,7 +30,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
             "The tp_plan shards the sequence ('sequence_parallel'), but a cache needs whole prompts: leave those rules out of "
             "the plan."
         )
-    # where the output projection takes a part of the heads as it comes, each process computes its own part
+    # if the output projection takes a part of the heads, each process computes its own part
     styles = {plan.get(f"{names[id(module)]}.{adapter.projection}") for module, adapter in attentions}
     if "rowwise" not in styles:
         return WHOLE
@@ -52,7 +52,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
 
 
 def _mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
-    """The one-dimensional device mesh of tensor parallel."""
+    """Return the one-dimensional device mesh of tensor parallelism."""
     module, adapter = attentions[0]
     weight = getattr(getattr(module, str(adapter.projection)), "weight", None)
     mesh = getattr(weight, "device_mesh", None) or holder._device_mesh  # versions before DTensor weights
@@ -60,14 +60,14 @@ def _mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
 
 
 def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> None:
-    """Weights that were sharded by hand: nothing says which heads are where."""
+    """Raise KVPatchError for weights sharded by hand, which do not tell the heads of each process."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return  # weights are whole whenever they are used
+        return  # weights are gathered whenever they are used
     for parameter in (parameter for module, _ in attentions for parameter in module.parameters()):
         if isinstance(parameter, DTensor) and any(isinstance(place, Shard) for place in parameter.placements):
             raise KVPatchError(
@@ -77,7 +77,7 @@ def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]
 
 
 def check_layers(layers: list[int]) -> None:
-    """Raise KVPatchError where only some of the decoder's layers are here. layers: their numbers, ascending."""
+    """Raise KVPatchError if only some of the decoder's layers are on this process. layers: their numbers, ascending."""
     if layers != list(range(len(layers))):
         raise KVPatchError(
             f"Of this model's layers only {layers} are on this process (pipeline parallel), but a budget counts all of them: "

@@ -1,4 +1,4 @@
-"""What the hooks of one patch share: its settings, and what they note of the passes that ran."""
+"""State shared by the hooks of one patch: its settings, and records of the passes that ran."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _refuse_pickle(self: object, protocol: object) -> Any:
 
 
 class Mark(str):
-    """The name of the policy under which a module is patched; no two are the same object."""
+    """The name of the policy under which a module is patched; each patch has a Mark object of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         return self
@@ -36,11 +36,12 @@ class Mark(str):
 
 
 class PatchState:
-    """The settings of a patch and what its hooks need of the model; it never keeps the Patch alive.
+    """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
-    max_positions: positions that the model has at all. kv_shape: KV heads and head size of the first layer. note(cache,
+    max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer. note(cache,
     finished): tells the Patch which cache a pass fills; finished: generate() has ended. decoder_parameters: names of the
-    parameters of the decoder's forward. aside: attributes of the decoder: its own, and during a pass of ours.
+    parameters of the decoder's forward. aside: for each attribute of the decoder that changes during a pass under the patch,
+    the model's own value and ours.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class PatchState:
     __reduce_ex__ = _refuse_pickle
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
-        """An empty cache. layers: so many of the first ones, for a model that leaves early."""
+        """Make an empty cache. layers: number of first layers, for a model that exits early."""
         return EvictingCache(self.settings.first_layers(layers))
 
     def count(self, call: dict[str, Any], training: bool) -> None:
-        """Note whether a pass can feel the budget: one that goes on from a cache, or reads more than one block; and the
-        longest of those that cannot. A pass that was asked for a cache, or for gradients, is the caller's own affair."""
+        """Note if a pass can feel the budget: it continues a cache, or reads more than one block.
+
+        Of the passes that cannot, the longest is noted, unless they asked for a cache or gradients: those are no evaluation.
+        """
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
         block = self.settings.block
         Q, self.ran = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else 0, True
@@ -79,9 +82,9 @@ class PatchState:
             self.unfelt, self.longest = self.unfelt + 1, max(self.longest, Q)
 
     def warn_if_unfelt(self) -> None:
-        """Log that an evaluation measured the unpatched model, which nothing in its figures shows."""
+        """Log that an evaluation measured the unpatched model, which its results do not show."""
         count, self.unfelt = self.unfelt, 0
-        if not self.settings.acts or self.felt or count < 2:  # one pass alone is to look at what a policy keeps
+        if not self.settings.acts or self.felt or count < 2:  # a single pass serves to look at what a policy keeps
             return
         budgets = ", ".join(dict.fromkeys(map(str, self.settings.budget.per_layer)))
         _LOG.warning(
@@ -92,13 +95,15 @@ class PatchState:
 
 
 def pass_mask(device: torch.device) -> Tensor:
-    """The mask of every pass of ours: a 4-D mask is taken as it is, so that no n x n mask gets built and nothing has to
-    match the cache's length."""
+    """Make the mask of a pass under the patch.
+
+    The decoder takes a 4-D mask as it is: no n x n mask is built, and its size need not match the cache's length.
+    """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:
-    """Set those attributes of the decoder that an adapter replaces during a pass of ours."""
+    """Set the decoder's attributes that an adapter replaces during a pass under the patch."""
     for name, values in aside.items():
         value = values[ours]
         if value is MISSING:
@@ -108,5 +113,5 @@ def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool)
 
 
 def is_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> bool:
-    """True where those attributes of the decoder are in place already, the model's own or ours."""
+    """Tell if these attributes of the decoder are in place already, the model's own or ours."""
     return all(vars(decoder).get(name, MISSING) is values[ours] for name, values in aside.items())

@@ -1,4 +1,4 @@
-"""The parts of a model that a patch touches: found, and checked before any of them is changed."""
+"""The parts of a model that a patch changes: found and checked before any change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sharding import Parallel, check_layers, parallel_of
 
 
 def already_patched(module: nn.Module) -> KVPatchError:
-    """The words for a model of which `module` is patched."""
+    """Make the error for a model of which `module` is patched."""
     policy = str(vars(module).get("_kvpatch"))
     return KVPatchError(
         f"This model is already patched with policy {policy!r}: leave that block or call its Patch.remove() first. Threads "
@@ -32,7 +32,7 @@ def already_patched(module: nn.Module) -> KVPatchError:
 
 
 class Target:
-    """The parts of a model that are touched, found and checked."""
+    """The parts of a model that a patch changes."""
 
     def __init__(
         self,
@@ -45,6 +45,11 @@ class Target:
 
     @classmethod
     def find(cls, model: nn.Module) -> Target:
+        """Find the attention modules, the decoder and its generate() methods, and check that they can be patched.
+
+        Raises:
+            KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.
+        """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
         found = [(module, adapter) for module in model.modules() if (adapter := adapter_of(module)) is not None]
@@ -71,11 +76,12 @@ class Target:
         return cls(found, decoder, generators, parallel_of(model, found))
 
     def bounds(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer that bounds itself; None for others, and wherever all layers slide alike."""
+        """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
 
     def check_projection(self) -> None:
+        """Raise KVPatchError if an adapter has no plain output projection, which two-stage selection needs."""
         for _, adapter in self.attentions:
             if adapter.projection is None and type(adapter).output is Adapter.output:
                 raise KVPatchError(
@@ -84,6 +90,7 @@ class Target:
                 )
 
     def check_renumbering(self) -> None:
+        """Raise KVPatchError if an adapter does not support positions='renumbered'."""
         for _, adapter in self.attentions:
             if not adapter.renumbers:
                 raise KVPatchError(
@@ -91,7 +98,7 @@ class Target:
                 )
 
     def identity(self) -> dict[str, Any]:
-        """What a saved cache must agree with: shapes, dtype, and a hash over a few numbers of every parameter."""
+        """Describe what a saved cache must agree with: shapes, dtype, and a hash of a few values of every parameter."""
         digest = hashlib.sha256()
         for name, weight in weights(self.decoder):
             few = weight.flatten()[:16]
@@ -105,7 +112,7 @@ class Target:
         return {"class": kind, **part, **shape, **numbers}
 
     def shapes(self) -> Shapes:
-        """What the cache of each layer must agree with; heads are this process' own."""
+        """Return the shapes that the cache of each layer must have; heads are those of this process."""
         sizes = [adapter.kv_shape(module) for module, adapter in self.attentions]
         heads = [(H // self.parallel.size, D) for H, D in sizes]
         queries = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None)
@@ -113,7 +120,7 @@ class Target:
         return Shapes(heads, group, [adapter.sliding(module) for module, adapter in self.attentions])
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
-        """What every layer will ask of a backend."""
+        """Yield the description of each layer's tasks for a backend."""
         fresh = policy.score is not None and policy.score.fresh
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
@@ -124,29 +131,30 @@ class Target:
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 
     def counts_columns(self) -> bool:
-        """True where attention's distances are between columns of the batch: of sliding windows, and of ALiBi by default."""
+        """Tell if attention measures distances in columns of the batch: for sliding windows, and for ALiBi by default."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions
         )
 
     def names(self) -> tuple[str, ...]:
-        """Names of the attention modules, in the order of their layers."""
+        """Return the names of the attention modules, in the order of their layers."""
         names = {module: name for name, module in self.decoder.named_modules()}
         return tuple(names[module] for module, _ in self.attentions)
 
     def devices(self) -> list[torch.device]:
-        """Where each layer's cache lies."""
+        """Return the device of each layer's cache."""
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def bytes_per_token(self) -> int:
+        """Return the bytes of keys and values of one token in one layer, over all processes."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         return 2 * heads * head_dim * dtype_bytes(self.decoder)
 
 
 def _unknown(model: nn.Module) -> KVPatchError:
-    """The error for a model that no adapter serves: what to type instead, or why nothing can be."""
+    """Make the error for a model without an adapter: what to type instead, or the reason that nothing can be."""
     name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
     attentions = _innermost_attentions(model)
     for module in attentions:
@@ -172,14 +180,14 @@ def _unknown(model: nn.Module) -> KVPatchError:
 
 
 def _innermost_attentions(model: nn.Module) -> list[nn.Module]:
-    """Modules whose class is named so, without those that hold another one."""
+    """Return modules with "attention" in their class name, except those that contain another one."""
     named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
     holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
     return [module for module in model.modules() if module in named - holders]
 
 
 def _check_decoder(decoder: nn.Module) -> None:
-    """A decoder that transformers does not know must be able to take what it will be given."""
+    """Raise KVPatchError if a decoder outside transformers does not take the arguments that the patch passes."""
     takes = inspect.signature(type(decoder).forward).parameters
     missing = [name for name in ("past_key_values", "attention_mask", "use_cache") if name not in takes]
     if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):

@@ -1,4 +1,4 @@
-"""Which versions of transformers and torch kvpatch knows; said before a model is touched, never at import."""
+"""Supported versions of transformers and torch; checked before a model is touched, never at import."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TORCH = "2.10"
 
 @functools.lru_cache
 def check_versions(transformers: str, torch: str) -> None:
-    """Refuse versions that are too old, and a major version of transformers that nobody has tried.
+    """Raise for versions that are too old, and for an untested major version of transformers.
 
     Raises:
-        KVPatchError: with the command that installs what is known.
+        KVPatchError: names the command that installs a supported version.
     """
     oldest, newest = TRANSFORMERS
     if not int(newest) > _release(transformers)[0] or _release(transformers) < _release(oldest):
@@ -30,7 +30,7 @@ def check_versions(transformers: str, torch: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(5, 23, 0) of "5.23.0.dev0" or "5.23.0+cpu": a development version has what its release will have."""
+    """Parse the release: (5, 23, 0) of "5.23.0.dev0" or "5.23.0+cpu", since a development version has its release's API."""
     try:
         return Version(version).release
     except InvalidVersion as error:

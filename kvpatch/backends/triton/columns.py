@@ -1,9 +1,9 @@
-"""What a prompt's attention leaves beside each key, and the normaliser of each row, as Triton kernels.
+"""Column statistics of a prompt's attention, and the normalizer of each row, as Triton kernels.
 
-Nothing n x n is stored: a probability is made again from attention's own log-sum-exp, a tile at a time. One program owns a
-block of keys of one KV head and walks the query rows that can see it, head after head of the group, so that there are no
-atomics and the same bits come out every time. A tile is K Q^T: a key's numbers lie in one or few threads, and adding up
-rows costs no exchange.
+No n x n matrix is stored: probabilities are recomputed from attention's log-sum-exp, a tile at a time. One program owns a
+block of keys of one KV head and loops over the query rows that can see it, and over the heads of the group: there are no
+atomics, and results are the same bits every time. A tile is K Q^T: each key's numbers are in one or few threads, so that
+sums over rows need no exchange between threads.
 
 Row r sees column t iff the row is no padding (rows_BQ >= 0), the slot is not empty (positions_BHT >= 0), t <= past + r (or,
 `by_position`, positions_BHT <= rows_BQ), and the row's position minus the column's is below `sliding`. The last Q columns
@@ -28,11 +28,11 @@ NAMES = ("sum", "squares", "count")
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-WIDEST = 256  # head size: a wider tile does not fit in shared memory
+WIDEST = 256  # largest head size: a wider tile does not fit in shared memory
 
 
 def reason(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot take it, None if they can."""
+    """Return the reason that the kernels do not support these queries, or None."""
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > WIDEST:
@@ -54,7 +54,7 @@ def row_normalisers(
     noise_BHTG: Tensor | None = None,
     tau: float = 1.0,
 ) -> Tensor:
-    """Log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing."""
+    """Return the log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing."""
     _check(q_BHGQD, k_BHTD, noise_BHTG=noise_BHTG)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
     lse_BHGQ = torch.empty(B, H, G, Q, dtype=torch.float32, device=q_BHGQD.device)
@@ -113,11 +113,11 @@ def column_statistics(
     tau: float = 1.0,
     keys_BHQ: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over the rows beside each key, [B,H,T] float32 by name; zero where nobody sees the key.
+    """Return sums over the rows for each key, [B,H,T] float32 by name; zero for a key that no row sees.
 
-    lse_BHGQ: log-sum-exp of these very logits; whatever stands in it for padding, and for rows that see nothing, is not used.
+    lse_BHGQ: log-sum-exp of the same logits; its values for padding and for rows that see nothing are ignored.
     "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability.
-    "count": how many (row, head) give the key more than an even share of the keys_BHQ keys that the row attends to.
+    "count": number of pairs (row, head) that give the key more than an even share of the keys_BHQ keys of the row.
     """
     names = tuple(names)
     _check(q_BHGQD, k_BHTD, names, keys_BHQ, noise_BHTG)
@@ -164,7 +164,7 @@ def column_statistics(
     return outs
 
 
-# ---- what the kernels are given ----
+# ---- arguments of the kernels ----
 
 
 def _check(
@@ -197,8 +197,11 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 
 
 def _spans(rows_BQ: Tensor) -> Tensor:
-    """int64 [B,4]: first real row, one past the last, whether all between are real and of consecutive positions, and if so
-    how far a row's position is from its index. Nothing of it is read on the host, which would wait for the device."""
+    """Return the span of each batch row's real query rows, int64 [B,4].
+
+    First real row; one past the last; 1 if all between are real and at consecutive positions; and then the difference of a
+    row's position and its index. The host reads none of it, since that would wait for the device.
+    """
     Q = rows_BQ.shape[1]
     index, real = torch.arange(Q, device=rows_BQ.device), rows_BQ >= 0
     first = torch.where(real, index, Q).amin(1)
@@ -210,14 +213,14 @@ def _spans(rows_BQ: Tensor) -> Tensor:
 
 
 def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
-    """What is subtracted from a row's logits, in powers of two; +inf (so that probabilities are zero) where no row is."""
+    """Return the normalizer of each row in base 2; +inf, which makes probabilities zero, for rows that do not exist."""
     counts = (rows_BQ >= 0)[:, None, None] & lse_BHGQ.isfinite()
     terms = torch.where(counts, lse_BHGQ.to(torch.float32) * LOG2E, math.inf)
     return F.pad(terms, (0, fill), value=math.inf).contiguous()
 
 
 def _even_shares(keys_BHQ: Tensor, fill: int) -> Tensor:
-    """1 / keys; +inf for a row of one key, whose probability rounds to either side of one."""
+    """Return 1 / keys; +inf for a row of one key, whose probability rounds to either side of one."""
     shares = keys_BHQ.to(torch.float32).reciprocal()
     return F.pad(shares.masked_fill(keys_BHQ <= 1, math.inf), (0, fill), value=math.inf).contiguous()
 
@@ -241,7 +244,7 @@ def _row_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, i
 
 # ---- kernels ----
 
-# compiling again for every length that is or is not a multiple of 16 would cost seconds and gain nothing
+# specializing on lengths that are multiples of 16 would cost seconds of compilation and gain nothing
 _LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
 
 
@@ -254,7 +257,7 @@ def _columns_kernel(
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Column statistics of one block of keys. Q, the stride of rows, is a multiple of BLOCK_M."""
+    """Compute the column statistics of one block of keys. Q, the stride of rows, is a multiple of BLOCK_M."""
     n0 = tl.program_id(0) * BLOCK_N
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
@@ -262,7 +265,7 @@ def _columns_kernel(
     k_tile = k_ptr + b * k_b + h * k_h + n.to(tl.int64)[:, None] * k_t + d[None, :]
     k = tl.load(k_tile, mask=(n < T)[:, None] & (d < D)[None, :], other=0.0)
     positions = tl.load(positions_ptr + b * positions_b + h * positions_h + n, mask=n < T, other=-1)
-    # positions are subtracted as integers: from here on they are near zero, and exact as float32
+    # positions are subtracted as integers: the differences are small, and exact as float32
     origin = tl.max(positions, 0)
     key_place = (positions - origin).to(tl.float32)
 
@@ -277,7 +280,7 @@ def _columns_kernel(
     hi = tl.where(origin < 0, lo, tl.maximum(last, lo))
     far = hi
     if SLIDING:
-        leaves = sliding - tl.load(spans_ptr + b * 4 + 3)  # plus a column's position: the first row that it has left
+        leaves = sliding - tl.load(spans_ptr + b * 4 + 3)  # plus a column's position: the first row whose window excludes it
         hi = tl.where(regular, tl.minimum(hi, tl.maximum(origin + leaves, lo)), hi).to(tl.int32)
         oldest = tl.min(tl.where(positions < 0, origin, positions), 0)
         far = tl.maximum(oldest + leaves, 0).to(tl.int32) // BLOCK_M * BLOCK_M
@@ -300,11 +303,11 @@ def _columns_kernel(
             start, stop = mid, far
         else:
             start, stop = far, hi
-        # one loop over rows and heads, so that the next queries are on their way across both
+        # one loop over rows and heads, so that the next queries are prefetched across both
         for step in range(tl.cdiv(stop - start, BLOCK_M) * G):
             g, m0 = step % G, start + step // G * BLOCK_M
             m = m0 + tl.arange(0, BLOCK_M)
-            # padding may hold anything: its queries are not read, or masked where padding stands between rows
+            # padding may hold any value: its queries are not read, or are masked if padding stands between rows
             here = (m >= first) & (m < hi)
             q_tile = q_ptr + b * q_b + h * q_h + g * q_g + tl.cast(m0, tl.int64) * q_r
             q_tile = q_tile + tl.arange(0, BLOCK_M)[:, None] * q_r + d[None, :]
@@ -337,7 +340,7 @@ def _columns_kernel(
                 share = tl.load(shares_ptr + bh * Q + m)
                 counts += tl.sum((p > share[None, :]).to(tl.float32), 1)
 
-    # an empty slot may hold anything: whatever was added up beside it is dropped
+    # an empty slot may hold any value: its sums are dropped
     held, at = positions >= 0, bh * T + n
     if sum_ptr is not None:
         tl.store(sum_ptr + at, tl.where(held, sums, 0.0), mask=n < T)
@@ -355,7 +358,7 @@ def _normalisers_kernel(
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of one block of rows of one query head, kept up to date over the blocks of keys."""
+    """Compute the log-sum-exp of one block of rows of one query head, updated online over the blocks of keys."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     bhg = tl.program_id(1).to(tl.int64)
     bh, g = bhg // G, bhg % G
@@ -372,7 +375,7 @@ def _normalisers_kernel(
     if noise_ptr is not None:
         noise_tile = noise_ptr + bh * T * G + g
 
-    # columns [lo, hi) can be seen; up to `mid` all rows see them
+    # columns [lo, hi) can be seen; all rows see those up to `mid`
     first = tl.load(spans_ptr + b * 4).to(tl.int32)
     last = tl.load(spans_ptr + b * 4 + 1).to(tl.int32)
     lo = tl.zeros([], tl.int32)
@@ -419,7 +422,7 @@ def _normalisers_kernel(
                     visible = visible & (-age < sliding)
             x = tl.where(visible, x, float("-inf"))
             higher = tl.maximum(largest, tl.max(x, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf minus -inf is no number
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # no key seen yet: -inf minus -inf is NaN
             total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
             largest = higher
     lse = tl.where((rows >= 0) & (total != 0), (largest + tl.log2(total)) * LN2, float("inf"))

@@ -1,10 +1,10 @@
-"""One decode step over slots in two launches: the new token is written, attends, is observed, and a victim is chosen.
+"""One decode step over slots in two launches: write the new token, attend, observe, and choose a victim.
 
-`split_kernel` has a program per KV head and segment of its slots: an online softmax over what lies there, for all query heads
-of the group at once, so that a key and a value are read once. `combine_kernel` has a program per KV head: it merges the
-segments, adds to the statistics and finds the lowest slot in the order of policies/selection.py. Logits pass from one to the
-other through a scratch [B*H,G,C] and are in base 2 throughout. Nothing waits for the host, no size depends on data and there
-are no atomics, so a step can be captured in a CUDA graph and gives the same bits whenever it runs.
+`split_kernel` has one program per KV head and segment of its slots: an online softmax over the segment, for all query heads
+of the group at once, so that each key and value is read once. `combine_kernel` has one program per KV head: it merges the
+segments, adds to the statistics and finds the slot with the lowest eviction key of policies/selection.py. Logits pass between
+them through a scratch buffer [B*H,G,C] and are in base 2 throughout. Nothing waits for the host, no size depends on data and
+there are no atomics: a step can be captured in a CUDA graph and gives the same bits whenever it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATISTICS = ("sum", "squares", "count", "gumbel", "tail")
 VALUES = ("sum", "mean", "count", "gumbel", "tail", "recency")
 MAX_HEAD, MAX_GROUP = 256, 64
 PROGRAMS = 264  # two for each of an H100's or H200's 132 multiprocessors
-SHORTEST = 128  # slots of a segment: of fewer, merging costs more than it spares
+SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
 TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
 CELLS = 1 << 11  # probabilities that a combining program holds at a time
 
@@ -35,11 +35,11 @@ NOWHERE: tl.constexpr = tl.constexpr((1 << 31) - 1)
 
 @dataclass(frozen=True)
 class Rule:
-    """What a step adds up and whom it evicts.
+    """Statistics that a step updates, and the rule of its eviction.
 
     statistics: of STATISTICS; "tail" is overwritten with the group's mean probability, the others are sums. Those in
-    `decayed` are multiplied by `decay` before the addition. value: the lowest of it goes, of VALUES; None: the kernel chooses
-    nobody. evicts: False where every token stays and the caller names the next slot.
+    `decayed` are multiplied by `decay` before the addition. value: of VALUES, the token with the lowest is evicted; None: the
+    kernel evicts none. evicts: False if every token stays and the caller names the next slot.
     """
 
     statistics: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Rule:
 
 
 def reason(dtype: torch.dtype, head_dim: int, group: int) -> str | None:
-    """Why the kernels cannot take such queries, or None where they can."""
+    """Return the reason that the kernels do not support such queries, or None."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD:
@@ -91,19 +91,29 @@ def step(
     tau: float | Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Write one token per head into its slot, attend, observe and evict, all in place; returns the output [B,H,G,D].
+    """Write one token per head into its slot, attend, observe and evict, all in place; return the output [B,H,G,D].
 
     Args:
-        q_BHGD, k_BHD, v_BHD: the new token's; any strides, but the last dimension is contiguous.
-        keys, values: slots [B,H,C,D], or entries [F,D] of which head n has capacity_N[n] from begin_N[n] on.
-        positions_BHC: int64, -1 where a slot is empty. slot_BH: int64, where the token goes, and afterwards the next one.
+        q_BHGD: the new token's queries; any strides, but the last dimension is contiguous.
+        k_BHD: its keys, likewise.
+        v_BHD: its values, likewise.
+        keys: slots [B,H,C,D], or entries [F,D] of which head n has capacity_N[n] from begin_N[n] on.
+        values: like keys.
+        positions_BHC: int64, -1 for an empty slot.
+        slot_BH: int64, the token's slot; overwritten with the next token's.
         newest_B: int64, the token's position.
-        state: float32 [B,H,C] by name, and "noise" [B,H,C,G], exp(noise), which is already there for the new token.
-        slopes_HG: ALiBi's. sliding: the attention window in tokens.
-        keep_BH: int64, tokens that each head may hold, fewer than it has slots; None where no slot is empty after the write.
-        first_B, recent_B: int64; positions below `first` and the `recent` newest ones never go.
+        state: float32 [B,H,C] by name, and "noise" [B,H,C,G], exp(noise), which already holds the new token's.
+        rule: statistics to update and the victim's rule.
+        scale: factor of the logits.
+        sliding: the attention window in tokens.
+        slopes_HG: slopes of ALiBi.
+        begin_N: first entry of each head, of ragged slots.
+        capacity_N: entries of each head, of ragged slots.
+        keep_BH: int64, tokens that each head may hold, fewer than it has slots; None if no slot is empty after the write.
+        first_B: int64; positions below it are never evicted.
+        recent_B: int64; so many newest positions are never evicted.
         tau: temperature of "gumbel", a number or a float32 tensor with one element.
-        splits: programs that share a head's slots; None chooses.
+        splits: programs that share a head's slots; None: chosen by the number of multiprocessors.
 
     Raises:
         KVPatchError: a tensor that is written or indexed flat is not contiguous.
@@ -121,7 +131,7 @@ def step(
     if noise is not None and noise.shape != (B, H, C, G):
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     value = rule.value if rule.evicts else None
-    ranked = "sum" if value == "mean" else value  # a statistic that the step does not add to is read as it is
+    ranked = "sum" if value == "mean" else value  # a statistic that the step does not update is read as it is
     other = None if ranked is None or ranked in ("recency", *rule.statistics) else state[ranked]
 
     def scratch(*shape: int) -> Tensor:
@@ -150,7 +160,7 @@ def step(
 
 
 def _segments(C: int, heads: int, block: int, splits: int | None) -> tuple[int, int]:
-    """Slots of a segment, whole blocks, and how many segments cover C slots."""
+    """Return the slots of a segment, in whole blocks, and the number of segments that cover C slots."""
     if splits is None:
         splits = min(triton.cdiv(C, SHORTEST), max(PROGRAMS // heads, 1))
     span = triton.cdiv(triton.cdiv(C, splits), block) * block
@@ -159,7 +169,7 @@ def _segments(C: int, heads: int, block: int, splits: int | None) -> tuple[int, 
 
 @triton.jit
 def _rest(maximum):
-    """The maximum of an online softmax, or 0 where there is nothing yet, so that -inf - maximum is no NaN."""
+    """Return the maximum of an online softmax, or 0 before its first logit, so that -inf - maximum is no NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -169,8 +179,11 @@ def split_kernel(
     scale, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, SPAN,
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GUMBEL: tl.constexpr,
 ):  # fmt: skip
-    """Slots [lo, hi) of head n: writes the new key, value and position if they go there, leaves logits, and p V, maximum and
-    normaliser of the segment's own softmax."""
+    """Attend to slots [lo, hi) of head n.
+
+    Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
+    segment's own softmax.
+    """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H
     if BEGIN is None:
@@ -188,10 +201,10 @@ def split_kernel(
     k_new = tl.load(K + b * k_b + h * k_h + d, mask=real_d, other=0.0)
     v_new = tl.load(V + b * v_b + h * v_h + d, mask=real_d, other=0.0)
     scale *= LOG2_E
-    # the new token starts the softmax of the segment that it goes to; what its slot held is never read
+    # the new token starts the softmax of its segment; the previous contents of its slot are never read
     own = (slot >= lo) & (slot < hi)
     mine = own & (newest >= 0)
-    # compared block by block: Triton 3.9's interpreter takes no mask in which a scalar truth value was spread over a block
+    # compared block by block: Triton 3.9's interpreter fails on a mask broadcast from a scalar condition
     own_g, own_d = g < tl.where(own, G, 0), d < tl.where(own, D, 0)
     at = n * C + slot
     tl.store(KEYS + (begin + slot) * D + d, k_new, mask=own_d)
@@ -253,17 +266,17 @@ def split_kernel(
 
 @triton.jit
 def _merged(found, there, G: tl.constexpr):
-    """Maximum and 1 / normaliser [LANES] of a head's softmax from those of its segments, at `found` [PARTS, LANES]."""
+    """Merge the segments at `found` [PARTS, LANES] into a head's softmax: its maximum and 1 / normalizer [LANES]."""
     own = tl.load(found, mask=there, other=float("-inf"))
     maximum = _rest(tl.max(own, 0))
     total = tl.sum(tl.load(found + G, mask=there, other=0.0) * tl.exp2(own - maximum[None, :]), 0)
-    # rounded as IEEE asks, so that n equal keys get 1/n; a NaN among the logits makes NaN of the row, as a softmax does
+    # IEEE division, so that n equal keys get 1/n; a NaN logit makes the row NaN, as in a softmax
     return maximum, tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit
 def _added(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
-    """The state with `more` added; what a fresh token's slot held is not read."""
+    """Return the state plus `more`; for a fresh token the previous contents of its slot are ignored."""
     old = tl.load(STATE + at, mask=inside & (fresh == 0), other=0.0)
     if DECAYED:
         old *= decay
@@ -279,7 +292,7 @@ def combine_kernel(
     VALUE: tl.constexpr, DECAY_SUM: tl.constexpr, DECAY_SQUARES: tl.constexpr, DECAY_COUNT: tl.constexpr,
     DECAY_GUMBEL: tl.constexpr,
 ):  # fmt: skip
-    """Head n: its output, its statistics, and the victim's slot."""
+    """Compute the output, the statistics and the victim's slot of head n."""
     n = tl.program_id(0).to(tl.int64)
     b = n // H
     capacity = C
@@ -360,7 +373,7 @@ def combine_kernel(
                 if ((VALUE == "mean") | (VALUE == "count")) & (G > 1):
                     value = tl.div_rn(value, tl.full([BLOCK], G, tl.float32))
                 value = tl.where(value == value, value, 0.0)
-                # the order of policies/selection.py: the value's bits, then the position; dead tokens below all others
+                # eviction keys of policies/selection.py: the value, then the position; tokens outside the window are lowest
                 key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 30) | position
                 if sliding is not None:
                     key = tl.where(newest + 1 - position >= sliding, key - TIER, key)

@@ -1,4 +1,4 @@
-"""The Triton kernels as a backend: the statistics of a prompt's rows, and whole decode steps over slots.
+"""The Triton kernels as a backend: statistics of a prompt's rows, and whole decode steps over slots.
 
 Kernels run on a GPU. In Triton's interpreter (TRITON_INTERPRET=1) they also run on the CPU, slowly: for tests.
 """
@@ -24,7 +24,7 @@ KNOWN = ("sum", "squares", "count", "gumbel")  # statistics
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Why the kernels cannot do it; None if they can."""
+    """Return the reason that the kernels do not support a task, or None."""
     if case.special:
         return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
     if task == "prompt":
@@ -66,9 +66,9 @@ def statistics(
     noise_BHTG: Tensor | None,
     tau: float,
 ) -> dict[str, Tensor]:
-    """Statistics [B,H,T] by name of all rows of a prompt; see policies/statistics.py for what they are.
+    """Return statistics [B,H,T] by name of all rows of a prompt; policies/statistics.py defines them.
 
-    lse_BHGQ: attention's own, where its kernel returned it under the same logits. noise_BHTG: exp(noise).
+    lse_BHGQ: attention's own, if its kernel returned it for the same logits. noise_BHTG: exp(noise).
     """
     from .columns import column_statistics, row_normalisers
 
@@ -89,8 +89,11 @@ def statistics(
 
 
 def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
-    """Sum of the probabilities [B,H,T] that a few rows at positions rows_BW (-1: no row) give to all keys, mean over G.
-    lse_BHGW: their log-sum-exp, where attention gave it: few rows make few programs, slow over many keys."""
+    """Return the probabilities [B,H,T] that the rows of a window give to each key: sum over rows, mean over G.
+
+    rows_BW: positions of the rows; -1: no row. lse_BHGW: their log-sum-exp if attention returned it, which saves a slow launch:
+    few rows make few programs, each over many keys.
+    """
     from .columns import column_statistics, row_normalisers
 
     shape: dict[str, Any] = {"scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding}
@@ -100,14 +103,14 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
 
 
 def attended(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """How many keys each row of a prompt attends to, [B,H,Q]."""
+    """Count the keys that each row of a prompt attends to, [B,H,Q]."""
     B, H, _ = keys.positions_BHT.shape
     own = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
     held = (past >= 0).sum(-1, keepdim=True)
     if geometry.sliding is None:
         return own[:, None] + held
-    # of what came before, those that the row's window still reaches
+    # of the earlier tokens, those within the row's window
     oldest = (rows_BQ - geometry.sliding + 1).clamp(min=0)[:, None].expand(B, H, -1).contiguous()
     return own.clamp(max=geometry.sliding)[:, None] + (past.shape[-1] - torch.searchsorted(past, oldest))
 
@@ -116,7 +119,7 @@ def attended(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 
 
 def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
-    """What a step over `slots` adds up, and whether the kernel can choose the victim itself."""
+    """Return the Rule of a step over `slots`: statistics to update, and a value if the kernel can choose the victim."""
     from .decode import Rule
 
     score = policy.score
@@ -129,7 +132,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
-    """Why torch names the victim of a step that the kernels do otherwise; None where they name it."""
+    """Return the reason that torch must choose the victim of a step that the kernels otherwise run, or None."""
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
         return "the policy has an order of its own"
     if type(policy.scope) is not Scope or "protect" in slots.state:
@@ -149,8 +152,10 @@ def step(
     chosen: Rule,
     tau: float | Tensor,
 ) -> Tensor:
-    """Output [B,H,G,D] of one token per row, which goes into the free slot of each head; statistics, positions and, where the
-    rule chooses a victim, the next free slot are brought up to date in place."""
+    """Run a decode step of one token per row, written to each head's free slot; return the output [B,H,G,D].
+
+    Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
+    """
     limits, head_offsets = slots.limits if chosen.evicts else None, slots.kv.head_offsets
     run = compiled_step if torch.compiler.is_compiling() else plain_step
     return run(
@@ -207,7 +212,7 @@ def plain_step(
     tau: Tensor | None,
     constant_tau: float,
 ) -> Tensor:
-    """`decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
+    """Run `decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
     from .decode import Rule, step
 
     split = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
@@ -220,7 +225,7 @@ def plain_step(
     )  # fmt: skip
 
 
-# torch.compile does not look into it
+# torch.compile does not trace it
 compiled_step = torch.library.custom_op(
     "kvpatch::decode_step", plain_step, mutates_args=("keys", "values", "positions", "slot", "state")
 )
