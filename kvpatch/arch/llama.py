@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import Adapter, heads_first, source_module
+from .adapter import Adapter, source_module
 
 
 class LlamaAdapter(Adapter):
@@ -29,7 +29,10 @@ class LlamaAdapter(Adapter):
         return q, k, v
 
     def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
+        heads = (*hidden_BQE.shape[:-1], -1, attn.head_dim)
+        q = attn.q_proj(hidden_BQE).view(heads).transpose(1, 2)
+        k = attn.k_proj(hidden_BQE).view(heads).transpose(1, 2)
+        v = attn.v_proj(hidden_BQE).view(heads).transpose(1, 2)
         return q, k, v
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:

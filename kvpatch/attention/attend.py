@@ -24,12 +24,15 @@ def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_
     prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
     norms and statistics stay float32, and q, k and v arrive in autocast's dtype.
     """
-    device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _autocasts(q.device.type):
         bound_adapter.autocast = True
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             return _writable(cache, layer, q, k, v, bound_adapter)
     return _writable(cache, layer, q, k, v, bound_adapter)
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:

@@ -26,17 +26,16 @@ def attend(
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11, wanted, name = positions_B1[:, None], call.observes, "torch"
+    if k_BH1D.requires_grad or v_BH1D.requires_grad:  # a graph reaches back to the step's query alone
+        k_BH1D, v_BH1D = k_BH1D.detach(), v_BH1D.detach()
     if stack is not None:
-        with torch.no_grad():
-            stack.write(call, k_BH1D, v_BH1D)
+        stack.write(call, k_BH1D, v_BH1D)
     else:
-        with torch.no_grad():
-            entry = _begin(call, k_BH1D, v_BH1D, positions_B1)
+        entry = _begin(call, k_BH1D, v_BH1D, positions_B1)
         name = backend_of(call, q_BHGD)
         if name == "triton":
             return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
-        with torch.no_grad():
-            call.slots.write(k_BH1D, v_BH1D, positions_B1, entry)
+        call.slots.write(k_BH1D, v_BH1D, positions_B1, entry)
     keys, out, p_BHGT = call.keys(call.slots.used), None, None
     if call.settings.renumbered:
         q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], keys, positions_B1)
@@ -46,13 +45,12 @@ def attend(
     if out is None:
         buffer = None if stack is None or not wanted else stack.buffer(call, q_BHGD.dtype)
         out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, buffer)
-    with torch.no_grad():
-        if stack is None:
-            _end(call, p_BHGT, keys.positions_BHT, newest_B11, t)
-        elif call.layer == stack.L - 1:
-            with stack.within(call.cache):
-                _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
-            stack.share_free()
+    if stack is None:
+        _end(call, None if p_BHGT is None else p_BHGT.detach(), keys.positions_BHT, newest_B11, t)
+    elif call.layer == stack.L - 1:
+        with stack.within(call.cache):
+            _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
+        stack.share_free()
     return out
 
 

@@ -90,10 +90,10 @@ class LayerStack:
 
     def share_free(self) -> None:
         """Tell each layer the slots that the next token goes to."""
-        free_BH, local_LN = self.slots.mode.free_BH, self.slots.free_slots().view(self.L, -1) - self.offset_LN
-        for layer, rows, at_N in zip(self.layers, self.rows, local_LN.unbind(), strict=True):
-            layer.mode.free_BH = free_BH[rows]
-            layer.free_at = (layer.mode.free_BH, at_N)
+        free_LBH = self.slots.mode.free_BH.view(self.L, -1, self.H).unbind()
+        local_LN = (self.slots.free_slots().view(self.L, -1) - self.offset_LN).unbind()
+        for layer, free_BH, at_N in zip(self.layers, free_LBH, local_LN, strict=True):
+            layer.mode.free_BH, layer.free_at = free_BH, (free_BH, at_N)
 
     def write(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """Write a layer's new key and value; with the first layer's, the new token's position in all layers."""

@@ -60,8 +60,8 @@ class Slots(ABC):
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a key and a value into each of these entries, in place."""
         N = rows_N.shape[0]
-        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.detach().reshape(N, -1))
-        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.detach().reshape(N, -1))
+        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.reshape(N, -1))
+        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.reshape(N, -1))
 
     @abstractmethod
     def view(self, used: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ def attention_forward(
 ) -> Callable[..., Any]:
     """Make the forward of an attention module: through the cache if there is one, else the previous forward."""
     names = parameters(cls)  # type: ignore[arg-type]
+    # a bound method belongs to the model that was patched, not to a copy of it
+    replaced = None if getattr(previous, "__func__", None) is cls.forward else previous
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
@@ -41,11 +43,10 @@ def attention_forward(
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             run = attend if cache.now is not None and cache.now.traced else attend_untraced
-            return run(cache, self.layer_idx, q, k, v, BoundAdapter(adapter, self, k.shape[1])).to(v.dtype)
+            out = run(cache, self.layer_idx, q, k, v, BoundAdapter(adapter, self, k.shape[1]))
+            return out if out.dtype == v.dtype else out.to(v.dtype)
 
-        # a bound method belongs to the model that was patched, not to a copy of it
-        bound = previous is not None and getattr(previous, "__func__", None) is not cls.forward
-        own: Callable[..., Any] = previous if bound else functools.partial(cls.forward, self)  # type: ignore[assignment]
+        own: Callable[..., Any] = functools.partial(cls.forward, self) if replaced is None else replaced
         return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.settings.renumbered)
 
     return forward
