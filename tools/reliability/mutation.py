@@ -1,4 +1,4 @@
-"""Mutation testing: every change of policies/, cache.py and attention.py that cosmic-ray can think of, and who notices.
+"""Mutation testing: every change of policies/, cache/ and attention/ that cosmic-ray can think of, and who notices.
 
     python -m tools.reliability.mutation [--files policies/noise.py ...] [--sample 300] [--minutes 60] [--page-only]
 
@@ -32,6 +32,7 @@ from tools.reliability.mutation_worker import LIMIT, TIME
 from tools.reliability.page import PAGE, ROOT
 
 STATE = ROOT / ".mutation"
+FOLDERS = ("attention", "cache", "policies")
 PARTS = ("kvpatch", "tests", "README.md", "setup.cfg", "pyproject.toml")
 
 
@@ -86,8 +87,8 @@ class Worker:
 
 
 def in_scope() -> list[str]:
-    own = sorted(f"policies/{path.name}" for path in (ROOT / "kvpatch" / "policies").glob("*.py"))
-    return ["attention/attend.py", "cache/cache.py", *own]
+    package = ROOT / "kvpatch"
+    return [str(path.relative_to(package)) for folder in FOLDERS for path in sorted((package / folder).glob("*.py"))]
 
 
 def collect(workers: list[Worker], only: list[str] | None) -> Tests:

@@ -76,7 +76,7 @@ def child(job: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         return int(pytest.main(["-x", *options, *job["tests"]]))
     plugin = Cover(Path(job["folder"]).resolve())
-    status = int(pytest.main([*options, *job["tests"]], plugins=[plugin]))
+    status = int(pytest.main([*options, "-m", "not slow and not gpu", *job["tests"]], plugins=[plugin]))
     Path(job["cover"]).write_text(json.dumps(plugin.found))
     return status
 
