@@ -193,7 +193,7 @@ def _check_block(block: object, policy: Policy) -> None:
             f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
             "schedule='prompt' or 'both', or leave block out."
         )
-    if policy.score is not None and policy.score.across_layers:
+    if policy.score.across_layers:
         raise KVPatchError(
             f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
             "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
@@ -202,7 +202,7 @@ def _check_block(block: object, policy: Policy) -> None:
 
 def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
     evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
-    if policy.score is not None and policy.score.across_layers and len(set(evicts.values())) == 2:
+    if policy.score.across_layers and len(set(evicts.values())) == 2:
         full = next(layer for layer, one in evicts.items() if not one)
         raise KVPatchError(
             f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "

@@ -14,7 +14,7 @@ from .layer_call import Call
 def end_prompt(call: Call, past: int) -> None:
     """Keep each head's budget, in buffers with room for the tokens that follow."""
     slots, cache, now = call.slots, call.cache, call.now
-    if call.score is None:
+    if not call.evicts:
         if now.final:
             slots.settle(None, None, Layout([slots.used + _more(call, slots.used)]))
             if cache.request.room is not None:
@@ -150,7 +150,6 @@ def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
 
 def limit(call: Call) -> None:
     """Set the protected sizes of each row, clamped to its budget."""
-    assert call.score is not None
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
     own: list[list[int]] = [[] for _ in range(B)]

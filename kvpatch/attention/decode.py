@@ -77,7 +77,7 @@ def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: T
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Return the name of the backend that runs the step: torch where tokens are appended, since kernels write into slots."""
-    if not call.slots.mode.slotted or (call.score is not None and call.score.across_layers):
+    if not call.slots.mode.slotted or (call.evicts and call.score.across_layers):
         call.cache.choice.record(_task(call), "torch", "tokens are appended, or layers share a score")
         return "torch"
     if call.cache.counters.lag_B is not None and call.observes:
@@ -136,7 +136,6 @@ def _by_kernel(
 def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
     """Add the new row's probabilities to the state."""
     score, policy = call.score, call.policy
-    assert score is not None
     B, H, _, T = p_BHGT.shape
     if score.observed_rows:
         call.slots.statistic("tail")[:, :, :T] = p_BHGT.mean(2)

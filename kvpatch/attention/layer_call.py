@@ -22,7 +22,7 @@ AHEAD = 64  # decode steps
 
 
 class Call:
-    """A forward pass (`now`) through one layer of a cache. score is None if the layer never evicts."""
+    """A forward pass (`now`) through one layer of a cache. evicts: False if it keeps every token."""
 
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
@@ -36,7 +36,7 @@ class Call:
             self.slots.geometry = bound_adapter.geometry(device)
         self.geometry: Geometry = self.slots.geometry
         self.policy = self.settings.policies[layer]
-        self.score = self.policy.score if self.settings.evicts[layer] else None
+        self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
         self.begin(now)
 
@@ -64,12 +64,12 @@ class Call:
     def evicting(self) -> bool:
         """True if a decode step runs the eviction. Heads on other processes may evict, which can need all of them."""
         slots = self.slots
-        return self.score is not None and slots.mode.evicts and not (slots.mode.unfilled and not self.parallel)
+        return self.evicts and slots.mode.evicts and not (slots.mode.unfilled and not self.parallel)
 
     @property
     def observes(self) -> bool:
         """True if a decode step's probabilities are needed."""
-        if self.score is None:
+        if not self.evicts:
             return False
         return (self.slots.mode.evicts and self.policy.rows != "none") or self.policy.remembers
 
@@ -77,7 +77,7 @@ class Call:
         self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
     ) -> dict[str, Tensor]:
         """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
-        if self.score is None:
+        if not self.evicts:
             return {}
         first = self.settings.parallel.first(k_BHQD.shape[1])
         entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
@@ -92,7 +92,7 @@ class Call:
 
         Under a policy that evicts only once, at the end of the prompt, they are computed there, for the tokens that need them.
         """
-        if self.score is None or self.policy.selection is None or self.policy.schedule == "prompt":
+        if not self.evicts or self.policy.selection is None or self.policy.schedule == "prompt":
             return {}
         return {"norm": self._norms(v_BHQD, None)}
 
@@ -106,13 +106,12 @@ class Call:
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""
-        if self.score is None or not self.score.entry_by_position or self.now.traced:
+        if not self.evicts or not self.score.entry_by_position or self.now.traced:
             return self.entry(k_BH1D, v_BH1D, positions_B1, None)
         return {**self.entry_ahead(k_BH1D, positions_B1), **self.selection_entry(v_BH1D)}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Return the part of an entry that depends on a token's position alone, computed for AHEAD tokens at once."""
-        assert self.score is not None
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
@@ -148,7 +147,7 @@ class Call:
             gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
             scores=scores,
             statistics=self.policy.kernels if scores else (),
-            fresh=self.score is not None and self.score.fresh,
+            fresh=self.evicts and self.score.fresh,
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
         )
@@ -183,7 +182,7 @@ class Call:
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
         slots, score = self.slots, self.score
-        assert slots.limits is not None and score is not None
+        assert slots.limits is not None
         positions, state = self._positions, slots.state_view()
         if score.across_layers:
             state = {**state, score.statistics[0]: self._shared(positions).gather(-1, positions + 1)}
@@ -225,7 +224,6 @@ class Call:
 
     def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
         """Return the policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
-        assert self.score is not None
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps
             B, H, _ = slots.positions.shape
@@ -256,7 +254,6 @@ class Call:
 
     def add(self, sums: dict[str, Tensor]) -> None:
         """Add increments [B,H,T] to the state; a score's own sums are first multiplied by its decay."""
-        assert self.score is not None
         slots = self.slots
         for name, increment in sums.items():
             own = name in self.score.statistics
@@ -272,7 +269,6 @@ class Call:
 
     def _decay(self, total: Tensor) -> float | Tensor:
         """Return the factor of the old sums: 1 for rows whose text ended before this block."""
-        assert self.score is not None
         if min(self.now.rows_B, default=1) > 0:
             return self.score.decay
         on = torch.tensor(self.now.rows_B, device=total.device)[:, None, None] > 0
@@ -280,7 +276,6 @@ class Call:
 
     def _add_shared(self, increment: Tensor, positions: Tensor) -> None:
         """Add to the one sum that layers share, indexed by original position: a token evicted here may be held elsewhere."""
-        assert self.score is not None
         cache = self.cache
         B, H, _ = positions.shape
         needed = self.slots.seen + 1

@@ -39,14 +39,14 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
-    if now.ends_prompt and call.score is not None and not now.keeps_all:
+    if now.ends_prompt and call.evicts and not now.keeps_all:
         limit(call)
-    if call.score is None or call.policy.rows != "all":
+    if not call.evicts or call.policy.rows != "all":
         out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
     else:
         out, lse = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
-        if call.score is not None and call.score.observed_rows:
+        if call.evicts and call.score.observed_rows:
             _observe_window(call, q_BHGQD, keys, rows_BQ, lse)
         if now.ends_prompt:
             end_prompt(call, past)
@@ -74,7 +74,6 @@ def _observed_prompt(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Run `_attend`, and add the statistics of all rows to the state."""
-    assert call.score is not None
     B, H, G, _, _ = q_BHGQD.shape
     T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
     tau = call.score.temperature(0, call.cache.request.new_tokens)
@@ -107,7 +106,6 @@ def _observed_prompt(
 
 def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
     """Keep the rows of the observation window until the prompt ends; then write their mean attention to the state "tail"."""
-    assert call.score is not None
     slots, rows_BW = call.slots, rows_BQ
     mode = slots.mode
     assert isinstance(mode, Reading)

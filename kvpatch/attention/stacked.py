@@ -63,7 +63,7 @@ class LayerStack:
         """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
         first, settings = cache.layers[0], cache.settings
         score = settings.policy.score
-        if score is None or not all(settings.evicts) or score.across_layers or any(settings.bounds):
+        if not all(settings.evicts) or score.across_layers or any(settings.bounds):
             return None
         if len(cache.layers) * first.positions.numel() * call.group > BUFFER:
             return None
@@ -97,7 +97,6 @@ class LayerStack:
 
     def write(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """Write a layer's new key and value; with the first layer's, the new token's position in all layers."""
-        assert self.call.score is not None
         if call.layer == 0:
             self._open(call)
         call.slots.seen += 1
@@ -113,7 +112,7 @@ class LayerStack:
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
         self.slots.seen += 1
         self.slots.write_position(self.call.positions_BQ)
-        if self.call.score is not None and self.call.score.entry_by_position:
+        if self.call.score.entry_by_position:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 

@@ -41,8 +41,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
-    score = cache.settings.policy.score
-    if score is not None and score.across_layers:
+    if cache.settings.policy.score.across_layers:
         return False
     if cache.settings.renumbered:
         if cache.rotary is None:

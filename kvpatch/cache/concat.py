@@ -90,7 +90,7 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
         steps.append(cache.counters.steps - lag_B)
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
-    if score is not None and score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.counters.steps).any()):
+    if score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.counters.steps).any()):
         new.counters.lag_B = (new.counters.steps - steps_B).to(new.seen_B.device)
 
 

@@ -40,9 +40,8 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
         rows = places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
         positions = rows.masked_fill(~real, -1)[:, -T:]
         entry, settings = {}, cache.settings
-        score = settings.policies[index].score
-        if settings.evicts[index] and score is not None:
-            entry = score.entry(keys, positions, 1, index, settings.seed, settings.parallel.first(H))
+        if settings.evicts[index]:
+            entry = settings.policies[index].score.entry(keys, positions, 1, index, settings.seed, settings.parallel.first(H))
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:

@@ -120,7 +120,7 @@ def _read(
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
     prompt = _prompt_columns(cache, seen, Q)
-    if Q - prompt > 1 and settings.acts and settings.policy.score is not None and settings.policy.score.across_layers:
+    if Q - prompt > 1 and settings.acts and settings.policy.score.across_layers:
         raise KVPatchError(
             f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
             "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."

@@ -71,7 +71,7 @@ class CacheSettings:
     @cached_property
     def evicts(self) -> tuple[bool, ...]:
         """Per layer, True if it may ever evict a token, by the policy or its own window."""
-        acts = self.policy.score is not None
+        acts = self.policy.score.evicts
         return tuple(bound is not None or (acts and self.budget.evicts(i)) for i, bound in enumerate(self.bounds))
 
     @cached_property
@@ -98,7 +98,7 @@ class CacheSettings:
         if bound is not None:
             return bound
         budget, policy = self.budget.tokens(layer, n), self.policy
-        if policy.over_layers is None or policy.score is None:
+        if policy.over_layers is None or not policy.score.evicts:
             return budget
         least = policy.score.observed_rows + 1 if policy.score.protects_window else 1
         most = None if policy.schedule == "decode" else n

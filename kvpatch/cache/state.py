@@ -175,7 +175,7 @@ class TextState(MutationGuard, Cache):
     def temperature(self, ahead: int) -> float | Tensor:
         """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
         score, counters = self.settings.policy.score, self.counters
-        assert score is not None and self.now is not None
+        assert self.now is not None
         lag_B = counters.lag_B
         if self.now.traced and counters.device is not None:
             steps = counters.device.steps + ahead

@@ -20,7 +20,7 @@ def policy_rows() -> list[tuple[str, ...]]:
 
 
 def _policy_row(policy: Policy) -> tuple[str, ...]:
-    if policy.score is None:
+    if not policy.score.evicts:
         return policy.name, "-", "everything", "", "never", policy.source
     options = {name: value for name, value in policy.options().items() if name not in _COMMON or value != _COMMON[name]}
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -44,7 +44,7 @@ def _kept(policy: Policy) -> str:
         protected.append(f"the first {scope.sinks}")
     if scope.recent:
         protected.append(f"the newest {_size(scope.recent)}")
-    if policy.score is not None and policy.score.protects_window:
+    if policy.score.protects_window:
         protected.append("the observation window")
     if scope.deviation:
         protected.append(f"the top {_size(scope.deviation)} by standard deviation")

@@ -163,7 +163,7 @@ def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
     cut: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         budget = cache.settings.tokens(index, n)
-        if score is None or layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
+        if layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
         observed, recent = score.observed_rows if score.protects_window else 0, share(scope.recent, budget)
         newest, limits = "window" if observed > recent else "recent", layer.limits

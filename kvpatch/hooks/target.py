@@ -121,7 +121,7 @@ class Target:
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """Yield the description of each layer's tasks for a backend."""
-        fresh = policy.score is not None and policy.score.fresh
+        fresh = policy.score.fresh
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)

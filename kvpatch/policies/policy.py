@@ -28,7 +28,7 @@ class Policy:
 
     Attributes:
         name: as shown in reports.
-        score: importance of each cached token; None never evicts.
+        score: importance of each cached token; Never() evicts none.
         scope: tokens protected from eviction.
         schedule: "prompt" evicts once, at the end of the prompt; "decode" keeps the prompt and evicts one token per
             generated token; "both" does both.
@@ -47,7 +47,7 @@ class Policy:
     """
 
     name: str
-    score: Score | None
+    score: Score
     scope: Scope = Scope()
     schedule: str = "both"
     source: str = ""
@@ -64,7 +64,7 @@ class Policy:
             raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.")
-        if self.score is not None and self.schedule not in self.score.schedules:
+        if self.schedule not in self.score.schedules:
             raise KVPatchError(
                 f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
                 f"generated token does not have; use schedule={' or '.join(map(repr, self.score.schedules))}."
@@ -79,15 +79,14 @@ class Policy:
                 f"turns={self.scope.turns!r} says what later prompts of a chat count, which schedule={self.schedule!r} does "
                 "not allow, for its budget holds all the time; use schedule='prompt'."
             )
-        if self.selection is not None and (self.score is None or not self.score.is_weight):
+        if self.selection is not None and not self.score.is_weight:
             raise KVPatchError(
                 f"Two-stage selection multiplies scores with norms, but the score of policy {self.name!r} is no weight: it "
                 "may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv."
             )
         for part in self._parts():
             part.check()
-        if self.score is not None:
-            check_names(self.statistics, self.name)
+        check_names(self.statistics, self.name)
 
     def _parts(self) -> list[Any]:
         return [part for field, _, _ in _PARTS if (part := getattr(self, field)) is not None]
@@ -122,7 +121,6 @@ class Policy:
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the sums per cached key, keys of statistics.STATISTICS, that the score and the scope need."""
-        assert self.score is not None
         return tuple(dict.fromkeys((*self.score.statistics, *self.scope.statistics)))
 
     @property
@@ -133,7 +131,6 @@ class Policy:
     @property
     def rows(self) -> str:
         """Query rows of the prompt whose attention the policy needs: "none", "window" (the last few) or "all"."""
-        assert self.score is not None
         return "all" if self.statistics else self.score.rows
 
     @property
@@ -151,7 +148,6 @@ class Policy:
 
         empty: bool [B,H,T], empty slots; they get the lowest key. None where there are none.
         """
-        assert self.score is not None
         position = context.positions_BHT
         value, protected = self.score.value(context), self.scope.mask(context)
         dead = None
@@ -166,7 +162,7 @@ class Policy:
 
 
 _PARTS: tuple[tuple[str, type, bool], ...] = (
-    ("score", Score, True),
+    ("score", Score, False),
     ("scope", Scope, False),
     ("over_layers", Pyramid, True),
     ("over_heads", Adaptive, True),

@@ -18,6 +18,7 @@ from .scores import (
     KeyNorm,
     Last,
     Mean,
+    Never,
     ObservationWindow,
     Random,
     Recency,
@@ -80,7 +81,7 @@ def pyramid(base: str | Policy, **options: Any) -> Policy:
 
 def _with(prefix: str, base: str | Policy, **part: Any) -> Policy:
     policy = base if isinstance(base, Policy) else get_policy(base)
-    if policy.score is None:
+    if not policy.score.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
@@ -91,7 +92,7 @@ def _table(*rows: Policy) -> dict[str, Policy]:
 
 # fmt: off
 POLICIES = _table(
-    Policy("full",            None,                   schedule="both", source="the baseline: never evicts"),
+    Policy("full",            Never(),                schedule="both", source="the baseline: never evicts"),
     Policy("random",          Random(),               source="RoCo, baselines"),
     Policy("window",          Recency(),              source="RoCo 4.1"),
     Policy("dilated_window",  DilatedRecency(),       source="Keyformer Figure 2"),

@@ -61,6 +61,7 @@ class Score:
         signed: whether values may be negative; False saves an operation per step.
         is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
             them.
+        evicts: whether tokens are evicted at all.
 
     Example:
         @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Score:
     entry_by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = True
     is_weight: ClassVar[bool] = False
+    evicts: ClassVar[bool] = True
 
     @property
     def observed_rows(self) -> int:
@@ -137,6 +139,13 @@ class Score:
     def value(self, context: EvictionContext) -> Tensor:
         """Return the scores [B,H,T], higher for tokens to keep; values in empty slots are ignored."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Never(Score):
+    """The score of a policy that evicts nothing, such as "full"."""
+
+    evicts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,7 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
         _take(left, "gaps_B", (torch.int64,), (B,))
     if of_cache["joined"] and "lag_B" in left:
         _take(left, "lag_B", (torch.float64,), (B,))
-    score = cache.settings.policy.score
-    if score is not None and score.across_layers and of_cache["turns"] and cache.settings.acts:
+    if cache.settings.policy.score.across_layers and of_cache["turns"] and cache.settings.acts:
         _take(left, "shared", FLOATS[:2], (B, shapes.heads[0][0], None))
     _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
 
@@ -142,7 +141,7 @@ class _Layer:
     def _state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """Check the tensors stored per key, which follow from the parts of the policy."""
         score, shape, wide = self.policy.score, (self.B, self.H, C), (accumulator(dtype),)
-        if score is None or not self.cache.settings.evicts[self.index]:
+        if not self.cache.settings.evicts[self.index]:
             return
         for name in self.policy.statistics:
             self._tensor(left, f"state.{name}", wide, shape)

@@ -52,14 +52,15 @@ def test_a_share_above_one_is_told_as_tokens():
         Scope(recent=12.5).check()
 
 
-@pytest.mark.parametrize("part", ["score", "over_layers", "over_heads", "selection"])
+@pytest.mark.parametrize("part", ["over_layers", "over_heads", "selection"])
 def test_parts_that_may_be_missing(part):
     Policy("mine", **{"score": scores.Recency(), part: None})
 
 
-def test_a_policy_has_a_scope():
-    with pytest.raises(KVPatchError, match="scope"):
-        Policy("mine", scores.Recency(), scope=None)
+@pytest.mark.parametrize("part", ["score", "scope"])
+def test_parts_that_every_policy_has(part):
+    with pytest.raises(KVPatchError, match=f"{part}=None"):
+        Policy("mine", **{"score": scores.Recency(), part: None})
 
 
 PARTS = {part for part, *_ in OPTIONS} | {Budget, Policy, scores.Score, *scores.Score.__subclasses__()}

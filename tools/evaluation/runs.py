@@ -117,7 +117,7 @@ def clamped(setting: Setting, n: int) -> str:
     }
     policy = get_policy(setting.policy).with_options(setting.options.get("schedule"), **own)
     budget = max(1, share(setting.k, n))
-    if policy.score is None or budget >= n:
+    if not policy.score.evicts or budget >= n:
         return ""
     tail = policy.score.observed_rows if policy.score.protects_window else 0
     sizes = policy.scope.sinks, max(share(policy.scope.recent, budget), tail), share(policy.scope.deviation, budget)

@@ -123,7 +123,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
     from .decode import Rule
 
     score = policy.score
-    if score is None or not (wanted or evicting):
+    if not (wanted or evicting):
         return Rule(evicts=False)
     names = (*policy.statistics, *(("tail",) if score.observed_rows else ())) if wanted else ()
     decayed = score.statistics if score.decay != 1.0 else ()
@@ -137,7 +137,7 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "the policy has an order of its own"
     if type(policy.scope) is not Scope or "protect" in slots.state:
         return "more is protected than sinks and recent tokens"
-    if policy.score is None or policy.score.stored is None:
+    if policy.score.stored is None:
         return "no kernel knows the score's value()"
     return None
 
