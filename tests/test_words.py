@@ -17,14 +17,14 @@ REPLACED = {
     "stretch": (),  # segment
     "stretches": (),
     "tiers": (),  # eviction keys
-    "tail": ("backends/triton/",),  # observation window
+    "tail": (),  # observation window
     "site": (),  # bound adapter
     "words": (),  # error message
     "deck": (),  # stacked layers
-    "journal": ("cache/",),  # undo log
-    "settle": ("attention/", "cache/"),  # allocate, reserve
-    "claim": ("cache/", "patching.py"),  # mutation guard
-    "lag": ("attention/", "cache/", "storage/"),  # step counters
+    "journal": (),  # undo log
+    "settle": (),  # allocate, reserve
+    "claim": ("patching.py",),  # mutation guard
+    "lag": (),  # step counters
     "clock": (),
 }
 

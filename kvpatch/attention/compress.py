@@ -16,7 +16,7 @@ def end_prompt(call: Call, past: int) -> None:
     slots, cache, now = call.slots, call.cache, call.now
     if not call.evicts:
         if now.final:
-            slots.settle(None, None, Layout([slots.used + _more(call, slots.used)]))
+            slots.allocate(None, None, Layout([slots.used + _more(call, slots.used)]))
             if cache.request.room is not None:
                 slots.holes = True
                 slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
@@ -64,7 +64,7 @@ def end_prompt(call: Call, past: int) -> None:
     if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; only the rest is divided
         extra_B1 = (keep_BH - count_BH).sum(-1, keepdim=True).clamp(min=0)
         keep_BH = count_BH + extra_B1 // H + (torch.arange(H, device=held_BH.device) < extra_B1 % H)
-    _settle(call, order, everyone.own(count_BH), everyone.own(keep_BH), everyone.size > 1 and not _alike(count_BH, keep_BH))
+    _compress(call, order, everyone.own(count_BH), everyone.own(keep_BH), everyone.size > 1 and not _alike(count_BH, keep_BH))
 
 
 def _alike(count_BH: Tensor, keep_BH: Tensor) -> bool:
@@ -72,7 +72,7 @@ def _alike(count_BH: Tensor, keep_BH: Tensor) -> bool:
     return bool((count_BH == count_BH[:1, :1]).all()) and bool((keep_BH == keep_BH[:1, :1]).all())
 
 
-def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor, uneven: bool) -> None:
+def _compress(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor, uneven: bool) -> None:
     """Move the kept tokens into buffers for what follows.
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
@@ -91,15 +91,15 @@ def _settle(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor,
         kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
     if not now.final:  # the next block is appended
-        slots.settle(index, kept, Layout([held + now.reserve]))
+        slots.allocate(index, kept, Layout([held + now.reserve]))
         return
     slots.keep_BH1 = keep_BH[..., None]
     filling = max(*room, 0)
     roomy = call.cache.request.room is not None
     if not evicts:
-        slots.state.pop("tail", None)
+        slots.state.pop("observed", None)
     goals = [k + 1 for k in keeps] if evicts else None
-    slots.settle(index, kept, plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy))
+    slots.allocate(index, kept, plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy))
     if evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
         slots.start_evicting(filling)
@@ -136,7 +136,7 @@ def _fixed(call: Call, held_BH: Tensor) -> Tensor:
 def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
     """Note the share of the observed attention that the kept tokens received."""
     slots = call.slots
-    name = "sum" if "sum" in slots.state else "tail"
+    name = "sum" if "sum" in slots.state else "observed"
     if name not in slots.state:
         return
     seen = slots.state[name][:, :, : slots.used].masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0)

@@ -60,7 +60,7 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
     if not call.now.traced:
         slots.make_room()
         if call.now.recording:
-            slots.note(call.cache.shared)
+            slots.log_undo(call.cache.shared)
         slots.seen += 1
     return call.step_entry(k_BH1D, v_BH1D, positions_B1)
 
@@ -80,7 +80,7 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
     if not call.slots.mode.slotted or (call.evicts and call.score.across_layers):
         call.cache.choice.record(_task(call), "torch", "tokens are appended, or layers share a score")
         return "torch"
-    if call.cache.counters.lag_B is not None and call.observes:
+    if call.cache.counters.shortfall_B is not None and call.observes:
         call.cache.choice.record(_task(call), "torch", "rows have temperatures of their own")
         return "torch"
     return call.cache.choice.of(*_case(call, q_BHGD))
@@ -138,7 +138,7 @@ def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tens
     score, policy = call.score, call.policy
     B, H, _, T = p_BHGT.shape
     if score.observed_rows:
-        call.slots.statistic("tail")[:, :, :T] = p_BHGT.mean(2)
+        call.slots.statistic("observed")[:, :, :T] = p_BHGT.mean(2)
     if not policy.statistics:
         return
     seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.statistics else None

@@ -105,7 +105,7 @@ def _observed_prompt(
 
 
 def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
-    """Keep the rows of the observation window until the prompt ends; then write their mean attention to the state "tail"."""
+    """Keep the observation window's rows until the prompt ends; then write their mean attention to the state "observed"."""
     slots, rows_BW = call.slots, rows_BQ
     mode = slots.mode
     assert isinstance(mode, Reading)
@@ -130,4 +130,4 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     if lse is not None:
         lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
     total = backend(name).window_sums(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)
-    slots.statistic("tail")[:, :, : slots.used] = total / observed.clamp(min=1)
+    slots.statistic("observed")[:, :, : slots.used] = total / observed.clamp(min=1)

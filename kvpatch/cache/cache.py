@@ -124,14 +124,14 @@ class EvictingCache(TextState):
             try:
                 seen_B = None if self.seen_B is None else change(self.seen_B)
             except BaseException:  # an error with the first tensor leaves the cache unchanged
-                self.release()
+                self.end_change()
                 raise
             self.drop_stack()
             for layer in self.layers:
                 layer.map_rows(change)
             before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
             self.shared = None if self.shared is None else change(self.shared)
-            counters.lag_B = None if counters.lag_B is None else change(counters.lag_B)
+            counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
             if turns.open:  # needed by the rest of the prompt
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
@@ -145,21 +145,21 @@ class EvictingCache(TextState):
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[i]` at row i, as beam search does."""
-        self.check_whole()
+        self.check_finished()
         checks.beams(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these batch rows: int64 indices, or a bool mask [B]."""
-        self.check_whole()
+        self.check_finished()
         checks.rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace each row by `repeats` copies of it."""
-        self.check_whole()
+        self.check_finished()
         check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
@@ -190,7 +190,7 @@ class EvictingCache(TextState):
         Raises:
             KVPatchError: the steps were not recorded (call `activate_past_recording()` before them).
         """
-        self.check_whole()
+        self.check_finished()
         self.catch_up()
         count = checks.removal(tokens_to_remove, self.get_seq_length())
         if count == 0:

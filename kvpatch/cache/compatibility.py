@@ -24,7 +24,7 @@ def check(caches: Sequence[TextState]) -> None:
                 f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated: "
                 "give past_key_values of its output."
             )
-        cache.check_whole()
+        cache.check_finished()
         cache.catch_up()
         _check_one(index, cache)
         _check_same(index, caches[0], cache)

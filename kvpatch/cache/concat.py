@@ -38,12 +38,12 @@ def concatenate(caches: Sequence[Text], consume: bool) -> Text:
 @contextmanager
 def _emptied(cache: TextState) -> Iterator[None]:
     """Guard code that takes the layers of `cache` one by one. An error before the first leaves the cache usable."""
-    cache.claim("concatenate(consume=True)")
+    cache.begin_change("concatenate(consume=True)")
     try:
         yield
     except BaseException:
         if all(layer.is_initialized for layer in cache.layers):
-            cache.release()
+            cache.end_change()
         raise
     cache.reset()
 
@@ -85,13 +85,13 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     score, steps = new.settings.policy.score, []
     for cache in caches:
         assert cache.seen_B is not None
-        lag_B = cache.counters.lag_B
-        lag_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if lag_B is None else lag_B.cpu()
-        steps.append(cache.counters.steps - lag_B)
+        shortfall_B = cache.counters.shortfall_B
+        shortfall_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if shortfall_B is None else shortfall_B.cpu()
+        steps.append(cache.counters.steps - shortfall_B)
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
     if score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.counters.steps).any()):
-        new.counters.lag_B = (new.counters.steps - steps_B).to(new.seen_B.device)
+        new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.seen_B.device)
 
 
 def _shared(caches: Sequence[TextState]) -> Tensor | None:

@@ -18,7 +18,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None) -> None
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
     """
-    cache.check_whole()
+    cache.check_finished()
     _check(cache, past)
     seen, taken = past.get_seq_length(), []
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):

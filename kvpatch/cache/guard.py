@@ -14,48 +14,48 @@ _UNFINISHED = (
 
 
 class MutationGuard:
-    """Guard of a mutable object. marks: operations begun and not ended. changes: number of operations begun."""
+    """Guard of a mutable object. operations: those begun and not ended. changes: number of operations begun."""
 
-    marks: dict[str, list[str]]
+    operations: dict[str, list[str]]
     changes: int
 
     @property
     def unfinished(self) -> bool:
         """True if a change was begun and not ended: it is running in some thread, or was interrupted."""
-        return bool(self.marks)
+        return bool(self.operations)
 
-    def check_whole(self) -> None:
+    def check_finished(self) -> None:
         """Raise KVPatchError where the cache is unfinished."""
-        if self.marks:
-            raise KVPatchError(_UNFINISHED.format(next(iter(self.marks.values()))[0]))
+        if self.operations:
+            raise KVPatchError(_UNFINISHED.format(next(iter(self.operations.values()))[0]))
 
-    def claim(self, what: str) -> None:
+    def begin_change(self, what: str) -> None:
         """Mark that the operation `what` has begun. An interrupt leaves the mark, and only reset() clears it.
 
         Raises:
             KVPatchError: another operation is running, or was not finished.
         """
-        self.check_whole()
+        self.check_finished()
         mine = [what]
-        if self.marks.setdefault("change", mine) is not mine:  # atomic: of two threads one comes first
+        if self.operations.setdefault("change", mine) is not mine:  # atomic: of two threads one comes first
             raise KVPatchError(_UNFINISHED.format(what))
         self.changes += 1
 
-    def release(self) -> None:
+    def end_change(self) -> None:
         """Clear the mark: the operation ended, or was refused before anything changed."""
-        self.marks.pop("change", None)
+        self.operations.pop("change", None)
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Run a block between `claim` and `release`; an exception leaves the mark."""
-        self.claim(what)
+        """Run a block between `begin_change` and `end_change`; an exception leaves the mark."""
+        self.begin_change(what)
         yield
-        self.release()
+        self.end_change()
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
         """Run a block that reads. Several threads may read; a change in the meantime raises, for reads would be torn."""
-        self.check_whole()
+        self.check_finished()
         changes = self.changes
         yield
         if self.unfinished or self.changes != changes:

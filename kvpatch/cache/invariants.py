@@ -34,11 +34,11 @@ def check_state(cache: TextState) -> None:
     some = 0 < least or cache.turns.open
     must(some and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
     must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
-    gaps_B, lag_B = cache.rows.gaps_B, cache.counters.lag_B
+    gaps_B, shortfall_B = cache.rows.gaps_B, cache.counters.shortfall_B
     if gaps_B is not None:
         must((gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
-    if lag_B is not None:
-        must((lag_B >= 0) & (lag_B <= cache.counters.steps), "lag_B is no number of steps")
+    if shortfall_B is not None:
+        must((shortfall_B >= 0) & (shortfall_B <= cache.counters.steps), "shortfall_B is no number of steps")
     if cache.shared is not None:
         grows = cache.settings.policy.schedule != "prompt"  # else decode steps add nothing to it
         must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")

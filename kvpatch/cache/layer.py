@@ -20,7 +20,7 @@ from ..policies.context import Limits, accumulator
 from . import slots
 from .growth import Layout, capacities, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Reading, Slotted
-from .rollback import JOURNAL, Undo, record, restore
+from .rollback import UNDO_STEPS, Undo, record, restore
 from .slots import DenseSlots, Slots, fitted, gathered
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SlotLayer(CacheLayerMixin):
         self.contiguous = True
         self.floor = 0
         self.sliding: int | None = None
-        self.journal: deque[Undo] = deque(maxlen=JOURNAL)
+        self.undo_log: deque[Undo] = deque(maxlen=UNDO_STEPS)
 
     # ---- the interface of a transformers layer ----
 
@@ -126,7 +126,7 @@ class SlotLayer(CacheLayerMixin):
         self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
         self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
-        self.journal.clear()
+        self.undo_log.clear()
         self.ahead = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -155,7 +155,7 @@ class SlotLayer(CacheLayerMixin):
         self.free_at = None
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Take a whole prompt's keys and values without a copy, until `settle` allocates buffers of its own."""
+        """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = DenseSlots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
@@ -254,7 +254,7 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- evicting ----
 
-    def settle(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
+    def allocate(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
         """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
             self._resize([max(*layout.capacities, self.used)])
@@ -427,20 +427,20 @@ class SlotLayer(CacheLayerMixin):
 
     # ---- rollback ----
 
-    def note(self, shared: Tensor | None) -> None:
+    def log_undo(self, shared: Tensor | None) -> None:
         """Record in the undo log what the coming step will overwrite; `shared` is the score that layers share."""
-        self.journal.append(record(self, shared))
+        self.undo_log.append(record(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
         """Tell if the last `tokens` can be rolled back. remembers: other tokens' scores contain their attention."""
         mode = self.mode
         appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
-        return len(self.journal) >= tokens or (mode.croppable and not remembers and tokens <= appended)
+        return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
         """Roll back the last `tokens` and return the shared score from before them, if any."""
         shared = None
-        if len(self.journal) < tokens:
+        if len(self.undo_log) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens
             mode = self.mode
             if not isinstance(mode, Slotted):
@@ -450,9 +450,9 @@ class SlotLayer(CacheLayerMixin):
                 mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens
                 taken = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
                 self.positions.masked_fill_(~taken, -1)
-            self.journal.clear()
+            self.undo_log.clear()
         else:
             for _ in range(tokens):
-                shared = restore(self, self.journal.pop())
+                shared = restore(self, self.undo_log.pop())
         self.seen -= tokens
         return shared

@@ -34,12 +34,12 @@ def begin(
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
             unfinished earlier pass, or another batch size.
     """
-    cache.claim("forward pass")
+    cache.begin_change("forward pass")
     cache.catch_up()
     try:
         now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable)
     except BaseException:
-        cache.release()
+        cache.end_change()
         raise
     # all checks have passed: from here on the cache changes, until _finish()
     seen, prompt, ends = cache.get_seq_length(), now.prompt, now.ends_prompt
@@ -52,11 +52,11 @@ def begin(
         if not turns.open:
             turns.begin_B, turns.open = before.tolist(), True
     if ends:
-        counters.steps, counters.lag_B, cache.stack_due = 0, None, cache.request.room is None
+        counters.steps, counters.shortfall_B, cache.stack_due = 0, None, cache.request.room is None
         cache.limits_of.clear()
     if prompt or not any(layer.record_past for layer in cache.layers):
         for layer in cache.layers:  # the undo log does not lead back over a prompt
-            layer.journal.clear()
+            layer.undo_log.clear()
     if now.n_B:
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
     if table is not None:
@@ -100,7 +100,7 @@ def _finish(cache: TextState) -> None:
             _rotary_table(cache, 1, prompt=False)  # for a compiled step
         if cache.request.room is not None:
             compiled.mark(cache)
-    cache.release()
+    cache.end_change()
 
 
 # ---- reading a pass ----

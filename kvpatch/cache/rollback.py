@@ -11,7 +11,7 @@ from torch import Tensor
 from .modes import Mode
 from .slots import Slots
 
-JOURNAL = 256  # decode steps that the undo log holds: more than any draft
+UNDO_STEPS = 256  # decode steps that the undo log holds: more than any draft
 
 
 class Recorded(Protocol):

@@ -73,12 +73,12 @@ class DeviceCounters:
 class StepCounters:
     """Decode steps since the prompt.
 
-    steps: of the row that has taken the most. lag_B: how many fewer each row has taken, [B] float64, if a temperature depends
-    on it. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps yet.
+    steps: of the row that has taken the most. shortfall_B: how many fewer each row has taken, [B] float64, if a temperature
+    depends on it. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps yet.
     """
 
     steps: int = 0
-    lag_B: Tensor | None = None
+    shortfall_B: Tensor | None = None
     device: DeviceCounters | None = None
     behind: bool = False
 
@@ -117,7 +117,7 @@ class TextState(MutationGuard, Cache):
         super().__init__(layers=[SlotLayer(policy.statistics if evicts else ()) for policy, evicts in pairs])
         self.settings = settings
         self.scratch = False
-        self.marks, self.changes = {}, 0
+        self.operations, self.changes = {}, 0
         self._empty()
 
     def _empty(self) -> None:
@@ -135,21 +135,21 @@ class TextState(MutationGuard, Cache):
 
     def reset(self) -> None:
         """Empty the cache, even after an interrupted change."""
-        self.marks = {"change": ["reset()"]}
+        self.operations = {"change": ["reset()"]}
         self.changes += 1
         super().reset()
         room, drafts, make_table = self.request.room, self.request.drafts, self.make_table
         self._empty()
         self.request.room, self.request.drafts, self.make_table = room, drafts, make_table
-        self.release()
+        self.end_change()
 
     def catch_up(self) -> None:
         """Add the steps taken under torch.compile to the counters."""
         counters = self.counters
-        if not counters.behind or self.marks.get("behind"):
+        if not counters.behind or self.operations.get("behind"):
             return
         assert counters.device is not None
-        self.marks["behind"] = ["step under torch.compile"]
+        self.operations["behind"] = ["step under torch.compile"]
         count = int(counters.device.columns) - self.layers[0].seen
         counters.steps += count
         self.choice.ran |= self.choice.coming
@@ -161,7 +161,7 @@ class TextState(MutationGuard, Cache):
             layer.traced = False
             layer.named_by_kernels()
         counters.behind = False
-        self.marks.pop("behind")
+        self.operations.pop("behind")
 
     @property
     def seen(self) -> int:
@@ -176,13 +176,13 @@ class TextState(MutationGuard, Cache):
         """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
         score, counters = self.settings.policy.score, self.counters
         assert self.now is not None
-        lag_B = counters.lag_B
+        shortfall_B = counters.shortfall_B
         if self.now.traced and counters.device is not None:
             steps = counters.device.steps + ahead
-            return score.temperature(steps if lag_B is None else steps - lag_B, counters.device.span)
-        if lag_B is None:
+            return score.temperature(steps if shortfall_B is None else steps - shortfall_B, counters.device.span)
+        if shortfall_B is None:
             return score.temperature(self.now.first_step + ahead, self.request.new_tokens)
-        return score.temperature(self.now.first_step + ahead - lag_B, lag_B.new_tensor(self.span()))
+        return score.temperature(self.now.first_step + ahead - shortfall_B, shortfall_B.new_tensor(self.span()))
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
         """Return the protected sizes, one tuple per row; layers of equal sizes share one object."""

@@ -43,7 +43,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         _refuse_checkpointing(self)
         cache = _cache_for(self, state, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
-        cache.check_whole()
+        cache.check_finished()
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
         if columns is not None and not drafts:
             inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
@@ -61,7 +61,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
             return run(*args, **kwargs)
         except BaseException:
             if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
-                cache.marks.setdefault("change", ["generate() under torch.compile"])
+                cache.operations.setdefault("change", ["generate() under torch.compile"])
             raise
         finally:
             _finish(cache, state)

@@ -290,9 +290,9 @@ class Last(Score):
         if self.heads not in ("layer", "each"):
             raise KVPatchError(f"heads={self.heads!r} must be 'layer' (one kept set per layer) or 'each'.")
 
-    @kernel_value(lambda score: "tail" if score.heads == "each" else None)
+    @kernel_value(lambda score: "observed" if score.heads == "each" else None)
     def value(self, context: EvictionContext) -> Tensor:
-        last = context.state["tail"]
+        last = context.state["observed"]
         if self.heads == "each":
             return last
         last = last.nan_to_num(0.0)  # a head whose score is NaN must not make the layer's mean NaN
@@ -349,7 +349,7 @@ class ObservationWindow(Score):
             raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        score, position = context.state["tail"], context.positions_BHT
+        score, position = context.state["observed"], context.positions_BHT
         if self.pooling is None:
             return score
         if not context.empty:

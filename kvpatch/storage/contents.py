@@ -40,7 +40,7 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
     policy = cache.settings.policies[index]
-    known = (*policy.statistics, "tail", "norm", "noise")
+    known = (*policy.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
         (_weights if name in known else _finite)(f"{where}: {name}", tensor[real])
     if layer.mass_BH is not None:

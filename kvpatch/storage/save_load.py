@@ -37,7 +37,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     Raises:
         KVPatchError: the cache is empty, or in the middle of a prompt or of a forward pass, or the file cannot be written.
     """
-    cache.check_whole()
+    cache.check_finished()
     if not cache.get_seq_length():
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
     if cache.turns.open:
@@ -50,7 +50,8 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
 
 def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return all tensors of a cache, on the CPU, and the rest of its state as plain values."""
-    rows = {"seen_B": cache.seen_B, "shared": cache.shared, "lag_B": cache.counters.lag_B, "gaps_B": cache.rows.gaps_B}
+    shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
+    rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -135,7 +136,7 @@ def load(
         raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
     _set_history(cache, about["cache"])
     for name in _ROWS:
-        holder = {"lag_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
+        holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}

@@ -17,7 +17,7 @@ from ..policies.context import SIZES, accumulator
 from .header import Entry, InvalidError, are_counts, is_count
 
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
-ROWS = ("seen_B", "gaps_B", "shared", "lag_B")
+ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
 LAYER = ("used", "seen", "holes", "contiguous", "floor", "sliding")
 TENSORS = ("positions", "keep_BH1", "mass_BH")
 _COUNTS = ("used", "seen", "floor")
@@ -64,8 +64,8 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
         _Layer(cache, index, B, of_cache["turns"] > 0, shapes).check(described, left)
     if cache.settings.by_columns and "gaps_B" in left:
         _take(left, "gaps_B", (torch.int64,), (B,))
-    if of_cache["joined"] and "lag_B" in left:
-        _take(left, "lag_B", (torch.float64,), (B,))
+    if of_cache["joined"] and "shortfall_B" in left:
+        _take(left, "shortfall_B", (torch.float64,), (B,))
     if cache.settings.policy.score.across_layers and of_cache["turns"] and cache.settings.acts:
         _take(left, "shared", FLOATS[:2], (B, shapes.heads[0][0], None))
     _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
@@ -152,8 +152,8 @@ class _Layer:
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
         if self.policy.selection is not None and self.policy.schedule != "prompt":
             self._tensor(left, "state.norm", wide, shape)
-        if score.observed_rows and (evicting or f"{self.index}.state.tail" in left):
-            self._tensor(left, "state.tail", wide, shape)
+        if score.observed_rows and (evicting or f"{self.index}.state.observed" in left):
+            self._tensor(left, "state.observed", wide, shape)
         if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
             self._tensor(left, "state.protect", (torch.bool,), shape)
 

@@ -63,7 +63,7 @@ class Tail(Cubes):
         return 1
 
     def value(self, context):
-        return context.state["cubes"] + context.state["tail"]
+        return context.state["cubes"] + context.state["observed"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def wrapped_value(kind):
 
 NAMED = {
     "sum": scores.Accumulated(), "count": scores.AccumulatedQuantized(), "mean": scores.Mean(),
-    "gumbel": scores.GumbelSoftmax(), "tail": scores.Last(heads="each"), "recency": scores.Recency(),
+    "gumbel": scores.GumbelSoftmax(), "observed": scores.Last(heads="each"), "recency": scores.Recency(),
 }  # fmt: skip
 OWN = {
     "a statistic": lambda: Policy("own", Cubes()),
@@ -236,7 +236,7 @@ def test_every_record_names_a_sum_that_kernels_know():
     from kvpatch.backends.triton import decode, triton_backend
 
     assert {kernel_of(name) for name in STATISTICS if name != "cubes"} == set(triton_backend.KNOWN)
-    assert set(triton_backend.KNOWN) | {"tail"} == set(decode.STATISTICS)
+    assert set(triton_backend.KNOWN) | {"observed"} == set(decode.STATISTICS)
 
 
 def test_what_is_asked_for_and_left_is_said(caplog):
@@ -286,7 +286,7 @@ def test_noise_of_another_shape_is_no_number_beyond_the_memory(shape):
 # ---- flash kernels, and torch by itself ----
 
 
-@pytest.mark.parametrize("own", ["a statistic", "a statistic beside a known one", "an entry", "sum", "mean", "tail"])
+@pytest.mark.parametrize("own", ["a statistic", "a statistic beside a known one", "an entry", "sum", "mean", "observed"])
 def test_beside_a_flash_kernel(install, monkeypatch, own):  # noqa: F811
     """By an emulation: what attention leaves behind is the log-sum-exp, and torch sums what the user wrote."""
     install("cute")

@@ -22,7 +22,7 @@ from tests.backends import triton_decode_twin as twin  # noqa: E402
 DEVICE = "cuda" if GPU else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OUT, STATE = {F32: 1e-5, F16: 2e-3, BF16: 1e-2}, 1e-5  # relative to the largest entry
-ALL = ("sum", "squares", "count", "gumbel", "tail")
+ALL = ("sum", "squares", "count", "gumbel", "observed")
 SENTINEL = 7.5  # behind a head's own slots
 
 
@@ -41,7 +41,7 @@ def filled(B, H, G, D, C, dtype, rng, used=None, capacities=None):
         positions[b, h, at[:held]] = torch.randperm(int(newest[b]), generator=rng)[:held]
         slot[b, h] = at[held:].min()
         for name in STATISTICS:
-            state[name][b, h, at[:held]] = torch.rand(held, generator=rng) * (3 if name != "tail" else 0.1)
+            state[name][b, h, at[:held]] = torch.rand(held, generator=rng) * (3 if name != "observed" else 0.1)
             state[name][b, h, at[held:]] = torch.nan
         state["count"][b, h, at[:held]] = state["count"][b, h, at[:held]].floor()
         state["noise"][b, h, at] = torch.randn(capacity, G, generator=rng).exp()
@@ -181,8 +181,11 @@ CASES = {
     "two blocks of head size 80": (rule("mean"), {"C": 129, "D": 80, "G": 2, "splits": 2, "dtype": F16}),
     "group of three": (rule("mean", ("sum",)), {"C": 40, "G": 3, "B": 2}),
     "head size 256": (rule("count"), {"C": 63, "D": 256, "G": 1, "splits": 3, "dtype": F16, "steps": 2}),
-    "head size 256, float32": (rule("tail"), {"C": 40, "D": 256, "G": 2, "splits": 2, "steps": 2}),
-    "long": (rule("sum", ("sum", "squares", "count", "tail")), {"C": 1000, "D": 128, "H": 1, "G": 4, "splits": 3, "steps": 2}),
+    "head size 256, float32": (rule("observed"), {"C": 40, "D": 256, "G": 2, "splits": 2, "steps": 2}),
+    "long": (
+        rule("sum", ("sum", "squares", "count", "observed")),
+        {"C": 1000, "D": 128, "H": 1, "G": 4, "splits": 3, "steps": 2},
+    ),
     "long, half": (rule("gumbel"), {"C": 1000, "D": 64, "G": 1, "dtype": F16, "steps": 2, "tau": 1.3}),
     "decay": (rule("sum", decay=0.7, decayed=("sum", "count")), {"B": 2, "C": 20}),
     "decayed squares and gumbel": (rule("gumbel", decay=0.7, decayed=("squares", "gumbel")), {"tau": 1.0}),
@@ -243,7 +246,7 @@ def test_one_slot(splits):
     slots, new = filled(2, 2, 4, 64, 1, F32, rng), token(2, 2, 4, 64, F32, rng)
     out = launch(new, slots, rule("sum"), scale=0.125, splits=splits, tau=1.5)
     close(out, new[2][:, :, None].expand_as(out), 1e-6, "output")
-    wanted = {"sum": 4.0, "squares": 1.0, "count": 0.0, "gumbel": 4.0, "tail": 1.0}
+    wanted = {"sum": 4.0, "squares": 1.0, "count": 0.0, "gumbel": 4.0, "observed": 1.0}
     for name, value in wanted.items():
         assert torch.allclose(slots.state[name], torch.full((2, 2, 1), value), rtol=1e-6), name
     assert (slots.positions == -1).all() and (slots.slot == 0).all()
@@ -419,7 +422,7 @@ def test_reason():
     [
         {"statistics": ("sums",)},
         {"statistics": ("sum",), "decayed": ("count",)},
-        {"statistics": ("tail",), "decayed": ("tail",)},
+        {"statistics": ("observed",), "decayed": ("observed",)},
         {"value": "squares"},
     ],
 )

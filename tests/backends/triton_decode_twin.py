@@ -28,7 +28,7 @@ def step(q, k, v, slots, rule, *, scale, slopes=None, sliding=None, keep=None, f
             keys, values = slots.head(slots.keys, b, h), slots.head(slots.values, b, h)
             state = {name: tensor[b, h] for name, tensor in slots.state.items()}
             keys[slot], values[slot], slots.positions[b, h, slot] = k[b, h], v[b, h], newest
-            for name in set(rule.statistics) - {"tail"}:
+            for name in set(rule.statistics) - {"observed"}:
                 state[name][slot] = 0.0
             position = slots.positions[b, h, :capacity].tolist()
             seen = [c for c in range(capacity) if position[c] >= 0 and (sliding is None or newest - position[c] < sliding)]
@@ -54,8 +54,8 @@ def step(q, k, v, slots, rule, *, scale, slopes=None, sliding=None, keep=None, f
                 }
                 doubt[b, h, c] = sum(abs(p[g][c] * n - 1.0) < 1e-5 for g in range(G))
                 for name in rule.statistics:
-                    old = 0.0 if name == "tail" else float(state[name][c]) * (rule.decay if name in rule.decayed else 1.0)
-                    state[name][c] = mean if name == "tail" else old + found[name]
+                    old = 0.0 if name == "observed" else float(state[name][c]) * (rule.decay if name in rule.decayed else 1.0)
+                    state[name][c] = mean if name == "observed" else old + found[name]
             if rule.evicts and rule.value is not None:
                 held = [c for c in range(capacity) if position[c] >= 0]
                 kept = 0 if first is None else int(first[b]), 0 if recent is None else int(recent[b])

@@ -18,9 +18,9 @@ def test_one_layer_for_all_where_rows_are_alike():
         loop = Loop(model, patch)
         loop.add((30, 0), (17, 3), (19, 7))
         loop.step(3)
-        assert loop.cache.stack is not None and loop.cache.counters.lag_B.tolist() == [7, 4, 0]
+        assert loop.cache.stack is not None and loop.cache.counters.shortfall_B.tolist() == [7, 4, 0]
         loop.step(Q=4)  # a later turn counts from its own end
-        assert loop.cache.counters.lag_B is None
+        assert loop.cache.counters.shortfall_B is None
         loop.step(2)
 
 
@@ -102,7 +102,7 @@ def test_rows_are_saved_without_those_that_have_gone(tmp_path):
             report = Report.of(loop.cache)
             assert report.lengths == (13, 26) and "26 columns; the rows' own: 13 to 26" in str(report)
             loop.cache.reset()
-            assert not loop.cache.rows.joined and loop.cache.counters.lag_B is None
+            assert not loop.cache.rows.joined and loop.cache.counters.shortfall_B is None
             _, again = force(model, prompt(1, 30), prompt(1, 2), cache=loop.cache)
             same_kept(again, 0, force(model, prompt(1, 30), prompt(1, 2))[1])
 

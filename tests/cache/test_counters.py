@@ -25,11 +25,11 @@ def test_a_temperature_that_is_traced_goes_by_the_clock(model):
     cache.now = SimpleNamespace(traced=True, first_step=99)
     assert cache.temperature(0).item() == 1.5
     assert cache.temperature(2).item() == 2.0
-    cache.counters.lag_B = torch.tensor([0.0, 2.0])
+    cache.counters.shortfall_B = torch.tensor([0.0, 2.0])
     assert cache.temperature(2).tolist() == [2.0, 1.5]
     cache.now.traced, cache.now.first_step = False, 4
     assert cache.temperature(2).tolist() == [2.5, 2.0]
-    cache.counters.lag_B, cache.counters.device = None, None
+    cache.counters.shortfall_B, cache.counters.device = None, None
     assert cache.temperature(2) == 2.5
     cache.now.traced = True  # before there is a clock
     assert cache.temperature(2) == 2.5

@@ -106,7 +106,7 @@ def test_one_token_behind_a_prompt_is_not_recorded(model):
             cache = handle.new_cache()
             cache.request.prompt_len = N
             model(prompt(2, N + extra), past_key_values=cache)
-            assert [len(layer.journal) for layer in cache.layers] == [held] * len(cache.layers)
+            assert [len(layer.undo_log) for layer in cache.layers] == [held] * len(cache.layers)
     with pytest.raises(KVPatchError, match="was not recorded"):
         read(model, "h2o", 0.5, steps=1).crop(-1)
 

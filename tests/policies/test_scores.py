@@ -34,7 +34,7 @@ def test_declarations():
     assert said["keyformer"] == ("all", ("gumbel",), False, False, True, "gumbel", False, 0)
     assert said["snapkv"] == said["adakv"] == ("window", (), True, False, True, None, False, 32)
     assert said["key_norm"] == ("none", (), False, True, False, None, False, 0)
-    assert scores.Last(heads="each").stored == "tail"
+    assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
     assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 6
@@ -46,13 +46,13 @@ def test_declarations():
 def test_values():
     context = small_context(2, None)
     context.state |= {name: torch.rand(1, 1, 4) for name in ("count", "gumbel", "key_norm")}
-    context.state["tail"] = torch.rand(1, 2, 4)
+    context.state["observed"] = torch.rand(1, 2, 4)
     assert torch.equal(scores.Accumulated().value(context), context.state["sum"])
     assert torch.equal(scores.AccumulatedQuantized().value(context), context.state["count"] / 2)
     assert torch.equal(scores.Mean().value(context), context.mean)
     assert torch.equal(scores.GumbelSoftmax().value(context), context.state["gumbel"])
     assert torch.equal(scores.KeyNorm().value(context), -context.state["key_norm"])
-    assert torch.equal(scores.Last(heads="".join("each")).value(context), context.state["tail"])
+    assert torch.equal(scores.Last(heads="".join("each")).value(context), context.state["observed"])
     assert scores.Recency().value(context).tolist() == [[[0.0, 3.0, 5.0, 9.0]]]
     # the lattice by recency, behind all others by recency
     ranked = scores.DilatedRecency().value(context)[0, 0]
@@ -95,7 +95,7 @@ def test_pooling_over_neighbours(pooling, kernel):
         given = order if empty else torch.arange(7)
         context = EvictionContext(
             layer=0, seed=0, positions_BHT=places[given][None, None], newest_B11=torch.tensor([[[21]]]),
-            recent_B11=torch.tensor([[[21]]]), state={"tail": tail[..., given]}, limits=limits, group=1, sliding=None,
+            recent_B11=torch.tensor([[[21]]]), state={"observed": tail[..., given]}, limits=limits, group=1, sliding=None,
             empty=empty,
         )  # fmt: skip
         return scores.ObservationWindow(window=2, kernel=kernel, pooling=pooling).value(context)[0, 0], given

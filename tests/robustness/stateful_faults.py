@@ -42,7 +42,7 @@ PASS = [
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_settle"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
-    (SlotLayer, "settle"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
+    (SlotLayer, "allocate"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (layer, "record"), (head_offsets.HeadOffsets, "pack"),
     (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (PatchState, "count"),

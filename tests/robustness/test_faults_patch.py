@@ -219,7 +219,7 @@ def test_of_two_threads_that_begin_at_once_one_is_refused():
 
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
-        check = cache.check_whole
+        check = cache.check_finished
 
         def meet():
             check()  # both have looked, and neither has begun
@@ -231,7 +231,7 @@ def test_of_two_threads_that_begin_at_once_one_is_refused():
             finally:
                 tried.set()
 
-        cache.check_whole = meet
+        cache.check_finished = meet
         hook = model.model.layers[0].mlp.register_forward_pre_hook(hold)
         results = in_threads(run, run)
         hook.remove()

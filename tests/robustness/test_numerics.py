@@ -81,7 +81,7 @@ def _context(score, *, protected=0, keep=None, state=None, norms=None, group=1):
     limits = Limits.of([(0, 0, 0, protected, 0, 0)] * B, score.device)
     return EvictionContext(
         layer=0, seed=0, positions_BHT=torch.arange(S).expand(B, H, S).contiguous(), newest_B11=torch.full((B, 1, 1), S - 1),
-        recent_B11=torch.full((B, 1, 1), S - 1), state={"sum": score, "tail": score, **(state or {})}, limits=limits,
+        recent_B11=torch.full((B, 1, 1), S - 1), state={"sum": score, "observed": score, **(state or {})}, limits=limits,
         group=group, sliding=None, empty=False, keep_BH1=keep, norms=norms,
     )  # fmt: skip
 

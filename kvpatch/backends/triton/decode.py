@@ -19,8 +19,8 @@ from torch import Tensor
 from ...errors import KVPatchError
 from ...policies import selection
 
-STATISTICS = ("sum", "squares", "count", "gumbel", "tail")
-VALUES = ("sum", "mean", "count", "gumbel", "tail", "recency")
+STATISTICS = ("sum", "squares", "count", "gumbel", "observed")
+VALUES = ("sum", "mean", "count", "gumbel", "observed", "recency")
 MAX_HEAD, MAX_GROUP = 256, 64
 PROGRAMS = 264  # two for each of an H100's or H200's 132 multiprocessors
 SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
@@ -37,7 +37,7 @@ NOWHERE: tl.constexpr = tl.constexpr((1 << 31) - 1)
 class Rule:
     """Statistics that a step updates, and the rule of its eviction.
 
-    statistics: of STATISTICS; "tail" is overwritten with the group's mean probability, the others are sums. Those in
+    statistics: of STATISTICS; "observed" is overwritten with the group's mean probability, the others are sums. Those in
     `decayed` are multiplied by `decay` before the addition. value: of VALUES, the token with the lowest is evicted; None: the
     kernel evicts none. evicts: False if every token stays and the caller names the next slot.
     """
@@ -51,7 +51,7 @@ class Rule:
     def __post_init__(self) -> None:
         if unknown := set(self.statistics) - set(STATISTICS):
             raise KVPatchError(f"statistics={self.statistics!r} has {sorted(unknown)}: use some of {STATISTICS}.")
-        if wrong := set(self.decayed) - (set(self.statistics) - {"tail"}):
+        if wrong := set(self.decayed) - (set(self.statistics) - {"observed"}):
             raise KVPatchError(f"decayed={self.decayed!r} has {sorted(wrong)}: only sums among `statistics` can decay.")
         if self.value not in (None, *VALUES):
             raise KVPatchError(f"value={self.value!r} must be None or one of {VALUES}.")
@@ -287,7 +287,7 @@ def _added(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
 @triton.jit
 def combine_kernel(
     POSITIONS, SLOT, NEWEST, CAPACITY, NOISE, TAU, tau, LOGITS, PARTIAL, SOFTMAX, OUT,
-    SUM, SQUARES, COUNT, GUMBEL, TAIL, OTHER, KEEP, FIRST, RECENT, sliding, decay, H, C, SPAN,
+    SUM, SQUARES, COUNT, GUMBEL, OBSERVED, OTHER, KEEP, FIRST, RECENT, sliding, decay, H, C, SPAN,
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     VALUE: tl.constexpr, DECAY_SUM: tl.constexpr, DECAY_SQUARES: tl.constexpr, DECAY_COUNT: tl.constexpr,
     DECAY_GUMBEL: tl.constexpr,
@@ -351,10 +351,10 @@ def combine_kernel(
                     new = _added(COUNT, at, inside, fresh, above, decay, DECAY_COUNT)
                     if VALUE == "count":
                         value = new
-                if TAIL is not None:
+                if OBSERVED is not None:
                     new = tl.sum(p, 0) / G
-                    tl.store(TAIL + at, new, mask=inside)
-                    if VALUE == "tail":
+                    tl.store(OBSERVED + at, new, mask=inside)
+                    if VALUE == "observed":
                         value = new
                 if GUMBEL is not None:
                     if NOISE is not None:

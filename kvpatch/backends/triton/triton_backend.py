@@ -125,7 +125,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
     score = policy.score
     if not (wanted or evicting):
         return Rule(evicts=False)
-    names = (*policy.statistics, *(("tail",) if score.observed_rows else ())) if wanted else ()
+    names = (*policy.statistics, *(("observed",) if score.observed_rows else ())) if wanted else ()
     decayed = score.statistics if score.decay != 1.0 else ()
     value = score.stored if evicting and torch_evicts(policy, slots) is None else None
     return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
