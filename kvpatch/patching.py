@@ -26,10 +26,9 @@ from .cache import from_dynamic
 from .cache.cache import EvictingCache
 from .cache.settings import CacheSettings
 from .errors import KVPatchError
-from .hooks import ownership
+from .hooks import ownership, shell
 from .hooks.accelerate import put_hook, replace_forward
 from .hooks.attention import attention_forward, parameters
-from .hooks.decoder import before_decoder
 from .hooks.generate import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
 from .hooks.inputs import file_path, no_argument
 from .hooks.state import MISSING, Mark, PatchState
@@ -244,8 +243,8 @@ class Patch:
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
             self._set(target.decoder, name, state.aside[name][0])
-        hook = functools.partial(before_decoder, state=state)
-        put_hook(target.decoder, hook, self._undo.append)
+        for module, hook in shell.hooks(target.shell, target.decoder, state):
+            put_hook(module, hook, self._undo.append)
         for generator in target.generators:
             generate = wrap_generate(vars(generator).get("generate"), state)
             self._set(generator, "generate", MethodType(generate, generator))

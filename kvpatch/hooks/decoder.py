@@ -40,16 +40,9 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
 def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     """Run `before_decoder` for any pass except a traced decode step."""
     state.count(call, decoder.training)
-    past, config = call.get("past_key_values"), getattr(decoder, "config", None)
-    use_cache = call.get("use_cache")
-    foreign = past is not None or _own_attention(decoder, call)
-    if state.settings.transparent and not isinstance(past, EvictingCache) and foreign:
+    if runs_own_code(decoder, call, state):
         return None
-    if use_cache is None:
-        use_cache = getattr(config, "use_cache", True) if past is None else True
-    scratch = not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
-    if scratch and (state.settings.block is None or past is not None):
-        return None  # without block=, training and cache-less forwards run the model's own code
+    past, config, scratch = call.get("past_key_values"), getattr(decoder, "config", None), _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
     n_layers = min(state.settings.n_layers, getattr(config, "num_hidden_layers", len(cache.layers)))
@@ -97,6 +90,23 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         state.note(cache, False)
         call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
     return (), call
+
+
+def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
+    """Tell if a pass is left to the model's own code: training and forwards without a cache, unless block= is set."""
+    past = call.get("past_key_values")
+    foreign = past is not None or _own_attention(decoder, call)
+    if state.settings.transparent and not isinstance(past, EvictingCache) and foreign:
+        return True
+    return _is_scratch(decoder, call) and (state.settings.block is None or past is not None)
+
+
+def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
+    """Tell if the cache of a pass ends with it."""
+    past, use_cache = call.get("past_key_values"), call.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True
+    return not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
 
 
 def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:

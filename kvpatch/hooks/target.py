@@ -19,6 +19,7 @@ from ..policies import Policy
 from ..storage.schema import Shapes
 from .accelerate import device_of, weights
 from .sharding import Parallel, check_layers, parallel_of
+from .shell import makes_masks
 
 
 def already_patched(module: nn.Module) -> KVPatchError:
@@ -40,8 +41,10 @@ class Target:
         decoder: nn.Module,
         generators: list[nn.Module],
         parallel: Parallel,
+        shell: nn.Module | None,
     ):
         self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
+        self.shell = shell
 
     @classmethod
     def find(cls, model: nn.Module) -> Target:
@@ -73,7 +76,8 @@ class Target:
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
         check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
-        return cls(found, decoder, generators, parallel_of(model, found))
+        shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
+        return cls(found, decoder, generators, parallel_of(model, found), shell)
 
     def bounds(self) -> tuple[int | None, ...]:
         """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""

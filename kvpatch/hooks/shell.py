@@ -1,0 +1,71 @@
+"""Multimodal models that make attention masks themselves, around the decoder: their pass begins at the shell.
+
+Most such models merge images into embeddings and hand the padding mask on; the decoder's hook serves them. A few (Gemma 3)
+make the decoder's masks. Given the mask of a pass under the patch, they hand that one on, as they do with any 4-D mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..arch.adapter import source_module
+from ..errors import KVPatchError
+from .attention import parameters
+from .decoder import before_decoder, runs_own_code
+from .state import PatchState
+
+Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def makes_masks(module: nn.Module) -> bool:
+    """Tell if the forward of a model makes attention masks with functions of its Python module."""
+    if not isinstance(module, PreTrainedModel):
+        return False
+    home = vars(source_module(module))
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return any(name.startswith("create_") and "mask" in name and name in home for name in names)
+
+
+def hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
+    """Return the pre-hooks that begin a pass, and the modules that they belong to."""
+    if shell is None:
+        return [(decoder, functools.partial(before_decoder, state=state))]
+    inner = next(name for name, module in shell.named_modules() if module is decoder)  # by name: a copy has its own
+    names = parameters(type(shell))  # type: ignore[arg-type]
+    outer = functools.partial(_before_shell, inner=inner, names=names, state=state)
+    return [(shell, outer), (decoder, functools.partial(_before_inner, state=state))]
+
+
+def _before_shell(
+    shell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: str, names: tuple[str, ...], state: PatchState
+) -> Any:
+    call, decoder = {**dict(zip(names, args, strict=False)), **kwargs}, shell.get_submodule(inner)
+    if not runs_own_code(decoder, call, state):
+        _refuse_open_masks(shell, call)
+    return before_decoder(decoder, (), call, state)
+
+
+def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Any:
+    """Leave a pass to the shell that made its masks; a decoder that is called without it begins one itself."""
+    mask = kwargs.get("attention_mask")
+    made = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4)
+    return None if made else before_decoder(decoder, args, kwargs, state)
+
+
+def _refuse_open_masks(shell: nn.Module, call: dict[str, Any]) -> None:
+    """Raise KVPatchError if token types make the shell's masks show later tokens, as they do among those of an image."""
+    name, types = next(((n, v) for n, v in call.items() if n.endswith("token_type_ids") and v is not None), ("", None))
+    if types is None:
+        return
+    blocks = vars(source_module(shell)).get("get_block_sequence_ids_for_mask")
+    if blocks is None or bool((blocks(types, device=types.device) != -1).any()):
+        raise KVPatchError(
+            f"{type(shell).__name__} reads the tokens of an image in both directions ({name} says which), but a cache under a "
+            f"budget is read causally: give text alone, without pixel_values and {name}, or run images outside of the block."
+        )

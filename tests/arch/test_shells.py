@@ -1,0 +1,182 @@
+"""Text through multimodal models: Gemma 3 as AutoModelForCausalLM loads it, and models that only merge images."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import kvpatch
+from kvpatch.cache.cache import EvictingCache
+from kvpatch.evaluation.check import Checks
+from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt, snapshot
+
+TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, **IDS,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+IMAGE, SOFT = 5, 4  # the token of an image, and tokens per image
+GEMMA = {"sliding_window": 7, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "query_pre_attn_scalar": 8}
+SIGLIP = {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False}
+
+SHELLS = {
+    "gemma3": {"text_config": {**TEXT, **GEMMA}, "vision_config": SIGLIP, "mm_tokens_per_image": SOFT, "image_token_id": IMAGE},
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8},
+        "image_token_id": IMAGE, "spatial_merge_size": 1,
+    },
+    "llava_next": {
+        "text_config": {"model_type": "llama", **TEXT}, "vision_config": {"model_type": "clip_vision_model", **VISION},
+        "image_token_index": IMAGE,
+    },
+}  # fmt: skip
+
+
+def make(kind, dtype=torch.float32):
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText
+    model = auto.from_config(AutoConfig.for_model(kind, **SHELLS[kind])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.25)
+    return model.to(dtype)
+
+
+def greedy(model, ids, **asked):
+    asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, **asked}
+    return model.generate(ids, output_logits=True, **asked)
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+def test_text_at_one_is_the_unpatched_model(kind):
+    model, ids, fed = make(kind), prompt(2, 20), prompt(2, 4, seed=2)
+    mask, before = left_pad(ids, [20, 13]), snapshot(model)
+
+    def everything():
+        forced, cache = force(model, ids, fed, mask)
+        runs = [greedy(model, ids, attention_mask=mask), greedy(model, ids, attention_mask=mask, num_beams=3)]
+        with torch.no_grad():
+            logits = [forced, model(ids).logits, model(ids, use_cache=False).logits]
+        return [*logits, *(torch.stack(run.logits) for run in runs)], [run.sequences for run in runs], cache
+
+    want, sequences, _ = everything()
+    with kvpatch.patched(model, "h2o", 1.0):
+        got, same, cache = everything()
+    assert isinstance(cache, EvictingCache) and cache.get_seq_length() == 24
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, atol=3e-5, rtol=0)
+    assert all(map(torch.equal, sequences, same))
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+def test_evictions_are_those_of_the_text_model(kind):
+    """The whole model evicts as its language model does alone, which the oracle checks; and as a mask would."""
+    model, ids, fed = make(kind, torch.float64), prompt(2, 24), prompt(2, 6, seed=2)
+    mask = left_pad(ids, [24, 15])
+    with torch.no_grad(), kvpatch.patched(model.model.language_model, "h2o", 0.4):
+        decoder = model.model.language_model
+        hidden = decoder(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True)
+    with kvpatch.patched(model, "h2o", 0.4) as patch:
+        _, cache = force(model, ids, fed, mask)
+        with torch.no_grad():
+            alone = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).past_key_values
+        for layer in range(4):
+            assert torch.equal(alone.positions(layer).sort(-1).values, hidden.past_key_values.positions(layer).sort(-1).values)
+        assert cache.held(3).tolist() == [[9, 9], [6, 6]]
+        greedy(model, ids, attention_mask=mask)
+        assert patch.report().held()[3].max() == 9
+    assert [result for result in Checks(make(kind), "window", 0.4).run() if not result.passed] == []
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+def test_blocks_and_gradients(kind):
+    model, ids = make(kind, torch.float64), prompt(1, 26)
+    with kvpatch.patched(model, "roco", 8, block=6) as patch:
+        with torch.no_grad():
+            want, cache = model(ids).logits, patch.new_cache()
+            parts = [model(ids[:, at : at + 6], past_key_values=cache).logits for at in range(0, 26, 6)]
+        torch.testing.assert_close(want, torch.cat(parts, 1), atol=1e-9, rtol=0)
+        model.train()
+        logits = model(ids).logits
+        torch.testing.assert_close(logits, want, atol=1e-9, rtol=0)
+        logits.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.model.language_model.parameters())
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+def test_training_steps_inside_are_those_outside(kind):
+    model, ids = make(kind).train(), prompt(2, 12)
+
+    def gradients():
+        model.zero_grad()
+        types = {"token_type_ids": torch.zeros_like(ids)} if kind == "gemma3" else {}
+        model(ids, attention_mask=left_pad(ids, [12, 8]), labels=ids, **types).loss.backward()
+        return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+
+    want = gradients()
+    with kvpatch.patched(model, "h2o", 0.5):
+        got = gradients()
+    assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
+
+
+def image_of(kind):
+    ids = prompt(1, 14)
+    ids[ids == IMAGE] = 1
+    ids[:, 2 : 2 + SOFT] = IMAGE
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    extra = {"mistral3": {"image_sizes": torch.tensor([[8, 8]])}}.get(kind, {})
+    return ids, {"pixel_values": pixels, **extra}
+
+
+def test_gemma_images_are_refused_before_anything_runs():
+    model, (ids, image) = make("gemma3"), image_of("gemma3")
+    types = (ids == IMAGE).long()
+    want = model(ids, token_type_ids=types, **image).logits
+    with kvpatch.patched(model, "h2o", 0.5):
+        for run in (model, model.generate):
+            with pytest.raises(kvpatch.KVPatchError, match=r"Gemma3Model reads the tokens of an image in both directions"):
+                run(input_ids=ids, token_type_ids=types, **image)
+        text = torch.zeros_like(ids)  # what its processor makes of a text
+        assert model(ids, token_type_ids=text).past_key_values.held(3).eq(7).all()
+        with pytest.raises(kvpatch.KVPatchError, match="must be a padding mask"):
+            model(ids, attention_mask=torch.ones(1, 1, 14, 14))
+    with kvpatch.patched(model, "h2o", 0.5), torch.no_grad():  # a pass without a cache runs the model's own code
+        torch.testing.assert_close(model(ids, token_type_ids=types, use_cache=False, **image).logits, want)
+
+
+def test_images_under_a_causal_mask_are_served():
+    model, (ids, image) = make("mistral3"), image_of("mistral3")
+    want = model(ids, **image).logits
+    with kvpatch.patched(model, "h2o", 1.0):
+        torch.testing.assert_close(model(ids, **image).logits, want, atol=3e-5, rtol=0)
+    assert not torch.allclose(model(ids, pixel_values=image["pixel_values"] + 1, image_sizes=image["image_sizes"]).logits, want)
+    with kvpatch.patched(model, "h2o", 5):
+        assert model(ids, **image).past_key_values.held(3).eq(5).all()
+
+
+def test_compiled_steps_of_a_shell():
+    model, ids = make("gemma3"), prompt(1, 12)
+    with kvpatch.patched(model, "window", 6) as patch, torch.no_grad():
+        cache = patch.new_cache(room=8)
+        model(ids, past_key_values=cache)
+        other = cache.clone()
+        step = torch.compile(model, backend="eager")
+        for token in prompt(1, 4, seed=3).split(1, 1):
+            want = model(token, past_key_values=other).logits
+            torch.testing.assert_close(step(token, past_key_values=cache).logits, want, atol=1e-5, rtol=0)
+
+
+def test_a_copy_of_a_patched_shell_evicts_on_its_own():
+    model, ids = make("gemma3"), prompt(1, 12)
+    with kvpatch.patched(model, "h2o", 5, block=4):
+        twin = copy.deepcopy(model)
+        model.train()
+    with torch.no_grad():
+        assert twin(ids).past_key_values.held(3).eq(5).all()
