@@ -82,10 +82,10 @@ peer-env: .venv/ok .venv-kvpress/ok
 	$(PIP) --no-deps "torchao==0.18.0"
 	touch .venv/torchao
 
-.venv/ok: requirements-dev.txt setup.cfg pyproject.toml
+.venv/ok: requirements-dev.txt pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kvpatch is developed with Python 3.11 or newer: make PYTHON=python3.12')"
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
-	$(PIP) -r requirements-dev.txt "setuptools>=68"
+	$(PIP) -r requirements-dev.txt "setuptools>=77"
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch .venv/ok

@@ -1,4 +1,4 @@
-"""The commands of `kvpatch`: demo, generate, check, compare, policies, architectures. Needs the extra `tools`."""
+"""The commands of `kvpatch`: demo, generate, check, compare, policies, architectures. Needs the extra `cli`."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_without_the_extra(name, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert capsys.readouterr().err == f"The command line needs {name}: pip install kvpatch[tools]\n"
+    assert capsys.readouterr().err == f"The command line needs {name}: pip install typer rich\n"
 
 
 @pytest.mark.parametrize("command", ["compare", "demo"])
@@ -273,7 +273,7 @@ def test_without_matplotlib_nothing_is_measured(command, folder, prompt, tmp_pat
     given = ("--prompt-file", prompt) if command == "compare" else ()
     result = run(command, "--model", folder, "--out", tmp_path / "out", *given)
     assert result.exit_code == 2
-    assert result.stderr == "kvpatch: Pictures need matplotlib: pip install kvpatch[tools]\n"
+    assert result.stderr == "kvpatch: Pictures need matplotlib: pip install matplotlib\n"
 
 
 def test_compare_takes_every_k(folder, prompt, tmp_path):

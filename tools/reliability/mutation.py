@@ -32,7 +32,7 @@ from tools.reliability.mutation_worker import LIMIT, TIME
 from tools.reliability.page import PAGE, ROOT
 
 STATE = ROOT / ".mutation"
-PARTS = ("kvpatch", "tests", "README.md", "setup.cfg", "pyproject.toml")
+PARTS = ("kvpatch", "tests", "README.md", "pyproject.toml")
 
 
 class Worker:
