@@ -23,12 +23,11 @@ EXTRAS = {
     "lm-eval": {"lm-eval"},
     "flash": {"flash-attn"},
     "dev": {
-        "kvpatch", "accelerate", "hypothesis", "mypy", "numpy", "peft", "pytest", "pytest-xdist", "ruff", "tokenizers", "triton",
+        "kvpatch", "accelerate", "hypothesis", "mypy", "numpy", "peft", "pytest", "pytest-xdist", "ruff", "tokenizers",
+        "triton",
     },
 }  # fmt: skip
-# packages that another one always brings: transformers safetensors, torch (on Linux) triton
-BROUGHT = {"safetensors", "triton"}
-# kernels that are used where they are found
+BROUGHT = {"safetensors", "triton"}  # by transformers, by torch (on Linux)
 MODULE_OF = {"flash_attn": "flash-attn", "lm_eval": "lm-eval"}
 
 
