@@ -4,9 +4,9 @@
 
 A version is a number, `pinned` (requirements-dev.txt's) or `newest` (of those that pyproject.toml allows); a torch that
 is not named is the pinned one. Other builds of torch than the pinned one come with several gigabytes of CUDA packages
-unless TORCH_INDEX names an index without. Environments are .venv-<transformers>-<torch> in the repository's root; they are
-made once and used again, but those with a `newest` are made anew. --write puts the table into docs/reliability.md. Needs nothing but
-Python.
+unless TORCH_INDEX names an index without. Environments are .venv-<transformers>-<torch> in the repository's root; they
+are made once and used again, but those with a `newest` are made anew. --write puts the table into docs/reliability.md.
+Needs nothing but Python.
 """
 
 import argparse
