@@ -4,6 +4,7 @@
 # make demo         what policies keep, on the small models of tools/models
 # make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability.md
 # make test-matrix  the tests under several versions of transformers and torch (several GB), and docs/reliability.md
+# make test-wheel   the sdist's tests, and the wheel in an environment of its own
 # make results      every experiment of tools/evaluation on those models, and docs/results.md
 # make mutation     docs/reliability.md: which small changes of the library no test notices
 # make reliability  the other sections of that page: memory, misuse, fuzzing
@@ -17,7 +18,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test test-slow test-all check soak test-matrix results mutation reliability upstream-tests peer-env
+.PHONY: demo test test-slow test-all check soak test-matrix test-wheel results mutation reliability upstream-tests peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -43,6 +44,10 @@ soak: .venv/ok
 
 test-matrix: .venv/ok
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.test_matrix --write
+
+# WHEEL="3.10 3.12" tries other Pythons too: see tools/reliability/wheel.py
+test-wheel: .venv/ok
+	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.wheel $(WHEEL)
 
 results: .venv/ok
 	.venv/bin/python -m tools.evaluation.results --fresh
@@ -82,10 +87,10 @@ peer-env: .venv/ok .venv-kvpress/ok
 	$(PIP) --no-deps "torchao==0.18.0"
 	touch .venv/torchao
 
-.venv/ok: requirements-dev.txt setup.cfg pyproject.toml
+.venv/ok: requirements-dev.txt pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kvpatch is developed with Python 3.11 or newer: make PYTHON=python3.12')"
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
-	$(PIP) -r requirements-dev.txt "setuptools>=68"
+	$(PIP) -r requirements-dev.txt "setuptools>=77"
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch .venv/ok

@@ -44,7 +44,7 @@ def generate(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="a model of tools/models")] = "llama-python",
+    model: Annotated[str, typer.Option(help="a shipped model")] = "llama-python",
     policy: Annotated[str, typer.Option(help="any of `kvpatch policies`")] = "h2o",
     k: Annotated[float, typer.Option(help="the budget")] = 0.25,
     block: Annotated[int | None, typer.Option(help="evict while training, after every so many tokens")] = None,

@@ -90,7 +90,7 @@ def batches(stream: Tensor, bos: int, rows: int, seed: int) -> Iterator[Tensor]:
 
 
 def main(
-    models: Annotated[str, typer.Option(help="names of tools/models that read Python, or `all`")] = ALL[0],
+    models: Annotated[str, typer.Option(help="shipped models that read Python, or `all`")] = ALL[0],
     seeds: Annotated[int, typer.Option(help="how many orders of the training rows")] = 1,
     policy: Annotated[str, typer.Option(help="any of `kvpatch policies`")] = "window",
     k: Annotated[float, typer.Option(help="the budget, a share of each row")] = 0.2,

@@ -107,7 +107,7 @@ def markdown(figures: Sequence[Figure]) -> str:
 def main(argv: Sequence[str] | None = None) -> list[Figure]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cerebras/Cerebras-GPT-6.7B", help="a folder or a name on the hub")
-    parser.add_argument("--local", action="store_true", help="llama-0 of tools/models on kvp_recall: needs no network")
+    parser.add_argument("--local", action="store_true", help="the shipped llama-0 on kvp_recall: needs no network")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--shots", nargs="+", type=int, default=list(SHOTS))
     parser.add_argument("--block", type=int, default=4, help="tokens between evictions")

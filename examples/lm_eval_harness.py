@@ -23,8 +23,8 @@ LOCAL = Path(__file__).parent / "lm_eval_tasks"
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """Model and tokenizer: a name of tools/models, else a folder or a name on the hub."""
-    if (shipped.MODELS / name).is_dir():
+    """Model and tokenizer: a shipped model's name, else a folder or a name on the hub."""
+    if name in shipped.shipped():
         return shipped.load(name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +48,7 @@ def evaluate(lm: Any, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-0", help="of tools/models, a folder, or a name on the hub")
+    parser.add_argument("--model", default="llama-0", help="a shipped model, a folder, or a name on the hub")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("-k", type=parse_k, default=0.2, help="share (0.2), tokens (64) or size (2GiB)")
     parser.add_argument("--block", type=int, help="tokens between evictions: without it log-likelihoods feel no budget")

@@ -49,7 +49,7 @@ def nats(model: Any, ids_1T: Tensor, length: int, stride: int) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-python", help="of tools/models, a folder, or a name on the hub")
+    parser.add_argument("--model", default="llama-python", help="a shipped model, a folder, or a name on the hub")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("-k", type=parse_k, default=32)

@@ -63,7 +63,7 @@ def run(name: str, how: str, policy: str, k: float, block: int | None, steps: in
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-python", help="a model of tools/models")
+    parser.add_argument("--model", default="llama-python", help="a shipped model")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("-k", type=float, default=0.25)
     parser.add_argument("--block", type=int, help="evict in training too, after every so many tokens")

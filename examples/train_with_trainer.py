@@ -55,7 +55,7 @@ def train(model: Any, data: list[dict[str, Any]], folder: str, callbacks: list[A
 
 
 def main(
-    model: Annotated[str, typer.Option(help="a model of tools/models")] = "llama-python",
+    model: Annotated[str, typer.Option(help="a shipped model")] = "llama-python",
     policy: Annotated[str, typer.Option(help="any of `kvpatch policies`")] = "h2o",
     k: Annotated[float, typer.Option(help="the budget")] = 0.25,
     steps: Annotated[int, typer.Option(help="of training")] = 4,

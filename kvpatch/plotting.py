@@ -43,7 +43,7 @@ def new_figure(**options: Any) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise KVPatchError("Pictures need matplotlib: pip install kvpatch[tools]") from error
+        raise KVPatchError("Pictures need matplotlib: pip install matplotlib") from error
     figure = Figure(**options)
     FigureCanvasAgg(figure)
     return figure

@@ -1,17 +1,34 @@
-"""The wheel holds the package and nothing else, and its command works from wherever it was installed."""
+"""The wheel holds the package and nothing else, states what it needs, and its command works from wherever it was installed."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 
 import kvpatch
+from tests.test_layers import imports, modules
 
 ROOT = Path(__file__).parents[1]
+CORE = {"torch", "transformers", "einops"}
+EXTRAS = {
+    "cli": {"typer", "rich"},
+    "plot": {"matplotlib"},
+    "eval": {"kvpatch", "datasets", "nltk", "rapidfuzz", "rouge", "rouge-score", "sacrebleu"},
+    "lm-eval": {"lm-eval"},
+    "flash": {"flash-attn"},
+    "dev": {
+        "kvpatch", "accelerate", "hypothesis", "mypy", "numpy", "peft", "pytest", "pytest-xdist", "ruff", "tokenizers",
+        "triton",
+    },
+}  # fmt: skip
+BROUGHT = {"safetensors", "triton"}  # by transformers, by torch (on Linux)
+MODULE_OF = {"flash_attn": "flash-attn", "lm_eval": "lm-eval"}
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +36,7 @@ def wheel(tmp_path_factory):
     """Build the wheel from a copy, since building writes beside the sources."""
     pytest.importorskip("setuptools")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.cfg", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
     for name in ("kvpatch", "tests/helpers", "tools/bench"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -28,6 +45,23 @@ def wheel(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_string(archive.read(name).decode())
+
+
+def _requirements(metadata, extra):
+    """Names of the packages that an extra brings; extra None: that are always needed."""
+    found = set()
+    for line in metadata.get_all("Requires-Dist"):
+        of = re.search(r"extra == \"([^\"]+)\"", line)
+        if (of[1] if of else None) == extra:
+            found.add(re.match(r"[\w-]+", line)[0].lower())
+    return found
 
 
 def _run(*arguments, folder):
@@ -41,20 +75,54 @@ def test_the_wheel_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     about = f"kvpatch-{kvpatch.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"kvpatch", about}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "kvpatch").rglob("*.py")} | {"kvpatch/py.typed"}
-    assert {name for name in names if name.startswith("kvpatch/")} == sources
+    assert f"{about}/licenses/LICENSE" in names
+    files = {path for path in (ROOT / "kvpatch").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {name for name in names if name.startswith("kvpatch/")} == {str(path.relative_to(ROOT)) for path in files}
+
+
+def test_the_metadata_says_whose_it_is_and_what_it_needs(metadata):
+    assert metadata["Version"] == kvpatch.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Author"] == "The kvpatch authors"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "Programming Language :: Python :: 3.13" in metadata.get_all("Classifier")
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert len(metadata["Keywords"].split(",")) >= 4
+    assert set(metadata.get_all("Provides-Extra")) == set(EXTRAS)
+    assert _requirements(metadata, None) == CORE
+    assert {extra: _requirements(metadata, extra) for extra in EXTRAS} == EXTRAS
+
+
+def test_every_import_is_declared():
+    """A module of the package imports what the core or an extra that is meant for it brings."""
+    known = CORE | BROUGHT | EXTRAS["cli"] | EXTRAS["plot"] | EXTRAS["lm-eval"] | EXTRAS["flash"]
+    for name, path in modules().items():
+        top = {one.split(".")[0] for one in imports(name, path)} - {"kvpatch", "__future__"} - set(sys.stdlib_module_names)
+        unknown = {MODULE_OF.get(one, one) for one in top} - known
+        assert not unknown, f"{name} imports {unknown}"
+
+
+def test_errors_advise_only_what_can_be_installed():
+    """kvpatch is on no package index, so `pip install kvpatch...` would fetch somebody else's package."""
+    for name, path in modules().items():
+        assert not re.search(r"pip install [\"']?kvpatch", path.read_text()), name
 
 
 @pytest.mark.slow
 def test_commands_work_where_the_wheel_was_installed(wheel, tmp_path):
-    """`policies` lists the registry; `demo`, whose models are not in the wheel, says in one sentence what to do."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     found = _run("-c", "import kvpatch; print(kvpatch.__file__)", folder=tmp_path)
     assert Path(found.stdout.strip()).is_relative_to(tmp_path), found.stderr
     listed = _run("-m", "kvpatch.cli.main", "policies", folder=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert {line.split(" ")[0] for line in listed.stdout.splitlines()} >= set(kvpatch.list_policies())
-    demo = _run("-m", "kvpatch.cli.main", "demo", "--out", tmp_path / "out", folder=tmp_path)
-    assert demo.returncode == 2
-    (line,) = [line for line in demo.stderr.splitlines() if line.startswith("kvpatch: ")]  # torchao writes lines of its own
-    assert "clone the repository" in line and "--model" in line and ". " not in line
+
+
+@pytest.mark.slow
+def test_the_demo_brings_its_models(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    few = "from kvpatch.cli import demo; demo.POLICIES = {'window': {}}; demo.KS = (0.5,); "
+    demo = _run("-c", few + "import pathlib; demo.run(pathlib.Path('out'))", folder=tmp_path)
+    assert demo.returncode == 0, demo.stderr
+    assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The commands of `kvpatch`: demo, generate, check, compare, policies, architectures. Needs the extra `tools`."""
+"""The commands of `kvpatch`: demo, generate, check, compare, policies, architectures. Needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def compare(  # noqa: PLR0913 - typer: an option is a parameter
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("kvpatch-demo"),
-    model: Annotated[str | None, typer.Option(help="Your own model instead of the repository's.")] = None,
+    model: Annotated[str | None, typer.Option(help="Your own model instead of the two small ones that come along.")] = None,
 ) -> None:
     """Run several policies on prompts that need their cache; prints answers, bytes and speed, and saves a picture."""
     from .demo import run

@@ -53,10 +53,10 @@ def run(out: Path, model: str | None = None) -> None:
 
     Args:
         out: folder of the picture.
-        model: folder or name of a model; None for the repository's models.
+        model: folder or name of a model; None for the two small ones that come with the package.
 
     Raises:
-        KVPatchError: a model is missing or `out` cannot be written.
+        KVPatchError: `model` cannot be loaded or `out` cannot be written.
     """
     console = Console(highlight=False)
     plotting.new_figure()  # without matplotlib nothing is measured
@@ -93,24 +93,16 @@ def _own(model: str, console: Console) -> dict[str, Stage]:
 
 
 def _shipped(console: Console) -> dict[str, Stage]:
-    if not (MODELS / "llama-0").is_dir():
-        raise KVPatchError(
-            f"The demo's models are not in {MODELS}: clone the repository and install it with `pip install -e .`, or "
-            "give a model of your own with --model."
-        )
     lookup = load_model(str(MODELS / "llama-0"), "float32")
     stages = {
-        "needles": Stage(lookup, task_needles(rows=24)),
-        "later": Stage(lookup, task_needles(rows=24, in_prompt=False)),
+        "needles": Stage(lookup, task_needles()),
+        "later": Stage(lookup, task_needles(in_prompt=False)),
     }
-    console.print(f"needles: {stages['needles'].text.what}, by tools/models/llama-0")
-    if not (MODELS / "llama-python").is_dir():
-        console.print("source:  tools/models/llama-python is not there, so perplexity and speed are left out")
-        return stages
+    console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")
     python, tokenizer = load_model(name, "float32"), load_tokenizer(name)
     stages["source"] = Stage(python, source_file(python, tokenizer))
-    console.print(f"source:  {stages['source'].text.what}, by tools/models/llama-python, which has not seen it")
+    console.print(f"source:  {stages['source'].text.what}, by the small model llama-python, which has not seen it")
     return stages
 
 

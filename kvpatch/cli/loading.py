@@ -14,8 +14,7 @@ from ..errors import KVPatchError, suggest
 from ..evaluation.teacher_forcing import positions_of
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-REPOSITORY = Path(__file__).parents[2]
-MODELS = REPOSITORY / "tools" / "models"
+MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
 def parse_k(text: str) -> int | float | str:

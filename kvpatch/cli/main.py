@@ -1,4 +1,4 @@
-"""Entry point of the command `kvpatch`; the commands are in commands.py, which needs the extra `tools`."""
+"""Entry point of the command `kvpatch`; the commands are in commands.py, which needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
         missing = (error.name or "").split(".")[0]
         if missing not in _EXTRA:
             raise
-        print(f"The command line needs {missing}: pip install kvpatch[tools]", file=sys.stderr)
+        print(f"The command line needs {missing}: pip install typer rich", file=sys.stderr)
         sys.exit(2)
     app()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import random
-import sys
 import sysconfig
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from ..evaluation.teacher_forcing import positions_of
 from ..plotting import Marks
-from .loading import REPOSITORY
+from .loading import MODELS
 
 SOURCE = "calendar.py"
 """A library file that tools/training/text.py holds out, so that llama-python was not trained on it."""
@@ -60,32 +59,22 @@ class Text:
         return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 
 
-def task_needles(rows: int, in_prompt: bool = True, seed: int = 7) -> Text:
-    """Build the needle task of tools/training/tasks.py: records of a key and three values among filler, and a key as question.
+def task_needles(in_prompt: bool = True) -> Text:
+    """Read the prompts that llama-0 was trained for: records of a key and three values among filler, and a key as question.
 
-    Raises:
-        KVPatchError: tools/training/tasks.py is missing.
+    Args:
+        in_prompt: the question belongs to the prompt; else it is fed after compression.
     """
-    tasks = _tasks()
-    batch = tasks.needle(random.Random(seed), rows, needles=4, questions=1, in_prompt=in_prompt)
-    n, row = batch.prompt_length, batch.tokens_BT[0].tolist()
+    held = json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
+    ids_BT = torch.tensor(held["rows"])
+    row = ids_BT[0].tolist()
     question = len(row) - 5
-    found = [(i, i + 4) for i in range(question) if row[i] in tasks.KEYS]
+    n = question + 2 if in_prompt else question
+    found = [(i, i + 4) for i in range(question) if row[i] in held["keys"]]
     asked = [span for span in found if row[span[0]] == row[question + 1]]
     marks = Marks([span for span in found if span not in asked], asked, [(question, question + 2)])
     answer = question + 2 - n, question + 5 - n
-    return Text(f"{rows} prompts of {n} tokens with 4 needles", batch.tokens_BT, n, answer=answer, marks=marks)
-
-
-def _tasks() -> Any:
-    """Import tools/training/tasks.py, which is part of the repository and not of the package."""
-    name, path = "kvpatch_demo_tasks", REPOSITORY / "tools" / "training" / "tasks.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise KVPatchError(f"{path} is missing: clone the repository, or give a model of your own with --model.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return Text(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
 def text_needles(model: Any, tokenizer: Any, rows: int, seed: int = 7) -> Text:

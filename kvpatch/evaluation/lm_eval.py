@@ -28,7 +28,7 @@ try:
     from lm_eval.models.huggingface import HFLM, eval_logger
 except ImportError as error:
     raise KVPatchError(
-        f'kvpatch.evaluation.lm_eval needs lm-evaluation-harness ({error}): pip install "kvpatch[lm-eval]".'
+        f'kvpatch.evaluation.lm_eval needs lm-evaluation-harness ({error}): pip install "lm-eval>=0.4.13".'
     ) from error
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-
-from packaging.version import InvalidVersion, Version  # transformers brings it
+import re
 
 from ..errors import KVPatchError
 
-TRANSFORMERS = "5.15", "6"  # from, to below; setup.cfg says the same
+TRANSFORMERS = "5.15", "6"  # from, to below; pyproject.toml says the same
 TORCH = "2.10"
 
 
@@ -31,9 +30,8 @@ def check_versions(transformers: str, torch: str) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """Parse the release: (5, 23, 0) of "5.23.0.dev0" or "5.23.0+cpu", since a development version has its release's API."""
-    try:
-        return Version(version).release
-    except InvalidVersion as error:
+    if not (release := re.match(r"\d+(\.\d+)*", version)):
         raise KVPatchError(
             f"{version!r} is no version number: install a release of transformers and torch, pip install 'transformers<6'"
-        ) from error
+        )
+    return tuple(int(number) for number in release[0].split("."))

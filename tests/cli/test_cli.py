@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ import kvpatch
 from kvpatch.arch.llama import LlamaAdapter
 from kvpatch.cli import commands, demo, demo_view
 from kvpatch.cli.commands import app
-from kvpatch.cli.loading import load_tokenizer, parse_k
+from kvpatch.cli.loading import MODELS, load_tokenizer, parse_k
 from kvpatch.cli.main import main
-from kvpatch.cli.needles import text_needles
+from kvpatch.cli.needles import task_needles, text_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.patching import SETTINGS
@@ -262,7 +263,7 @@ def test_without_the_extra(name, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert capsys.readouterr().err == f"The command line needs {name}: pip install kvpatch[tools]\n"
+    assert capsys.readouterr().err == f"The command line needs {name}: pip install typer rich\n"
 
 
 @pytest.mark.parametrize("command", ["compare", "demo"])
@@ -273,7 +274,7 @@ def test_without_matplotlib_nothing_is_measured(command, folder, prompt, tmp_pat
     given = ("--prompt-file", prompt) if command == "compare" else ()
     result = run(command, "--model", folder, "--out", tmp_path / "out", *given)
     assert result.exit_code == 2
-    assert result.stderr == "kvpatch: Pictures need matplotlib: pip install kvpatch[tools]\n"
+    assert result.stderr == "kvpatch: Pictures need matplotlib: pip install matplotlib\n"
 
 
 def test_compare_takes_every_k(folder, prompt, tmp_path):
@@ -284,12 +285,17 @@ def test_compare_takes_every_k(folder, prompt, tmp_path):
     assert [line["k"] for line in lines if line["policy"] == "window"] == ["0.7", "0.5", "0.3"]
 
 
-def test_demo_without_its_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "MODELS", tmp_path / "none")
-    result = run("demo", "--out", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "clone the repository" in result.stderr
-    assert "--model" in result.stderr
+def test_the_models_of_the_demo_lie_in_the_package():
+    assert MODELS.is_relative_to(Path(kvpatch.__file__).parent)
+    assert {path.parent.name for path in MODELS.glob("*/model.safetensors")} == {"llama-0", "llama-python"}
+    prompt, later = task_needles(), task_needles(in_prompt=False)
+    assert (prompt.n, later.n, len(prompt.ids_BT)) == (234, 232, 24)
+    assert torch.equal(prompt.ids_BT, later.ids_BT)
+    start, stop = prompt.answer
+    keys = [prompt.ids_BT[0, i] for i, _ in prompt.marks.asked]
+    (asked,) = prompt.marks.asked
+    assert keys == [prompt.ids_BT[0, 233]]
+    assert torch.equal(prompt.ids_BT[0, asked[0] + 1 : asked[1]], prompt.ids_BT[0, 234 + start : 234 + stop])
 
 
 def test_demo_on_a_model_of_ones_own(folder, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_a_version_does_not_keep_it_from_being_imported():
     assert done.stdout.strip().endswith("full"), done.stderr
 
 
-def test_setup_says_the_same():
-    text = (Path(__file__).parents[2] / "setup.cfg").read_text()
+def test_the_metadata_says_the_same():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f"transformers>={TRANSFORMERS[0]},<{TRANSFORMERS[1]}" in text
     assert f"torch>={TORCH}" in text

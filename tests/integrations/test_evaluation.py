@@ -253,7 +253,7 @@ def test_what_is_wrong_is_said_before_anything_runs(recall, monkeypatch, caplog)
     assert "4 log-likelihoods will not feel policy 'h2o'" in caplog.text
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.delitem(sys.modules, "kvpatch.evaluation.lm_eval")
-    with pytest.raises(kvpatch.KVPatchError, match=r'pip install "kvpatch\[lm-eval\]"'):
+    with pytest.raises(kvpatch.KVPatchError, match=r'pip install "lm-eval>=0.4.13"'):
         importlib.import_module("kvpatch.evaluation.lm_eval")
 
 

@@ -250,7 +250,7 @@ def worker():
 
 def copy_to(folder: Path) -> None:
     for part in ("kvpatch", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "models"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 

@@ -10,7 +10,7 @@ import torch
 from tools.training import cards as train_cards
 from tools.training import tasks, train
 
-NAMES = sorted(path.parent.name for path in tasks.MODELS.glob("*/card.json"))
+NAMES = sorted(tasks.shipped())
 SYNTHETIC = [name for name in NAMES if "accuracy" in train.card_of(name)]
 
 
@@ -139,15 +139,19 @@ def test_tokenizer_words_and_any_text():
 def test_every_shipped_model_has_its_card_and_no_other():
     assert set(NAMES) == set(train.SHIPPED)
     for name, (recipe, seed) in train.SHIPPED.items():
-        card = json.loads((tasks.MODELS / name / "card.json").read_text())
+        card = json.loads((tasks.shipped()[name] / "card.json").read_text())
         assert card["name"] == name
         assert card["seed"] == seed
         assert card["architecture"] == train.RECIPES[recipe].architecture
         options = " --device cuda" if "device" in card else ""
         assert card["command"].startswith(f"python -m tools.training {recipe} --seed {seed}{options} ")
         assert card["command"].endswith(" --out tools/models")
-        assert (tasks.MODELS / name / "README.md").read_text() == train.describe(card)
+        assert (tasks.shipped()[name] / "README.md").read_text() == train.describe(card)
         assert min(card.get("accuracy", {"none": 1.0}).values()) >= train_cards.USABLE
+
+
+def test_the_demos_prompts_are_rows_of_the_needle_task():
+    assert tasks.DEMO.read_text() == tasks.demo_prompts(), "tasks.DEMO.write_text(tasks.demo_prompts())"
 
 
 @pytest.mark.parametrize("recipe", train.RECIPES)
@@ -167,7 +171,7 @@ def test_one_step_moves_every_parameter_and_muon_has_the_hidden_matrices(recipe)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_committed_model_loads_and_its_tokenizer_round_trips(name):
     model, tokenizer = tasks.load(name)
-    card = json.loads((tasks.MODELS / name / "card.json").read_text())
+    card = json.loads((tasks.shipped()[name] / "card.json").read_text())
     assert model.num_parameters() == card["parameters"]
     assert model.config.use_cache
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id

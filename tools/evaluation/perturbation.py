@@ -439,12 +439,12 @@ def markdown(lines: Lines) -> str:
 
 
 def main(
-    models: Annotated[str, typer.Option(help="comma-separated names in tools/models")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(help="comma-separated names of shipped models")] = ",".join(MODELS),
     rows: Annotated[int, typer.Option(help="sequences per scenario")] = 32,
     json_file: Annotated[Path | None, typer.Option("--json", help="write JSON lines here")] = None,
     table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as tables")] = None,
 ) -> None:
-    """Measure what two-stage selection does to attention's output, on the models of tools/models."""
+    """Measure what two-stage selection does to attention's output, on shipped models."""
     if table is not None:
         print(markdown([json.loads(line) for line in table.read_text().splitlines() if line.strip()]))
         return

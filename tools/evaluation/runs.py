@@ -20,17 +20,16 @@ from .task import PYTHON, Request, Sample, Setting, Subject, Task, digest
 
 
 def load(name: str, request: Request) -> Subject:
-    """A model of tools/models by its name, or any other by folder or hub name.
+    """A shipped model by its name, or any other by folder or hub name.
 
     Raises:
         KVPatchError: there is no such model. A missing tokenizer is None here, for the tasks that need none.
     """
-    shipped = (synthetic.MODELS / name / "config.json").is_file()
-    model = load_model(
-        str(synthetic.MODELS / name) if shipped else name, "float32" if shipped else request.dtype, request.device
-    )
+    shipped = name in (folders := synthetic.shipped())
+    where = str(folders[name]) if shipped else name
+    model = load_model(where, "float32" if shipped else request.dtype, request.device)
     try:
-        tokenizer = load_tokenizer(str(synthetic.MODELS / name) if shipped else name)
+        tokenizer = load_tokenizer(where)
     except KVPatchError:
         tokenizer = None
     words = tokenizer is not None and synthetic.WORDS[synthetic.QUESTION] in tokenizer.get_vocab()

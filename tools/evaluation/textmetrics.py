@@ -25,11 +25,11 @@ WORDS = {
 
 
 def need(module: str, package: str) -> Any:
-    """A module of the extra `tools`. Raises KVPatchError where its package is not installed."""
+    """A module of the extra `eval`. Raises KVPatchError where its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise KVPatchError(f"This task needs the package {package}: pip install kvpatch[tools]") from error
+        raise KVPatchError(f"This task needs the package {package}: pip install {package}") from error
 
 
 def names() -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def _wordnet() -> Any | None:
         return corpus
     except (ImportError, LookupError):
         print(
-            "METEOR is left out, for it needs nltk and WordNet: pip install kvpatch[tools], then "
+            "METEOR is left out, for it needs nltk and WordNet: pip install nltk, then "
             "python -m nltk.downloader wordnet",
             file=sys.stderr,
         )

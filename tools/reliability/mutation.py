@@ -33,7 +33,7 @@ from tools.reliability.page import PAGE, ROOT
 
 STATE = ROOT / ".mutation"
 FOLDERS = ("attention", "cache", "policies")
-PARTS = ("kvpatch", "tests", "README.md", "setup.cfg", "pyproject.toml")
+PARTS = ("kvpatch", "tests", "README.md", "pyproject.toml")
 
 
 class Worker:

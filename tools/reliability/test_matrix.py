@@ -2,11 +2,11 @@
 
     python -m tools.reliability.test_matrix [TRANSFORMERS[/TORCH] ...] [--pytest ARGUMENTS] [--write]
 
-A version is a number, `pinned` (requirements-dev.txt's) or `newest` (of those that setup.cfg allows); a torch that is not named
-is the pinned one. Other builds of torch than the pinned one come with several gigabytes of CUDA packages unless TORCH_INDEX
-names an index without. Environments are .venv-<transformers>-<torch> in the repository's root; they are made once and used
-again, but those with a `newest` are made anew. --write puts the table into docs/reliability.md. Needs nothing but
-Python.
+A version is a number, `pinned` (requirements-dev.txt's) or `newest` (of those that pyproject.toml allows); a torch that
+is not named is the pinned one. Other builds of torch than the pinned one come with several gigabytes of CUDA packages
+unless TORCH_INDEX names an index without. Environments are .venv-<transformers>-<torch> in the repository's root; they
+are made once and used again, but those with a `newest` are made anew. --write puts the table into docs/reliability.md.
+Needs nothing but Python.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def environment(row: str) -> str | None:
     for command in (
         (sys.executable, "-m", "venv", "--clear", str(done.parent)),
         (*pip, *index, torch),
-        (*pip, *rest, "setuptools>=68"),
+        (*pip, *rest, "setuptools>=77"),
         (*pip, "--no-deps", "torchao==0.18.0"),
         (*pip, "--no-deps", "--no-build-isolation", "-e", "."),
     ):

@@ -1,1 +1,1 @@
-"""The training of the small models of tools/models: `python -m tools.training`."""
+"""The training of the small shipped models: `python -m tools.training`."""

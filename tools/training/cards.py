@@ -1,4 +1,4 @@
-"""The model cards of tools/models in words, and which models may be used."""
+"""The cards of the shipped models in words, and which models may be used."""
 
 from typing import Any
 

@@ -12,6 +12,7 @@ Values have three tokens, because the first answer token is computed while the p
 would be right under any eviction. Dimension key: B sequences, T tokens, A answers per sequence, W tokens per answer.
 """
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -29,7 +30,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from kvpatch.cli import loading
+
 MODELS = Path(__file__).parents[1] / "models"
+DEMO = loading.MODELS / "llama-0" / "needles.json"
+"""The prompts of `kvpatch demo`: rows of `needle`, made by demo_prompts()."""
 
 BOS, QUESTION, COPY, SUMMARY, PAD, EOS = 0, 1, 2, 3, 12, 13
 MARKS, FILLER, KEYS, VALUES = range(4, 12), range(16, 48), range(48, 80), range(80, 144)
@@ -322,10 +327,23 @@ def accuracies(model: PreTrainedModel, n_sequences: int, seed: int = 1234) -> di
     }
 
 
-def load(name: str, folder: Path = MODELS) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of tools/models (or of another `folder`) in float32, ready for evaluation, and its tokenizer."""
-    if not (folder / name / "config.json").is_file():
-        known = ", ".join(sorted(path.parent.name for path in folder.glob("*/config.json"))) or "none"
-        raise ValueError(f"name={name!r} is no model in {folder}; there are: {known}")
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder / name)
+def demo_prompts() -> str:
+    """The text of DEMO."""
+    rows = needle(random.Random(7), 24).tokens_BT.tolist()
+    return json.dumps({"keys": [*KEYS], "rows": rows}, separators=(",", ":")) + "\n"
+
+
+def shipped() -> dict[str, Path]:
+    """Every committed model's folder by its name: those of tools/models, and the two that the package brings for its demo."""
+    cards = (card for folder in (loading.MODELS, MODELS) for card in folder.glob("*/card.json"))
+    return {card.parent.name: card.parent for card in sorted(cards)}
+
+
+def load(name: str, folder: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A shipped model (or one of another `folder`) in float32, ready for evaluation, and its tokenizer."""
+    known = shipped() if folder is None else {path.parent.name: path.parent for path in folder.glob("*/config.json")}
+    if name not in known:
+        where, there = f" in {folder}" if folder else "", ", ".join(sorted(known)) or "none"
+        raise ValueError(f"name={name!r} is no model{where}; there are: {there}")
+    model = AutoModelForCausalLM.from_pretrained(known[name], dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(known[name])

@@ -1,4 +1,4 @@
-"""Train the small models of tools/models, measure them, and write their cards.
+"""Train the small shipped models, measure them, and write their cards.
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.training --retrain          train every shipped model again (about 35 minutes); compare with the cards
@@ -116,7 +116,7 @@ RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
 SHIPPED |= {"llama-python": ("llama-python", 0), "llama-python-1": ("llama-python", 1), "llama-python-2": ("llama-python", 2)}
-"""The committed folders of tools/models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
+"""The committed models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
 summary, and mpt's 1 and gpt2's 1 ended just below 0.99 in a task: they are not here."""
 
 
@@ -331,7 +331,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> float:
 
 
 def card_of(name: str) -> dict[str, Any]:
-    return json.loads((tasks.MODELS / name / "card.json").read_text())
+    return json.loads((tasks.shipped()[name] / "card.json").read_text())
 
 
 def pick(device: str) -> str:
@@ -374,7 +374,7 @@ def main(
         if retrain:
             new = train(recipe, its_seed, out, sequences, device)
         else:
-            new = measure(shipped, tasks.MODELS, old["sequences"], RECIPES[recipe], device)
+            new = measure(shipped, tasks.shipped()[shipped].parent, old["sequences"], RECIPES[recipe], device)
         gap = max(gap, compare(old, new))
     typer.echo(f"largest difference {gap:.4f}")
     raise typer.Exit(int(evaluate and gap > 0.01))

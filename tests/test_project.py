@@ -1,0 +1,59 @@
+"""The project's own pages say what is true of the repository: its version, its papers, its commands, its files."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvpatch
+from kvpatch.policies import POLICIES
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("CONTRIBUTING.md", "SECURITY.md")
+# what a policy's source begins with, and its number on arXiv
+PAPERS = {
+    "AdaKV": "2407.11550",
+    "CriticalKV": "2502.03805",
+    "H2O": "2306.14048",
+    "Keyformer": "2403.09054",
+    "L2-norm baseline": "2406.11430",
+    "PyramidKV": "2406.02069",
+    "RoCo": "2402.06262",
+    "ScissorHands": "2305.17118",
+    "SnapKV": "2404.14469",
+    "StreamingLLM": "2309.17453",
+    "TOVA": "2401.06104",
+}
+
+
+def test_the_citation_is_of_this_version_and_names_every_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == kvpatch.__version__
+    assert citation["license"] == "Apache-2.0"
+    assert citation["authors"] == [{"name": "The kvpatch authors"}]
+    urls = [paper["url"] for paper in citation["references"]]
+    assert sorted(urls) == sorted(f"https://arxiv.org/abs/{number}" for number in PAPERS.values())
+    assert all(paper["title"] and paper["authors"] and paper["year"] for paper in citation["references"])
+
+
+def test_the_source_of_every_policy_is_cited():
+    for name, policy in POLICIES.items():
+        assert name == "full" or policy.source.startswith(tuple(PAPERS)), f"{name}: {policy.source}"
+
+
+def test_the_licence_names_its_holder():
+    text = (ROOT / "LICENSE").read_text()
+    assert text.lstrip().startswith("Apache License")
+    assert re.search(r"Copyright 20\d\d The kvpatch authors", text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_commands_and_files_that_are_there(page):
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z][\w-]*)", text)) <= targets
+    for name in re.findall(r"`((?:kvpatch|tests|tools|docs|examples)/[\w/.-]*)", text):
+        assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / link).exists(), link
