@@ -42,31 +42,41 @@ def begin(
         cache.end_change()
         raise
     # all checks have passed: from here on the cache changes, until _finish()
-    seen, prompt, ends = cache.get_seq_length(), now.prompt, now.ends_prompt
-    turns, counters = cache.turns, cache.counters
+    seen, prompt = cache.get_seq_length(), now.prompt
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padded
     if cache.settings.by_columns and now.behind:
         _count_gaps(cache, now)
     if prompt:
-        cache.stack = None
-        if not turns.open:
-            turns.begin_B, turns.open = before.tolist(), True
-    if ends:
-        counters.steps, counters.shortfall_B, cache.stack_due = 0, None, cache.request.room is None
-        cache.limits_of.clear()
-    if prompt or not any(layer.record_past for layer in cache.layers):
-        for layer in cache.layers:  # the undo log does not lead back over a prompt
-            layer.undo_log.clear()
+        _begin_prompt(cache, now, before)
+    elif not any(layer.record_past for layer in cache.layers):
+        _clear_undo_logs(cache)
     if now.n_B:
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
     if table is not None:
         cache.make_table = table
         now.table = _rotary_table(cache, Q, prompt > 0)
     if prompt and cache.settings.block is not None:
-        now.blocks = cut(now, cache.settings.block, before.tolist(), now.n_B, final=ends)
-    if ends:
-        turns.count, turns.open = turns.count + 1, False
-    counters.steps += Q - prompt
+        now.blocks = cut(now, cache.settings.block, before.tolist(), now.n_B, final=now.ends_prompt)
+    if now.ends_prompt:
+        cache.turns.count, cache.turns.open = cache.turns.count + 1, False
+    cache.counters.steps += Q - prompt
+
+
+def _begin_prompt(cache: TextState, now: Forward, before_B: Tensor) -> None:
+    """Begin a prompt or a further piece of it; decode steps count anew from its end."""
+    turns, counters = cache.turns, cache.counters
+    cache.stack = None
+    _clear_undo_logs(cache)  # they do not lead back over a prompt
+    if not turns.open:
+        turns.begin_B, turns.open = before_B.tolist(), True
+    if now.ends_prompt:
+        counters.steps, counters.shortfall_B, cache.stack_due = 0, None, cache.request.room is None
+        cache.limits_of.clear()
+
+
+def _clear_undo_logs(cache: TextState) -> None:
+    for layer in cache.layers:
+        layer.undo_log.clear()
 
 
 def end(cache: TextState, layer: int) -> None:
