@@ -23,7 +23,7 @@ REPLACED = {
     "deck": (),  # stacked layers
     "journal": ("cache/",),  # undo log
     "settle": ("attention/", "cache/"),  # allocate, reserve
-    "claim": ("cache/", "patching.py"),  # mutation guard
+    "claim": ("cache/",),  # mutation guard
     "lag": ("attention/", "cache/", "storage/"),  # step counters
     "clock": (),
 }
