@@ -23,7 +23,8 @@ _HOME = {
     "cache.cache": ("EvictingCache",),
     "errors": ("KVPatchError",),
     "evaluation.check": ("check_model",),
-    "patching": ("Patch", "patch", "patched"),
+    "handle": ("Patch",),
+    "patching": ("patch", "patched", "unpatch"),
     "policies": (
         "Policy", "Scope", "Score", "adaptive", "critical", "get_policy", "list_policies", "pyramid", "register_policy",
     ),
@@ -53,6 +54,7 @@ __all__ = [
     "pyramid",
     "register_arch",
     "register_policy",
+    "unpatch",
 ]
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
@@ -61,7 +63,8 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .cache.cache import EvictingCache
     from .errors import KVPatchError
     from .evaluation.check import check_model
-    from .patching import Patch, patch, patched
+    from .handle import Patch
+    from .patching import patch, patched, unpatch
     from .policies import (
         Policy,
         Scope,

@@ -1,4 +1,4 @@
-"""patched() and patch(): resolve the options, check everything, install the hooks, and undo them.
+"""patched(), patch() and unpatch(): put a model on a KV budget, and take it off again.
 
 The model holds no state of a text: attention modules get a forward that finds an EvictingCache among its arguments, and
 all state lives in that cache. A forward without one runs the model's own code.
@@ -6,59 +6,42 @@ all state lives in that cache. A forward without one runs the model's own code.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from os import PathLike
-from types import MethodType
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import transformers
 from torch import nn
-from transformers import Cache
 
-from .arch.bound import BoundAdapter
-from .backends.dispatch import check, check_name
-from .cache import from_dynamic
-from .cache.cache import EvictingCache
-from .cache.settings import CacheSettings
+from .backends.dispatch import check_name
 from .errors import KVPatchError
-from .hooks import ownership, shell
-from .hooks.accelerate import put_hook, replace_forward
-from .hooks.attention import attention_forward, parameters
-from .hooks.generate import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
-from .hooks.inputs import file_path, no_argument
-from .hooks.state import MISSING, Mark, PatchState
-from .hooks.target import Target, already_patched
+from .handle import Patch
+from .hooks import settings
+from .hooks.install import unmark
+from .hooks.target import Target
 from .hooks.versions import check_versions
-from .policies import Policy, get_policy
-from .policies.budgets import Budget, check_count
-from .report import Report
-from .storage.save_load import load, save
+from .policies import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .policies.options import PolicyOptions
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-@contextmanager
-def patched(
-    model: nn.Module,
-    policy: str | Policy = "keyformer",
-    k: Any = 0.5,
-    *,
-    block: int | None = None,
-    schedule: str | None = None,
-    positions: str = "original",
-    backend: str = "auto",
-    seed: int = 0,
-    strict: bool = False,
-    **policy_options: Any,
-) -> Iterator[Patch]:
+class patched:
     """Put `model` on a KV budget inside a with-block; leaving it restores the model, also after an error.
+
+    All arguments are checked at the call, before the model is touched. `patch` takes the same arguments.
 
     Args:
         model: a decoder of transformers (also wrapped by PEFT or hooked by accelerate) with an adapter.
-        policy: a name of `list_policies()` or a Policy.
+        policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It has no default.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
             all keys and values of one row ("2GiB", over all processes of a sharded model), or a list of these, one per layer.
         block: tokens of a prompt to read at a time, evicting after each block, so that no head ever holds more than its
@@ -71,310 +54,142 @@ def patched(
         strict: raise an error that names the layer and the positions where queries, keys, values, attention or scores are NaN
             or infinite. A debugging aid: it synchronizes with the device in every layer and turns the fast paths of decode
             steps off. Without it a NaN score counts as the lowest.
-        **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`.
+        auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
+            on its first use; False refuses it.
+        **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
+            PolicyOptions.
 
     Yields:
         The Patch: its report, and caches of your own.
 
     Raises:
-        KVPatchError: the options or the model cannot work; raised before the model is touched.
+        KVPatchError: the options or the model cannot work.
+
+    Example:
+        with kvpatch.patched(model, "snapkv", k=0.3, window=16) as patch:
+            model.generate(**inputs, max_new_tokens=256)
+        print(patch.report())
     """
-    handle = None
-    try:
+
+    _patch: Patch | None = None  # also where __init__ raised
+    _unused = False
+
+    def __init__(  # noqa: PLR0913 - the public signature
+        self,
+        model: nn.Module,
+        policy: str | Policy | None = None,
+        k: float | int | str | Sequence[float | int | str] = 0.5,
+        *,
+        block: int | None = None,
+        schedule: str | None = None,
+        positions: str = "original",
+        backend: str = "auto",
+        seed: int = 0,
+        strict: bool = False,
+        auto: bool = True,
+        **policy_options: Unpack[PolicyOptions],
+    ) -> None:
+        check_versions(transformers.__version__, torch.__version__)
+        settings.check_model(model, policy)
+        settings.check_options(positions, seed, strict, auto)
+        check_name(backend)
+        chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
+        settings.check_block(block, chosen)
+        target = Target.find(model, auto=auto)
+        how = settings.settings_of(
+            target, chosen, k, block=block, positions=positions, backend=backend, seed=seed, strict=strict
+        )
+        self._unused, self._patch = True, Patch(target, how)
+
+    def __enter__(self) -> Patch:
+        if self._patch is None or not self._unused:
+            raise KVPatchError("This block was entered before: call kvpatch.patched(...) again for another one.")
+        self._unused = False
+        self._patch.install()
+        return self._patch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._patch is not None
         try:
-            handle = patch(
-                model,
-                policy,
-                k,
-                block=block,
-                schedule=schedule,
-                positions=positions,
-                backend=backend,
-                seed=seed,
-                strict=strict,
-                **policy_options,
-            )
-            yield handle
+            self._patch.remove()
         finally:
-            if handle is not None:
-                handle.remove()
-    finally:
-        if handle is not None:
-            handle.restore()  # if remove() was interrupted
+            self._patch.restore()  # if remove() was interrupted
+            self._patch = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(self._patch, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise KVPatchError(
+            f"patched(...).{name}: patched() acts in a with-block, and what has {name} is its Patch. Write `with "
+            f"kvpatch.patched(model, ...) as patch:`, then patch.{name}; without a block, patch = kvpatch.patch(model, ...)."
+        )
+
+    def __del__(self) -> None:
+        if self._patch is not None:
+            self._patch.restore()  # of a block that was dropped, or interrupted where it began
+        if self._unused:
+            warnings.warn(
+                "[kvpatch] patched(...) was called but its block was never entered, so that nothing was evicted: write `with "
+                "kvpatch.patched(model, ...):` around the calls, or use kvpatch.patch(model, ...).",
+                stacklevel=2,
+            )
 
 
-def patch(
-    model: nn.Module,
-    policy: str | Policy = "keyformer",
-    k: Any = 0.5,
-    *,
-    block: int | None = None,
-    schedule: str | None = None,
-    positions: str = "original",
-    backend: str = "auto",
-    seed: int = 0,
-    strict: bool = False,
-    **policy_options: Any,
-) -> Patch:
-    """Put `model` on a KV budget without a with-block; `Patch.remove()` undoes it.
+_PARAMETERS = inspect.signature(patched).parameters.values()
+ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
+"""Names of patched()'s own arguments, offered as corrections of misspelt ones."""
+SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name != "auto")
+"""Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 
-    Args:
-        model: as in `patched`, like the other arguments.
-        policy: a name of `list_policies()` or a Policy.
-        k: the budget of each KV head.
-        block: tokens of a prompt to read at a time.
-        schedule: "prompt", "decode" or "both".
-        positions: "original" or "renumbered".
-        backend: "auto", "torch", "flash" or "triton".
-        seed: seed of the policy's random numbers.
-        strict: check all numbers.
-        **policy_options: the policy's own fields.
+
+def _takes_arguments_of(
+    other: Callable[Arguments, object],
+) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
+    """Give a function the arguments of another, for type checkers, editors and help()."""
+
+    def give(function: Callable[..., Result]) -> Callable[Arguments, Result]:
+        function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
+        return function
+
+    return give
+
+
+@_takes_arguments_of(patched)
+def patch(*args: Any, **kwargs: Any) -> Patch:
+    """Put a model on a KV budget without a with-block; `Patch.remove()` undoes it. The arguments are those of `patched`.
 
     Raises:
         KVPatchError: the options or the model cannot work; raised before the model is touched.
+
+    Example:
+        patch = kvpatch.patch(model, "h2o", k=0.5)
+        model.generate(**inputs, max_new_tokens=256)
+        patch.remove()
     """
-    check_versions(transformers.__version__, torch.__version__)
+    block = patched(*args, **kwargs)
+    handle = block.__enter__()
+    block._patch = None  # so that the end of this function does not leave the block
+    return handle
+
+
+def unpatch(model: nn.Module) -> None:
+    """Restore a model whose Patch is not at hand: a deep copy made inside a block, or a model whose Patch was lost.
+
+    `model` is then as it was before, attribute by attribute, and a copy is as a copy of the unpatched model. A model that is
+    not patched stays as it is. Give the module that was patched, or one that contains it.
+
+    Raises:
+        KVPatchError: `model` is no module.
+
+    Example:
+        with kvpatch.patched(model, "h2o", k=0.5):
+            twin = copy.deepcopy(model)
+        kvpatch.unpatch(twin)
+    """
     if not isinstance(model, nn.Module):
-        raise KVPatchError(
-            f"patched() takes a model (torch.nn.Module), not {type(model).__name__}: call patched(model, policy, k)."
-        )
-    _check_options(positions, seed, strict)
-    check_name(backend)
-    chosen = policy if isinstance(policy, Policy) else get_policy(policy)
-    no_argument(chosen, policy_options, ARGUMENTS)
-    chosen = chosen.with_options(schedule, **policy_options)
-    _check_block(block, chosen)
-    target = Target.find(model)
-    if positions == "renumbered":
-        target.check_renumbering()
-    if chosen.over_layers is not None and isinstance(k, Sequence) and not isinstance(k, str):
-        raise KVPatchError(
-            f"k is a list, but policy {chosen.name!r} divides one budget over the layers itself: give one k, or use a policy "
-            "without the pyramid."
-        )
-    if chosen.selection is not None:
-        target.check_projection()
-    budget = Budget.parse(
-        k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(), bounds=target.bounds()
-    )
-    _check_shared(chosen, budget, target.bounds())
-    for case in dict.fromkeys(target.cases(positions == "renumbered", chosen)):
-        check(backend, case)
-    settings = CacheSettings(
-        chosen,
-        budget,
-        seed,
-        block,
-        renumbered=positions == "renumbered",
-        backend=backend,
-        bounds=target.bounds(),
-        parallel=target.parallel,
-        strict=target.names() if strict else (),
-        counts_columns=target.counts_columns(),
-    )
-    return Patch(target, settings)
-
-
-_PARAMETERS = inspect.signature(patch).parameters.values()
-ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
-"""Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY)
-"""Keyword-only arguments of patched(), all of which the command line and the harness accept too."""
-
-
-def _check_block(block: object, policy: Policy) -> None:
-    if block is None:
-        return
-    check_count("block", block, "tokens")
-    assert isinstance(block, int)
-    if policy.schedule == "decode":
-        raise KVPatchError(
-            f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
-            "schedule='prompt' or 'both', or leave block out."
-        )
-    if policy.score.across_layers:
-        raise KVPatchError(
-            f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
-            "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
-        )
-
-
-def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
-    evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
-    if policy.score.across_layers and len(set(evicts.values())) == 2:
-        full = next(layer for layer, one in evicts.items() if not one)
-        raise KVPatchError(
-            f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "
-            "and scores nothing. Give it a share below 1.0, or use shared=False."
-        )
-
-
-def _check_options(positions: object, seed: object, strict: object) -> None:
-    if positions not in ("original", "renumbered"):
-        raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise KVPatchError(f"seed={seed!r} must be an int.")
-    if not isinstance(strict, bool):
-        raise KVPatchError(f"strict={strict!r} must be True or False.")
-
-
-class Patch:
-    """A patch in force, made by `patched` or `patch`."""
-
-    def __init__(self, target: Target, settings: CacheSettings) -> None:
-        self.settings, self._target = settings, target
-        self._cache: weakref.ref[EvictingCache] | None = None
-        self._report: Report | None = None
-        self._undo: list[Callable[[], None]] = []  # each is registered before the change that it undoes, and may run twice
-        try:
-            self._install(target)
-        except BaseException:
-            self.restore()
-            raise
-
-    def _install(self, target: Target) -> None:
-        mark = Mark(self.settings.policy.name)
-        for module, adapter in target.attentions:
-            self._claim(module, mark)
-            for name, value in adapter.attributes(module).items():
-                self._set(module, name, value)
-            replace_forward(module, functools.partial(attention_forward, type(module), adapter), self._undo.append)
-        state = self._state = self._hook_state(target)
-        for name, ours in state.adapter.aside(target.decoder).items():
-            state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
-            self._set(target.decoder, name, state.aside[name][0])
-        for module, hook in shell.hooks(target.shell, target.decoder, state):
-            put_hook(module, hook, self._undo.append)
-        for generator in target.generators:
-            generate = wrap_generate(vars(generator).get("generate"), state)
-            self._set(generator, "generate", MethodType(generate, generator))
-            masks = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
-            self._set(generator, "create_masks_for_generate", masks)
-            prepare = wrap_prepare_cache(vars(generator).get(PREPARE), state)
-            self._set(generator, PREPARE, MethodType(prepare, generator))
-            for name in BATCHED if not self.settings.transparent else ():
-                self._set(generator, name, MethodType(refuse_batched(name), generator))
-            for name in ("_compiled_call", "_last_compile_config"):  # compiled by generate(): dropped with the patch
-                self._set(generator, name, MISSING)
-
-    def _hook_state(self, target: Target) -> PatchState:
-        module, adapter = target.attentions[0]
-        limit = adapter.max_positions(getattr(target.decoder, "config", None))
-        names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        mine = weakref.ref(self)  # the model must not keep the Patch alive
-
-        def note(cache: EvictingCache, finished: bool) -> None:
-            patch = mine()
-            if patch is not None:
-                patch._cache = weakref.ref(cache)
-                patch._report = Report.of(cache) if finished else patch._report
-
-        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names, note)
-
-    def _set(self, module: nn.Module, name: str, value: object) -> None:
-        own = vars(module)
-
-        def put(value: object) -> None:
-            if value is MISSING:
-                own.pop(name, None)
-            else:
-                own[name] = value
-
-        self._undo.append(functools.partial(put, own.get(name, MISSING)))
-        put(value)
-
-    def _claim(self, module: nn.Module, mark: Mark) -> None:
-        own = vars(module)
-
-        def undo() -> None:
-            if own.get("_kvpatch") is mark:
-                del own["_kvpatch"]
-
-        self._undo.append(undo)
-        if own.setdefault("_kvpatch", mark) is not mark:  # atomic, of two threads
-            raise already_patched(module)
-
-    def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
-        """Make an empty cache under this budget: prefill it once, `clone()` it per question.
-
-        Args:
-            past: a DynamicCache that the unpatched model filled from a prompt without padding, to continue if that is exact.
-            room: tokens that will be decoded after a prompt. Buffers then reach their final size when the prompt ends, so
-                that a decode step can be compiled.
-
-        Raises:
-            KVPatchError: the policy needs attention rows that `past` does not hold, or `room` is no number of tokens.
-        """
-        if room is not None:
-            check_count("room", room, "tokens")
-        cache = self._state.new_cache()
-        cache.request.room = room
-        if past is not None and isinstance(past, Cache):
-            ownership.check_layers(past, self._state)
-        if past is not None:
-            from_dynamic.absorb(cache, past)
-        return cache
-
-    def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
-        """Write a compressed cache, with its scores, to a safetensors file.
-
-        Raises:
-            KVPatchError: the cache is empty, in the middle of a prompt, or of another patch.
-        """
-        ownership.check_own(cache, self._state)
-        save(cache, file_path(path), self._target.identity())
-
-    def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
-        """Load a cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
-
-        Raises:
-            KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
-        """
-        target = self._target
-        cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
-        with torch.no_grad():  # geometry comes from the model; concatenate() compares it
-            for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
-                layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
-        return cache
-
-    def report(self) -> Report:
-        """Report what the last run kept and cost.
-
-        Raises:
-            KVPatchError: nothing has run yet.
-        """
-        cache = self._cache() if self._cache is not None else None
-        if cache is not None and cache.get_seq_length():
-            return Report.of(cache)
-        if self._report is None:
-            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._state.ran else ""
-            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
-        return self._report
-
-    def remove(self) -> None:
-        """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
-        self.restore()
-        cache = self._cache() if self._cache is not None else None
-        if cache is not None and not cache.unfinished and cache.get_seq_length():
-            self._report, self._cache = Report.of(cache), None
-        self._state.warn_if_unfelt()
-
-    def restore(self) -> None:
-        """Put the model back, newest change first.
-
-        An interrupt is raised after everything is restored; the undo that it stopped is run again.
-        """
-        raised: BaseException | None = None
-        failed = 0
-        while self._undo:
-            try:
-                self._undo[-1]()
-                self._undo.pop()
-                failed = 0
-            except BaseException as error:
-                raised, failed = raised or error, failed + isinstance(error, Exception)
-                if failed > 1:  # one at a time: the others must not wait for it
-                    self._undo.pop()
-                    failed = 0
-        if raised is not None:
-            raise raised
+        raise KVPatchError(f"unpatch() takes a model (torch.nn.Module), not {type(model).__name__}: give the patched model.")
+    for module in model.modules():
+        if "_kvpatch" in vars(module):
+            unmark(module, vars(module)["_kvpatch"])

@@ -9,10 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
     ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("hooks",),
-    ("plotting",), ("report",), ("patching",), ("evaluation",), ("cli",),
+    ("plotting",), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",),
 )  # fmt: skip
 HUGGING_FACE = (
-    "arch", "hooks", "cli", "evaluation", "patching", "cache.cache", "cache.state", "cache.layer", "cache.from_dynamic",
+    "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",
+    "cache.from_dynamic",
 )  # fmt: skip
 ROOT_MODULES = 8  # at most
 

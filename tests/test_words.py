@@ -23,7 +23,7 @@ REPLACED = {
     "deck": (),  # stacked layers
     "journal": (),  # undo log
     "settle": (),  # allocate, reserve
-    "claim": ("patching.py",),  # mutation guard
+    "claim": (),  # mutation guard
     "lag": (),  # step counters
     "clock": (),
 }

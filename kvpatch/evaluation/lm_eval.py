@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from ..patching import SETTINGS, Patch, patch
+from ..handle import Patch
+from ..patching import SETTINGS, patch
 from ..policies import Policy, get_policy
 
 try:

@@ -6,6 +6,7 @@ Such a hook keeps a module's own forward in `_old_forward` and replaces `forward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -15,43 +16,63 @@ from torch import Tensor, nn
 _PLACES = ("forward", "_old_forward")
 
 
+@dataclass
+class ForwardUndo:
+    """The undo of a replaced forward. Hooks may come and go in between: it looks for `ours` where it is by then.
+
+    name: attribute that was replaced. before: its value in the instance's attributes, or None.
+    """
+
+    name: str
+    before: Any
+    ours: Callable[..., Any]
+    undone: bool = False
+
+    def __call__(self, module: nn.Module) -> None:
+        """Put the module's own forward back."""
+        own = vars(module)
+        places = (place for place in _PLACES if getattr(own.get(place), "__func__", None) is self.ours)
+        place = next(places, self.name)
+        if self.undone:
+            return
+        if self.before is None and place == "forward":
+            own.pop(place, None)
+        else:
+            own[place] = MethodType(type(module).forward, module) if self.before is None else self.before
+        self.undone = True
+
+
 def replace_forward(
-    module: nn.Module, make: Callable[[Any], Callable[..., Any]], register: Callable[[Callable[[], None]], None]
+    module: nn.Module, make: Callable[[Any], Callable[..., Any]], register: Callable[[ForwardUndo], None]
 ) -> None:
     """Replace the forward of `module` by `make(its forward in the instance's attributes, or None)`.
 
-    `register` gets the undo function before the change. Hooks may come and go in between: the undo function looks for the
-    forward where it is by then.
+    `register` gets the undo before the change.
     """
     own = vars(module)
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     before = own.get(name)
-    mine, undone = MethodType(make(before), module), False
-
-    def undo() -> None:
-        nonlocal undone
-        place = next((place for place in _PLACES if own.get(place) is mine), name)
-        if undone:
-            return
-        if before is None and place == "forward":
-            own.pop(place, None)
-        else:
-            own[place] = MethodType(type(module).forward, module) if before is None else before
-        undone = True
-
-    register(undo)
-    own[name] = mine
+    ours = make(before)
+    register(ForwardUndo(name, before, ours))
+    own[name] = MethodType(ours, module)
 
 
-def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Callable[[], None]], None]) -> None:
-    """Install a forward pre-hook with keyword arguments; `register` gets the undo function first."""
+@dataclass
+class HookUndo:
+    """The undo of a forward pre-hook."""
 
-    def undo() -> None:
-        for key in [key for key, one in module._forward_pre_hooks.items() if one is hook]:
+    hook: Callable[..., Any]
+
+    def __call__(self, module: nn.Module) -> None:
+        """Remove the hook."""
+        for key in [key for key, one in module._forward_pre_hooks.items() if one is self.hook]:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
             module._forward_pre_hooks.pop(key)
 
-    register(undo)
+
+def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None]) -> None:
+    """Install a forward pre-hook with keyword arguments; `register` gets the undo first."""
+    register(HookUndo(hook))
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 

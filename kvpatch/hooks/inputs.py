@@ -13,7 +13,6 @@ from torch import Tensor
 from ..cache.cache import EvictingCache
 from ..cache.checks import at_hand, real
 from ..errors import KVPatchError, suggest
-from ..policies import Policy
 
 BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size")  # names for k in other libraries
 MISPLACED = (
@@ -22,9 +21,8 @@ MISPLACED = (
 )
 
 
-def no_argument(policy: Policy, options: dict[str, Any], arguments: Sequence[str]) -> None:
-    """Raise KVPatchError for a misspelt name of one of patched()'s own `arguments`."""
-    known = policy.options()
+def no_argument(known: Sequence[str], options: dict[str, Any], arguments: Sequence[str]) -> None:
+    """Raise KVPatchError for a misspelt name of one of patched()'s own `arguments`; known: names of the policy's options."""
     for name in [name for name in options if name not in known]:
         if name in BUDGETS:
             raise KVPatchError(

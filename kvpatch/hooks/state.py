@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,8 +17,14 @@ from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 
 _LOG = logging.getLogger(__name__)
-MISSING = object()
 Note = Callable[[EvictingCache, bool], None]
+
+
+class _Missing(Enum):
+    MISSING = "no such attribute"
+
+
+MISSING = _Missing.MISSING  # the same object in a deep copy
 
 
 def _refuse_pickle(self: object, protocol: object) -> Any:
@@ -26,11 +34,20 @@ def _refuse_pickle(self: object, protocol: object) -> Any:
     )
 
 
-class Mark(str):
-    """The name of the policy under which a module is patched; each patch has a Mark object of its own."""
+class Mark:
+    """The mark of a patched module: the policy's name, and how to undo what the patch changed there, newest change last.
+
+    The copy of a module has a copy of its mark; what undoes a change takes the module that it belongs to.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.undo: list[Callable[[nn.Module], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        return self
+        new = memo[id(self)] = Mark(self.policy)
+        new.undo = copy.deepcopy(self.undo, memo)
+        return new
 
     __reduce_ex__ = _refuse_pickle
 

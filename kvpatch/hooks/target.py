@@ -24,11 +24,11 @@ from .shell import makes_masks
 
 def already_patched(module: nn.Module) -> KVPatchError:
     """Make the error for a model of which `module` is patched."""
-    policy = str(vars(module).get("_kvpatch"))
+    mark = vars(module)["_kvpatch"]
     return KVPatchError(
-        f"This model is already patched with policy {policy!r}: leave that block or call its Patch.remove() first. Threads "
-        "share one patch around all of them. A copy that was made inside a block stays patched: load the model again, or "
-        "deepcopy it outside of the block."
+        f"This model is already patched with policy {mark.policy!r}: leave that block or call its Patch.remove() first. Patch "
+        "once, at start, around all requests: another thread may hold that patch. If this model is a copy that was made "
+        "inside a block, or its Patch is lost, kvpatch.unpatch(model) frees it."
     )
 
 
@@ -47,8 +47,12 @@ class Target:
         self.shell = shell
 
     @classmethod
-    def find(cls, model: nn.Module) -> Target:
+    def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
         """Find the attention modules, the decoder and its generate() methods, and check that they can be patched.
+
+        Args:
+            model: a decoder, perhaps inside of other modules.
+            auto: see `patched`.
 
         Raises:
             KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.

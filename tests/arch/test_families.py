@@ -285,14 +285,14 @@ def test_bidirectional_models_are_refused(name):
     model = make(name)
     model.config.use_bidirectional_attention = True
     with pytest.raises(kvpatch.KVPatchError, match="use_bidirectional_attention=True: kvpatch serves causal decoders"):
-        kvpatch.patch(model)
+        kvpatch.patch(model, "h2o")
 
 
 def test_layers_of_other_kinds_are_refused():
     model = make("qwen3")
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(kvpatch.KVPatchError, match="layers of type linear_attention, whose state is no cache"):
-        kvpatch.patch(model)
+        kvpatch.patch(model, "h2o")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "starcoder2", "persimmon", "gpt_bigcode", "seed_oss"])

@@ -88,13 +88,13 @@ def test_who_is_asked_for_is_taken_or_said_once(task, caplog, monkeypatch):
 def test_only_what_can_run_may_be_asked_for(monkeypatch):
     model = make("llama_gqa")
     with pytest.raises(kvpatch.KVPatchError, match=r"backend='flash' cannot run here: flash kernels run on CUDA.*'auto'"):
-        kvpatch.patch(model, backend="flash")
+        kvpatch.patch(model, "h2o", backend="flash")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(kvpatch.KVPatchError, match="backend='triton' cannot run here: .*a GPU"):
-        kvpatch.patch(model, backend="triton")
+        kvpatch.patch(model, "h2o", backend="triton")
     for wrong, said in (("tritn", r"Unknown backend 'tritn'.*'triton'"), (None, "backend None"), (["flash"], "Unknown")):
         with pytest.raises(kvpatch.KVPatchError, match=said):
-            kvpatch.patch(model, backend=wrong)
+            kvpatch.patch(model, "h2o", backend=wrong)
     assert not [name for name in vars(model) if "kvpatch" in name]
 
 

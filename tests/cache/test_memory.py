@@ -110,11 +110,10 @@ def test_inside_the_block_the_model_does_not_hold_the_patch(only_new):
     model = make("llama_gqa")
     handle = kvpatch.patch(model, "h2o", 0.5)
     model(prompt(1, 12))
-    watch, undo = weakref.ref(handle), handle._undo
+    watch = weakref.ref(handle)
     del handle
     assert watch() is None
-    while undo:
-        undo.pop()()
+    kvpatch.unpatch(model)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")

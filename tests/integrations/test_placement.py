@@ -363,7 +363,7 @@ def test_refused(case):
     build, words = REFUSED[case]
     model = build()
     before = snapshot(model)
-    with pytest.raises(kvpatch.KVPatchError) as caught, kvpatch.patched(model):
+    with pytest.raises(kvpatch.KVPatchError) as caught, kvpatch.patched(model, "h2o"):
         pass
     assert str(caught.value) == words
     assert snapshot(model) == before

@@ -45,11 +45,11 @@ def _call(*arguments: str) -> Any:
 # fmt: off
 ARGUMENTS = [
     _m("patched without a model", lambda w: kvpatch.patched(), r"model", TypeError),
-    _m("patched a model's name", lambda w: kvpatch.patch("gpt2"), r"takes a model \(torch\.nn\.Module\), not str"),
-    _m("patched a model class", lambda w: kvpatch.patch(type(w.model)), r"takes a model .* not type"),
+    _m("patched a model's name", lambda w: kvpatch.patch("gpt2", "h2o"), r"takes a model \(torch\.nn\.Module\), not str"),
+    _m("patched a model class", lambda w: kvpatch.patch(type(w.model), "h2o"), r"takes a model .* not type"),
     _m("a policy's class", lambda w: w.patched(Accumulated), r"Unknown policy .*Accumulated"),
     _m("a score for a policy", lambda w: w.patched(Accumulated()), r"Accumulated.*is a score.*Policy\("),
-    _m("no policy", lambda w: w.patched(None), r"Unknown policy None.*Known: full"),
+    _m("no policy", lambda w: w.patched(None), r"(?s)needs a policy.*patched\(model, \"snapkv\""),
     _m("k by a wrong name", lambda w: w.patched("h2o", K=0.5), r"patched\(\) has no option 'K'\. Did you mean 'k'\?"),
     _m("positions by a wrong name", lambda w: w.patched("h2o", position="original"), r"Did you mean 'positions'\?"),
     _m("k that is too large", lambda w: w.patched("h2o", HUGE), r"k=1\d+ tokens is more than"),

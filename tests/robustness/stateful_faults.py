@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 from hypothesis import strategies as st
 
-from kvpatch import patching
+from kvpatch import handle
 from kvpatch.attention import attend, blockwise, compress, decode, prefill
 from kvpatch.attention.layer_call import Call
 from kvpatch.attention.stacked import LayerStack
@@ -18,7 +18,7 @@ from kvpatch.cache import concat, layer, passes
 from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import DeviceCounters, TextState
-from kvpatch.hooks import decoder
+from kvpatch.hooks import decoder, install
 from kvpatch.hooks.state import PatchState
 from kvpatch.policies.context import Limits
 from kvpatch.policies.policy import Policy
@@ -56,12 +56,12 @@ JOIN = [
 ]  # fmt: skip
 SAVE = [(save_load, "_checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
 LOAD = [
-    (save_load, "_read"), (save_load, "_checksum"), (save_load, "_compare"), (save_load, "_fill"), (patching, "BoundAdapter"),
+    (save_load, "_read"), (save_load, "_checksum"), (save_load, "_compare"), (save_load, "_fill"), (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
-    (patching, "replace_forward"), (patching, "attention_forward"), (patching.Patch, "_set"), (patching.Patch, "_claim"),
-    (patching, "put_hook"), (patching, "wrap_generate"), (patching, "masks_for_generate"),
-    (patching, "wrap_prepare_cache"), (patching, "PatchState"),
+    (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set"),
+    (install.Installation, "_mark"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
+    (install, "wrap_prepare_cache"), (handle, "PatchState"), (handle, "Installation"),
 ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from kvpatch.policies import POLICIES
 from tests.helpers.tiny import IDS, VOCAB, make, prompt, snapshot
 
 NAN = float("nan")
+# of keyformer, where no policy is named
 ARGUMENTS = [
     ({"k": 0}, r"k=0 tokens keeps nothing: it must be at least 1.*share of the prompt such as k=0\.5"),
     ({"k": -3}, r"k=-3 tokens keeps nothing"),
@@ -104,7 +105,7 @@ ARGUMENTS = [
 def test_bad_arguments(arguments, words):
     model = make("llama_gqa")
     before = snapshot(model)
-    with pytest.raises(KVPatchError, match=words), kvpatch.patched(model, **arguments):
+    with pytest.raises(KVPatchError, match=words), kvpatch.patched(model, **{"policy": "keyformer", **arguments}):
         pass
     assert snapshot(model) == before
 
@@ -112,7 +113,7 @@ def test_bad_arguments(arguments, words):
 def test_patched_and_patch_take_the_same():
     one, other = (inspect.signature(function).parameters for function in (kvpatch.patched, kvpatch.patch))
     assert {name: (p.kind, p.default) for name, p in one.items()} == {name: (p.kind, p.default) for name, p in other.items()}
-    assert tuple(one) == ("model", "policy", "k", *SETTINGS, "policy_options")
+    assert tuple(one) == ("model", "policy", "k", *SETTINGS, "auto", "policy_options")
     for name in one:
         assert re.search(rf"^ +\*{{0,2}}{name}: ", kvpatch.patched.__doc__, re.MULTILINE), f"{name} is not documented"
 
@@ -191,22 +192,22 @@ def test_an_encoder_gets_no_recipe(name):
     before = snapshot(model)
     words = rf"^{name} attends in both directions \(is_causal=False of \w+\): .*encoder"
     with pytest.raises(KVPatchError, match=words) as told:
-        kvpatch.patch(model)
+        kvpatch.patch(model, "h2o")
     assert "register" not in str(told.value)
     assert snapshot(model) == before
 
 
 def test_bad_models():
-    with pytest.raises(KVPatchError, match="takes a model"), kvpatch.patched("gpt2"):
+    with pytest.raises(KVPatchError, match="takes a model"), kvpatch.patched("gpt2", "h2o"):
         pass
     t5 = T5Model(T5Config(vocab_size=9, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(KVPatchError, match="T5Model is an encoder-decoder"), kvpatch.patched(t5):
+    with pytest.raises(KVPatchError, match="T5Model is an encoder-decoder"), kvpatch.patched(t5, "h2o"):
         pass
     mamba = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(KVPatchError, match=r"MambaForCausalLM has no attention modules.*Known architectures: llama, "):
-        kvpatch.patch(mamba)
+        kvpatch.patch(mamba, "h2o")
     crossed = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=16, n_head=2, n_layer=1, add_cross_attention=True))
-    with pytest.raises(KVPatchError, match="cross-attention"), kvpatch.patched(crossed):
+    with pytest.raises(KVPatchError, match="cross-attention"), kvpatch.patched(crossed, "h2o"):
         pass
 
 
@@ -311,7 +312,7 @@ def test_an_interrupted_pass_is_noticed():
         with pytest.raises(KVPatchError, match="did not finish"):
             model(ids, past_key_values=cache)
         with pytest.raises(KVPatchError, match="Nothing to report"):
-            kvpatch.patch(make("llama")).report()
+            kvpatch.patch(make("llama"), "h2o").report()
 
 
 def test_registering():

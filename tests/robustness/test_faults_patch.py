@@ -37,8 +37,8 @@ def generate(model, ids, **options):
 def test_a_block_interrupted_while_it_is_entered_or_left(name, error):
     model, ids = make(name), prompt(1, 12)
     before, want = snapshot(model), model(ids).logits
-    names = {"patched", "patch", "__init__", "_install", "_set", "_claim", "put", "replace_forward", "put_hook"}
-    names |= {"remove", "restore", "undo"}
+    names = {"__init__", "__enter__", "__exit__", "install", "_install", "_install_generate", "_set", "_mark", "_put"}
+    names |= {"replace_forward", "put_hook", "remove", "restore", "unmark", "__call__"}
     count = lines(lambda: block(model), names)
     for n in range(count):
         where, _ = interrupt(functools.partial(block, model), n, error, names)
@@ -75,7 +75,7 @@ def test_two_interrupts():
     def body():
         raise KeyboardInterrupt
 
-    names = {"remove", "restore", "undo", "put"}
+    names = {"__exit__", "remove", "restore", "unmark", "__call__", "_put"}
     count = lines(lambda: block(model), names)
     for n in range(count):
         where, came = interrupt(lambda: block(model, body), n, KeyboardInterrupt, names)
@@ -87,16 +87,18 @@ def test_an_undo_that_fails_does_not_keep_the_others_from_running():
     model = make("llama_gqa")
     before = snapshot(model)
     handle = kvpatch.patch(model, "h2o", 0.5)
-    handle._undo.insert(len(handle._undo) // 2, lambda: 1 / 0)
+    installation = handle._installation
+    for _, mark in installation.marked:
+        mark.undo.insert(len(mark.undo) // 2, lambda module: 1 / 0)
     for value in ("first", "second"):  # and the newest change is undone first
-        handle._set(model, "put_twice", value)
+        installation._set(model, installation._mark(model), "put_twice", value)
     with pytest.raises(ZeroDivisionError):
         handle.remove()
     assert snapshot(model) == before
     handle.remove()
 
 
-def test_a_block_whose_generator_is_dropped():
+def test_a_block_that_is_dropped():
     model = make("llama_gqa")
     before = snapshot(model)
     block = kvpatch.patched(model, "h2o", 0.5)
@@ -309,8 +311,8 @@ def test_of_two_threads_that_patch_at_once_one_is_refused(monkeypatch):
     model, both = make("llama_gqa"), threading.Barrier(2)
     before, find = snapshot(model), kvpatch.hooks.target.Target.find
 
-    def meet(model):
-        found = find(model)  # both have looked, and neither has changed anything
+    def meet(model, **how):
+        found = find(model, **how)  # both have looked, and neither has changed anything
         both.wait(PATIENCE)
         return found
 
@@ -355,7 +357,7 @@ def test_a_copy_made_inside_the_block_goes_on_evicting_when_the_original_is_rest
         want, _ = force(model, ids, fed)
     got, cache = force(twin, ids, fed)
     assert torch.equal(got, want) and cache.held(0).tolist() == [[10, 10]]
-    with pytest.raises(KVPatchError, match="already patched.*or deepcopy it outside of the block"):
+    with pytest.raises(KVPatchError, match=r"already patched.*a copy.*kvpatch\.unpatch\(model\)"):
         kvpatch.patch(twin, "h2o", 0.5)
     gone = weakref.ref(handle)
     del handle

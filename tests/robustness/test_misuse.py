@@ -82,7 +82,7 @@ def _goes_on_alike(model, cache, clone):
 @pytest.mark.parametrize(("arguments", "_words"), OF_PATCHED, ids=[str(a) for a, _ in OF_PATCHED])
 def test_arguments_of_patched_say_a_way_out(arguments, _words, model):
     with pytest.raises(KVPatchError) as told:
-        kvpatch.patch(model, **arguments)
+        kvpatch.patch(model, **{"policy": "keyformer", **arguments})
     assert WAY_OUT.search(str(told.value)), told.value
 
 

@@ -96,7 +96,7 @@ MUTANTS = {
         "attention/prefill.py", "        mode.window_rows = (q_BHGWD, rows_BW)", "        mode.window_rows = None",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
-        "patching.py", "                own.pop(name, None)", "                pass",
+        "hooks/install.py", "        own.pop(name, None)", "        pass",
         "tests/invariants/test_model_is_restored.py::test_after_the_block_the_model_is_as_before"),
     "training goes through the cache": (
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",

@@ -43,7 +43,7 @@ def of_patched(arguments: dict[str, Any], model: Any) -> tuple[str, str]:
     import kvpatch
 
     try:
-        kvpatch.patch(model, **arguments).remove()
+        kvpatch.patch(model, **{"policy": "keyformer", **arguments}).remove()
     except kvpatch.KVPatchError as error:
         return type(error).__name__, str(error)
     raise SystemExit(f"{arguments}: nothing was raised")

@@ -1,0 +1,129 @@
+"""The Patch: what a patched model's user holds, for its report and for caches of their own."""
+
+from __future__ import annotations
+
+import weakref
+from os import PathLike
+
+import torch
+from transformers import Cache
+
+from .arch.bound import BoundAdapter
+from .cache import from_dynamic
+from .cache.cache import EvictingCache
+from .cache.settings import CacheSettings
+from .errors import KVPatchError
+from .hooks import ownership
+from .hooks.attention import parameters
+from .hooks.inputs import file_path
+from .hooks.install import Installation
+from .hooks.state import PatchState
+from .hooks.target import Target
+from .policies.budgets import check_count
+from .report import Report
+from .storage.save_load import load, save
+
+
+class Patch:
+    """A patch in force, made by `patched` or `patch`."""
+
+    def __init__(self, target: Target, settings: CacheSettings) -> None:
+        self.settings, self._target = settings, target
+        self._cache: weakref.ref[EvictingCache] | None = None
+        self._report: Report | None = None
+        self._state = self._hook_state(target)
+        self._installation = Installation(target, self._state)
+
+    def install(self) -> None:
+        """Change the model, once; if that fails or is interrupted, the model is as before.
+
+        Raises:
+            KVPatchError: the model is patched already.
+        """
+        self._installation.install()
+
+    def _hook_state(self, target: Target) -> PatchState:
+        module, adapter = target.attentions[0]
+        limit = adapter.max_positions(getattr(target.decoder, "config", None))
+        names = parameters(type(target.decoder))  # type: ignore[arg-type]
+        mine = weakref.ref(self)  # the model must not keep the Patch alive
+
+        def note(cache: EvictingCache, finished: bool) -> None:
+            patch = mine()
+            if patch is not None:
+                patch._cache = weakref.ref(cache)
+                patch._report = Report.of(cache) if finished else patch._report
+
+        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names, note)
+
+    def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
+        """Make an empty cache under this budget: prefill it once, `clone()` it per question.
+
+        Args:
+            past: a DynamicCache that the unpatched model filled from a prompt without padding, to continue if that is exact.
+            room: tokens that will be decoded after a prompt. Buffers then reach their final size when the prompt ends, so
+                that a decode step can be compiled.
+
+        Raises:
+            KVPatchError: the policy needs attention rows that `past` does not hold, or `room` is no number of tokens.
+        """
+        if room is not None:
+            check_count("room", room, "tokens")
+        cache = self._state.new_cache()
+        cache.request.room = room
+        if past is not None and isinstance(past, Cache):
+            ownership.check_layers(past, self._state)
+        if past is not None:
+            from_dynamic.absorb(cache, past)
+        return cache
+
+    def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
+        """Write a compressed cache, with its scores, to a safetensors file.
+
+        Raises:
+            KVPatchError: the cache is empty, in the middle of a prompt, or of another patch.
+        """
+        ownership.check_own(cache, self._state)
+        save(cache, file_path(path), self._target.identity())
+
+    def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
+        """Load a cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
+
+        Raises:
+            KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
+        """
+        target = self._target
+        cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
+        with torch.no_grad():  # geometry comes from the model; concatenate() compares it
+            for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
+                layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
+        return cache
+
+    def report(self) -> Report:
+        """Report what the last run kept and cost.
+
+        Raises:
+            KVPatchError: nothing has run yet.
+        """
+        cache = self._cache() if self._cache is not None else None
+        if cache is not None and cache.get_seq_length():
+            return Report.of(cache)
+        if self._report is None:
+            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._state.ran else ""
+            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
+        return self._report
+
+    def remove(self) -> None:
+        """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
+        self.restore()
+        cache = self._cache() if self._cache is not None else None
+        if cache is not None and not cache.unfinished and cache.get_seq_length():
+            self._report, self._cache = Report.of(cache), None
+        self._state.warn_if_unfelt()
+
+    def restore(self) -> None:
+        """Put the model back, newest change first.
+
+        An interrupt is raised after everything is restored; the undo that it stopped is run again.
+        """
+        self._installation.restore()

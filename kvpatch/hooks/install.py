@@ -1,0 +1,145 @@
+"""Installing a patch in a model, and undoing it.
+
+Each module that a patch changes carries a Mark: how to undo what was changed there. A deep copy of the module has a deep
+copy of its mark, so that `unmark` restores the copy as well, to what a copy of the unpatched module would be.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import MethodType
+
+from torch import nn
+
+from . import shell
+from .accelerate import put_hook, replace_forward
+from .attention import attention_forward
+from .generate import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
+from .state import MISSING, Mark, PatchState
+from .target import Target, already_patched
+
+
+@dataclass
+class Attribute:
+    """The undo of a changed attribute: the module's own value, or MISSING."""
+
+    name: str
+    value: object
+
+    def __call__(self, module: nn.Module) -> None:
+        """Put the module's own value back."""
+        _put(module, self.name, self.value)
+
+
+def _put(module: nn.Module, name: str, value: object) -> None:
+    own = vars(module)
+    if value is MISSING:
+        own.pop(name, None)
+    else:
+        own[name] = value
+
+
+class Installation:
+    """The changes of one patch to the modules of a model. marked: the modules, in the order in which they were changed."""
+
+    def __init__(self, target: Target, state: PatchState) -> None:
+        self.target, self.state = target, state
+        self.marked: list[tuple[nn.Module, Mark]] = []
+
+    def install(self) -> None:
+        """Change the model; if that fails or is interrupted, the model is as before.
+
+        Raises:
+            KVPatchError: the model is patched already.
+        """
+        try:
+            self._install(self.target)
+        except BaseException:
+            self.restore()
+            raise
+
+    def _install(self, target: Target) -> None:
+        state = self.state
+        for module, adapter in target.attentions:
+            mark = self._mark(module)
+            for name, value in adapter.attributes(module).items():
+                self._set(module, mark, name, value)
+            replace_forward(module, functools.partial(attention_forward, type(module), adapter), mark.undo.append)
+        mark = self._mark(target.decoder)
+        for name, ours in state.adapter.aside(target.decoder).items():
+            state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
+            self._set(target.decoder, mark, name, state.aside[name][0])
+        for module, hook in shell.hooks(target.shell, target.decoder, state):
+            put_hook(module, hook, self._mark(module).undo.append)
+        for generator in target.generators:
+            self._install_generate(generator, self._mark(generator))
+
+    def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
+        state, changes = self.state, dict[str, object]()
+        changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
+        changes["create_masks_for_generate"] = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
+        changes[PREPARE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE), state), generator)
+        for name in BATCHED if not state.settings.transparent else ():
+            changes[name] = MethodType(refuse_batched(name), generator)
+        for name in ("_compiled_call", "_last_compile_config"):  # compiled by generate(): dropped with the patch
+            changes[name] = MISSING
+        for name, value in changes.items():
+            self._set(generator, mark, name, value)
+
+    def _set(self, module: nn.Module, mark: Mark, name: str, value: object) -> None:
+        mark.undo.append(Attribute(name, vars(module).get(name, MISSING)))
+        _put(module, name, value)
+
+    def _mark(self, module: nn.Module) -> Mark:
+        """Mark a module as this patch's, or return the mark that it has from this patch."""
+        for one, mark in self.marked:
+            if one is module:
+                return mark
+        mark = Mark(self.state.settings.policy.name)
+        self.marked.append((module, mark))
+        if vars(module).setdefault("_kvpatch", mark) is not mark:  # atomic, of two threads
+            raise already_patched(module)
+        return mark
+
+    def restore(self) -> None:
+        """Put the model back, newest change first; modules that another call has restored stay as they are.
+
+        An interrupt is raised after everything is restored; the undo that it stopped is run again.
+        """
+        raised: BaseException | None = None
+        failed = 0
+        while self.marked:
+            try:
+                unmark(*self.marked[-1])
+                self.marked.pop()
+                failed = 0
+            except BaseException as error:
+                raised, failed = raised or error, failed + isinstance(error, Exception)
+                if failed > 1:  # one at a time: the others must not wait for it
+                    _skip(self.marked)
+                    failed = 0
+        try:
+            if raised is not None:
+                raise raised
+        finally:
+            raised = None  # else a cycle through its traceback
+
+
+def _skip(marked: list[tuple[nn.Module, Mark]]) -> None:
+    """Drop the undo that failed twice."""
+    if marked[-1][1].undo:
+        marked[-1][1].undo.pop()
+    else:
+        marked.pop()
+
+
+def unmark(module: nn.Module, mark: Mark) -> None:
+    """Undo what was changed on a module, newest change first, unless that was done; may be called again if interrupted."""
+    own = vars(module)
+    if own.get("_kvpatch") is not mark:
+        return
+    while mark.undo:
+        mark.undo[-1](module)
+        mark.undo.pop()
+    del own["_kvpatch"]

@@ -1,0 +1,124 @@
+"""The settings of a patch, checked against each other and against the model before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..backends.dispatch import check
+from ..cache.settings import CacheSettings
+from ..errors import KVPatchError
+from ..policies import Policy, get_policy
+from ..policies.budgets import Budget, check_count
+from ..policies.options import PolicyOptions
+from .inputs import no_argument
+from .target import Target
+
+UNNAMED = (
+    "patched() needs a policy: name the one that suits the use.\n"
+    '  patched(model, "snapkv", k=0.3)          # the question is in the prompt\n'
+    '  patched(model, "roco", k=0.5)            # read now, ask later\n'
+    '  patched(model, "h2o", k=0.5)             # long generation\n'
+    '  patched(model, "streaming_llm", k=1024)  # an endless stream\n'
+    "list_policies() has all names."
+)
+
+
+def check_model(model: object, policy: object) -> None:
+    """Raise KVPatchError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise KVPatchError(
+            f"patched() takes a model (torch.nn.Module), not {type(model).__name__}: call patched(model, policy, k)."
+        )
+
+
+def check_options(positions: object, seed: object, strict: object, auto: object) -> None:
+    """Raise KVPatchError for values that no model and no policy could take."""
+    if positions not in ("original", "renumbered"):
+        raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise KVPatchError(f"seed={seed!r} must be an int.")
+    for name, value in (("strict", strict), ("auto", auto)):
+        if not isinstance(value, bool):
+            raise KVPatchError(f"{name}={value!r} must be True or False.")
+
+
+def policy_of(
+    policy: str | Policy | None, schedule: str | None, options: dict[str, Any], arguments: Sequence[str]
+) -> Policy:
+    """Return the policy with its options set. arguments: names of patched()'s own arguments, for corrections.
+
+    Raises:
+        KVPatchError: no policy, an unknown one, an option that it does not have, or a bad value.
+    """
+    if policy is None:
+        no_argument(tuple(PolicyOptions.__annotations__), options, arguments)
+        raise KVPatchError(UNNAMED)
+    chosen = policy if isinstance(policy, Policy) else get_policy(policy)
+    no_argument(tuple(chosen.options()), options, arguments)
+    return chosen.with_options(schedule, **options)
+
+
+def check_block(block: object, policy: Policy) -> None:
+    """Raise KVPatchError unless `block` is None, or a number of tokens that the policy can evict after."""
+    if block is None:
+        return
+    check_count("block", block, "tokens")
+    if policy.schedule == "decode":
+        raise KVPatchError(
+            f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
+            "schedule='prompt' or 'both', or leave block out."
+        )
+    if policy.score.across_layers:
+        raise KVPatchError(
+            f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
+            "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
+        )
+
+
+def settings_of(
+    target: Target, policy: Policy, k: object, *, block: int | None, positions: str, backend: str, seed: int, strict: bool
+) -> CacheSettings:
+    """Return the settings of a patch of `target`; the arguments are those of `patched`.
+
+    Raises:
+        KVPatchError: the model cannot work with this policy, budget, positions or backend.
+    """
+    renumbered, bounds = positions == "renumbered", target.bounds()
+    if renumbered:
+        target.check_renumbering()
+    if policy.over_layers is not None and isinstance(k, Sequence) and not isinstance(k, str):
+        raise KVPatchError(
+            f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "
+            "without the pyramid."
+        )
+    if policy.selection is not None:
+        target.check_projection()
+    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(), bounds=bounds)
+    _check_shared(policy, budget, bounds)
+    for case in dict.fromkeys(target.cases(renumbered, policy)):
+        check(backend, case)
+    return CacheSettings(
+        policy,
+        budget,
+        seed,
+        block,
+        renumbered=renumbered,
+        backend=backend,
+        bounds=bounds,
+        parallel=target.parallel,
+        strict=target.names() if strict else (),
+        counts_columns=target.counts_columns(),
+    )
+
+
+def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
+    evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
+    if policy.score.across_layers and len(set(evicts.values())) == 2:
+        full = next(layer for layer, one in evicts.items() if not one)
+        raise KVPatchError(
+            f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "
+            "and scores nothing. Give it a share below 1.0, or use shared=False."
+        )

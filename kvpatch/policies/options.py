@@ -1,0 +1,60 @@
+"""The options of the policies as types, for editors and type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from torch import Tensor
+
+
+class PolicyOptions(TypedDict, total=False):
+    """Options of the named policies, as keyword arguments of `patched`; `Policy.options()` lists those of one policy.
+
+    A policy of your own may have others: set them with `Policy.with_options(...)` or where you build it.
+
+    Attributes:
+        sinks: first tokens that stay.
+        recent: newest tokens that stay, a number (int) or a share of the budget (float).
+        protect: tokens of the prompt that stay: a boolean mask [n] or [B,n], or token ids.
+        turns: what the budget of a later prompt covers under schedule "prompt": "all", "each" or "first".
+        protected: tokens protected by deviation (roco), a number or a share of the budget.
+        dilation: tokens skipped between two of the pattern (dilated_window).
+        heads: "layer" or "each" (tova).
+        window: query rows of the observation window (snapkv, pyramidkv, adakv).
+        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv).
+        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv).
+        noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
+        resample: draw noise anew for every query (keyformer).
+        tau: temperatures at the prompt and at the last new token (keyformer).
+        generation_length: new tokens to assume without generate() (keyformer).
+        shared: one sum for all layers (keyformer).
+        damping: factor of the sum before each addition (keyformer).
+        beta: ratio of the mean budget to the last layer's (pyramid).
+        floor: share of the budget that every head receives (adaptive).
+        alpha: share of the budget that the first stage keeps (critical).
+        eps: weight of the norm for tokens without attention (critical).
+        norm: 1 or 2, norm of the projected values (critical).
+    """
+
+    sinks: int
+    recent: int | float
+    protect: Tensor | Sequence[int] | Sequence[bool] | None
+    turns: Literal["all", "each", "first"]
+    protected: int | float
+    dilation: int
+    heads: Literal["layer", "each"]
+    window: int
+    kernel: int
+    pooling: Literal["max", "avg"] | None
+    noise: Literal["gumbel", "gaussian", "constant", "none"]
+    resample: bool
+    tau: tuple[float, float]
+    generation_length: int
+    shared: bool
+    damping: float
+    beta: int | float
+    floor: int | float
+    alpha: int | float
+    eps: float
+    norm: Literal[1, 2]
