@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -224,8 +223,6 @@ class Patch:
 
     def __init__(self, target: Target, settings: CacheSettings) -> None:
         self.settings, self._target = settings, target
-        self._cache: weakref.ref[EvictingCache] | None = None
-        self._report: Report | None = None
         self._undo: list[Callable[[], None]] = []  # each is registered before the change that it undoes, and may run twice
         try:
             self._install(target)
@@ -262,15 +259,7 @@ class Patch:
         module, adapter = target.attentions[0]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        mine = weakref.ref(self)  # the model must not keep the Patch alive
-
-        def note(cache: EvictingCache, finished: bool) -> None:
-            patch = mine()
-            if patch is not None:
-                patch._cache = weakref.ref(cache)
-                patch._report = Report.of(cache) if finished else patch._report
-
-        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names, note)
+        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names)
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         own = vars(module)
@@ -339,26 +328,22 @@ class Patch:
         return cache
 
     def report(self) -> Report:
-        """Report what the last run kept and cost.
+        """Report what the last run kept and cost, and in how many passes the budget acted.
+
+        The numbers of tokens and bytes are those of the last pass that had a cache, also if that is gone.
 
         Raises:
             KVPatchError: nothing has run yet.
         """
-        cache = self._cache() if self._cache is not None else None
-        if cache is not None and cache.get_seq_length():
-            return Report.of(cache)
-        if self._report is None:
-            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._state.ran else ""
-            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
-        return self._report
+        log = self._state.log
+        if not log.number:
+            raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
+        return Report.last(log)
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
         self.restore()
-        cache = self._cache() if self._cache is not None else None
-        if cache is not None and not cache.unfinished and cache.get_seq_length():
-            self._report, self._cache = Report.of(cache), None
-        self._state.warn_if_unfelt()
+        self._state.log.close()
 
     def restore(self) -> None:
         """Put the model back, newest change first.

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
     ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("hooks",),
-    ("plotting",), ("report",), ("patching",), ("evaluation",), ("cli",),
+    ("plotting", "report_text"), ("report",), ("patching",), ("evaluation",), ("cli",),
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "patching", "cache.cache", "cache.state", "cache.layer", "cache.from_dynamic",

@@ -13,6 +13,7 @@ from ..policies.scopes import protect_tensor
 from . import compiled
 from .forward_context import Forward, cut, places
 from .modes import Evicting, Growing, Slotted
+from .snapshot import LayerPart
 from .state import DeviceCounters, TextState
 
 
@@ -48,7 +49,7 @@ def begin(
     if cache.settings.by_columns and now.behind:
         _count_gaps(cache, now)
     if prompt:
-        cache.stack = None
+        cache.stack, cache.meter.now = None, sum(one.kv.nbytes for one in cache.layers)
         if not turns.open:
             turns.begin_B, turns.open = before.tolist(), True
     if ends:
@@ -72,7 +73,9 @@ def begin(
 def end(cache: TextState, layer: int) -> None:
     """Note that a layer has run; the last one ends the pass."""
     if cache.scratch:
+        cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
+        cache.meter.now = 0
     if layer == len(cache.layers) - 1:
         _finish(cache)
 
