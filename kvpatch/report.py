@@ -18,7 +18,7 @@ from .cache.cache import EvictingCache
 from .cache.settings import CacheSettings
 from .cache.snapshot import Snapshot
 from .errors import KVPatchError
-from .hooks.run_log import RunLog, TextRecord
+from .hooks.run_log import RunLog
 from .report_text import BLOCKS, block
 
 __all__ = ["BLOCKS", "Report", "block"]
@@ -95,8 +95,7 @@ class Report:
 
     @classmethod
     def _of(cls, snapshot: Snapshot) -> Report:
-        settings, parts, record = snapshot.settings, snapshot.parts.values(), snapshot.record
-        mine = record if isinstance(record, TextRecord) else None
+        settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_settings(settings),
             backend=", ".join(dict.fromkeys(name for name, _ in snapshot.ran.values())) or "torch",
@@ -109,9 +108,9 @@ class Report:
             part="" if settings.parallel.size == 1 else str(settings.parallel),
             mass=[None if part.mass_BH is None else part.mass_BH.float().cpu() for part in parts],
             bounds=tuple(settings.bounds[index] for index in snapshot.parts),
-            acted=True if mine is None else mine.acted,
+            acted=snapshot.acted,
             peak_nbytes=snapshot.peak_nbytes,
-            seconds={} if mine is None or mine.timing is None else mine.timing.seconds(),
+            seconds=snapshot.seconds,
         )
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .layer import SlotLayer
 from .settings import CacheSettings
-from .state import Record, TextState
+from .state import TextState
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Snapshot:
 
     parts: by layer, of those that have read a text. seen: columns, padding included. lengths_B: tokens of each row without
     padding, or None. ran: by task, the backend that ran last and the reason against each preferred one. peak_nbytes: most
-    bytes allocated at any time. record: of the patch's passes over the cache, or None.
+    bytes allocated at any time. acted: the budget acted in some pass. seconds: of the last generate(), by part.
     """
 
     settings: CacheSettings
@@ -48,7 +48,8 @@ class Snapshot:
     lengths_B: Tensor | None
     ran: dict[str, tuple[str, str]]
     peak_nbytes: int
-    record: Record | None
+    acted: bool
+    seconds: dict[str, float]
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
@@ -63,4 +64,5 @@ class Snapshot:
             lengths_B = lengths_B - cache.rows.gaps_B
         seen = cache.record.columns if cache.parts and cache.record is not None else cache.seen
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
-        return cls(cache.settings, parts, seen, lengths_B, dict(cache.choice.ran), peak, cache.record)
+        acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
+        return cls(cache.settings, parts, seen, lengths_B, dict(cache.choice.ran), peak, acted, seconds)

@@ -99,9 +99,16 @@ class Meter:
 
 
 class Record(Protocol):
-    """Record of the passes that a patch ran over a cache: columns seen in them; told when the cache goes."""
+    """Record of the passes that a patch ran over a cache.
+
+    columns: seen in them. acted: some token was computed after an eviction.
+    """
 
     columns: int
+    acted: bool
+
+    def seconds(self) -> dict[str, float]:
+        """Return the times of the last generate(), by part."""
 
     def release(self, cache: Any) -> None:
         """Note that the cache is about to be freed."""

@@ -80,6 +80,10 @@ class TextRecord:
         self.base, self.room = seen + now.prompt, MAX_POSITION if once else room
         return acted or (Q > now.prompt and (self.evicted or Q - now.prompt - 1 > self.room))
 
+    def seconds(self) -> dict[str, float]:
+        """Return the times of the last generate(), by part; none before it has ended."""
+        return {} if self.timing is None else self.timing.seconds()
+
     def release(self, cache: EvictingCache) -> None:
         """Note that the cache is about to be freed."""
         self.log.release(cache, self)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..cache.snapshot import Snapshot
+from ..cache.state import Record
 from .pass_record import TextRecord, Timing, evicting
 
 _LOG = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ class RunLog:
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
-        self.newest: TextRecord | None = None
-        self.number = 0
+        self.number = self.newest = 0  # passes, and the last of them that had a cache
+        self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
         self._warned: set[str] = set()
         self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line
 
@@ -106,7 +107,7 @@ class RunLog:
         if cache.unfinished or not record.number:
             return
         self._catch_up(cache, record)
-        if self.newest is None or record.number >= self.newest.number:
+        if record.number >= self.newest:
             self.last = Snapshot.of(cache)
         self._unused(cache, record)
 
@@ -114,27 +115,30 @@ class RunLog:
 
     def close(self) -> None:
         """Note that the patch is removed: no pass can go on from the last cache under it."""
-        record, cache = self._last()
-        if record is not None and cache is not None and not cache.unfinished:
-            self._unused(cache, record)
+        cache = self._alive()
+        if cache is not None and not cache.unfinished:
+            self._unused(cache, cache.record)
 
     def snapshot(self) -> Snapshot | None:
         """Return a snapshot of the cache of the last pass that had one."""
-        record, cache = self._last()
-        if record is not None and cache is not None and cache.record is not None:  # neither freed nor reset
-            cache.was_read = True
-            if not cache.unfinished:
-                self._catch_up(cache, record)
-            return Snapshot.of(cache)
-        return self.last
+        cache = self._alive()
+        if cache is None:
+            return self.last
+        cache.was_read = True
+        if not cache.unfinished:
+            self._catch_up(cache, cache.record)
+        return Snapshot.of(cache)
 
     # ----
 
-    def _last(self) -> tuple[TextRecord | None, EvictingCache | None]:
-        """Return the record of the last pass with a cache, and that cache if it is alive."""
-        return self.newest, None if self.newest is None else self.newest.cache()
+    def _alive(self) -> EvictingCache | None:
+        """Return the cache of the last pass that had one, unless it was freed or reset."""
+        cache = None if self._cache is None else self._cache()
+        return None if cache is None or cache.record is None else cache
 
-    def _catch_up(self, cache: EvictingCache, record: TextRecord) -> None:
+    def _catch_up(self, cache: EvictingCache, record: Record | None) -> None:
+        if not isinstance(record, TextRecord) or record.log is not self:
+            return  # the cache goes on under another patch
         cache.catch_up()
         missed = cache.seen - record.columns
         if missed > 0 and not cache.scratch:
@@ -149,11 +153,12 @@ class RunLog:
             passes.acted += count * acted
             self.number += count
             if record is not None:
-                record.number, self.newest = self.number, record
+                record.number = self.newest = self.number
+                self._cache = record.cache
 
-    def _unused(self, cache: EvictingCache, record: TextRecord) -> None:
+    def _unused(self, cache: EvictingCache, record: Record | None) -> None:
         """Note a prompt that nothing goes on from: its cache was made for it, and is not used again."""
-        if not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
+        if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return
         record.made_here = False  # once per cache
         with self._lock:
