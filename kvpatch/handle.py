@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from os import PathLike
 
 import torch
@@ -29,8 +28,6 @@ class Patch:
 
     def __init__(self, target: Target, settings: CacheSettings) -> None:
         self.settings, self._target = settings, target
-        self._cache: weakref.ref[EvictingCache] | None = None
-        self._report: Report | None = None
         self._state = self._hook_state(target)
         self._installation = Installation(target, self._state)
 
@@ -46,15 +43,7 @@ class Patch:
         module, adapter = target.attentions[0]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        mine = weakref.ref(self)  # the model must not keep the Patch alive
-
-        def note(cache: EvictingCache, finished: bool) -> None:
-            patch = mine()
-            if patch is not None:
-                patch._cache = weakref.ref(cache)
-                patch._report = Report.of(cache) if finished else patch._report
-
-        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names, note)
+        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names)
 
     def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
         """Make an empty cache under this budget: prefill it once, `clone()` it per question.
@@ -100,26 +89,22 @@ class Patch:
         return cache
 
     def report(self) -> Report:
-        """Report what the last run kept and cost.
+        """Report what the last run kept and cost, and in how many passes the budget acted.
+
+        The numbers of tokens and bytes are those of the last pass that had a cache, also if that is gone.
 
         Raises:
             KVPatchError: nothing has run yet.
         """
-        cache = self._cache() if self._cache is not None else None
-        if cache is not None and cache.get_seq_length():
-            return Report.of(cache)
-        if self._report is None:
-            gone = " The caches of earlier forward passes are gone: hold on to a pass's output." if self._state.ran else ""
-            raise KVPatchError(f"Nothing to report yet: call generate() or the model inside the block first.{gone}")
-        return self._report
+        log = self._state.log
+        if not log.number:
+            raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
+        return Report.last(log)
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
         self.restore()
-        cache = self._cache() if self._cache is not None else None
-        if cache is not None and not cache.unfinished and cache.get_seq_length():
-            self._report, self._cache = Report.of(cache), None
-        self._state.warn_if_unfelt()
+        self._state.log.close()
 
     def restore(self) -> None:
         """Put the model back, newest change first.

@@ -1,7 +1,9 @@
-"""The report: kept tokens, memory, and the backends that ran."""
+"""The report: kept tokens, memory, passes in which the budget acted, and the backends that ran."""
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os import PathLike
@@ -11,18 +13,22 @@ import torch
 from torch import Tensor
 
 from . import plotting
+from . import report_text as text
 from .cache.cache import EvictingCache
+from .cache.settings import CacheSettings
+from .cache.snapshot import Snapshot
 from .errors import KVPatchError
+from .hooks.run_log import RunLog
+from .report_text import BLOCKS, block
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
-"""Characters for shares of kept tokens, from none to all in eighths."""
+__all__ = ["BLOCKS", "Report", "block"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """Snapshot of a cache: the kept tokens, their memory, and the backends that ran.
+    """Snapshot of a cache: the kept tokens, their memory, the passes so far, and the backends that ran.
 
-    `str(report)` is a table for people, `to_dict()` plain numbers for programs, and `plot(path)` a picture.
+    `str(report)` is a table for people, `to_dict()` plain numbers for programs, and `plot()` a picture; a notebook shows both.
 
     Attributes:
         policy: name of the policy.
@@ -32,14 +38,18 @@ class Report:
         seen: columns that went through the cache, padding included.
         nbytes: bytes allocated for keys and values.
         full_nbytes: bytes of a cache that keeps every column.
-        positions: of each layer, positions of the held tokens, int64 [B,H,T]; -1 in an empty slot.
+        positions: of each layer, positions of the held tokens, int64 [B,H,T]; -1 in an empty slot. [] if no pass had a cache.
         lengths: tokens of each batch row without padding.
         backends: by task, the backend that ran last and the reason against each preferred one.
         mass: of each layer, the share of the prompt's attention on kept tokens, [B,H], over the query rows that the policy
             observed; None if it observed none or kept everything.
         bounds: of each layer, the sliding window in tokens if the layer keeps that instead of a budget, else None.
         part: the heads of this process, if several processes share the model; all numbers here count those alone.
-        felt: whether any token was computed after the first eviction; tokens before it have a full cache's logits.
+        acted: True if some token of the text was computed after an eviction; tokens before it have a full cache's logits.
+        peak_nbytes: most bytes allocated for keys and values at any time, counted where buffers are made.
+        passes: of the patch, by kind ("training", "no_cache", "prompt", "decode"): (all, those in which the budget acted).
+        dropped: prompts from whose cache nothing went on.
+        seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
     Example:
         with kvpatch.patched(model, policy="h2o", k=0.5) as patch:
@@ -61,35 +71,46 @@ class Report:
     mass: list[Tensor | None] = field(default_factory=list)
     bounds: tuple[int | None, ...] = ()
     part: str = ""
-    felt: bool = True
+    acted: bool = True
+    peak_nbytes: int = 0
+    passes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    dropped: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
         """Take a snapshot of `cache`, which later changes to the cache do not affect."""
-        every: list[Any] = cache.layers
-        settings = cache.settings
-        filled = [index for index, layer in enumerate(every) if layer.is_initialized]
-        layers = [every[index] for index in filled]
-        full = sum(
-            layer.positions.shape[:2].numel() * tensor.shape[-1] * tensor.element_size() * min(layer.seen, bound or layer.seen)
-            for layer, bound in zip(layers, (settings.bounds[index] for index in filled), strict=True)
-            for tensor in (layer.kv.keys, layer.kv.values)
-        )
+        cache.was_read = True
+        return cls._of(Snapshot.of(cache))
+
+    @classmethod
+    def last(cls, log: RunLog) -> Report:
+        """Report on the last pass that had a cache, and on all passes of a patch."""
+        snapshot = log.snapshot()
+        report = cls(**_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
+        report = report if snapshot is None else cls._of(snapshot)
+        report.passes = {kind: (one.total, one.acted) for kind, one in log.passes.items() if one.total}
+        report.dropped = log.dropped
+        return report
+
+    @classmethod
+    def _of(cls, snapshot: Snapshot) -> Report:
+        settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
-            policy=settings.policy.name,
-            schedule=settings.policy.schedule,
-            budget=settings.budget.per_layer,
-            backend=", ".join(dict.fromkeys(name for name, _ in cache.choice.ran.values())) or "torch",
-            backends=dict(cache.choice.ran),
-            seen=cache.get_seq_length(),
-            nbytes=cache.nbytes,
-            full_nbytes=full,
-            positions=[cache.positions(index) for index in filled],
-            lengths=() if cache.seen_B is None else tuple(cache.next_positions()[:, 0].tolist()),
+            **_settings(settings),
+            backend=", ".join(dict.fromkeys(name for name, _ in snapshot.ran.values())) or "torch",
+            backends=snapshot.ran,
+            seen=snapshot.seen,
+            nbytes=sum(part.nbytes for part in parts),
+            full_nbytes=sum(part.full_nbytes for part in parts),
+            positions=[part.positions_BHT.clone() for part in parts],
+            lengths=() if snapshot.lengths_B is None else tuple(snapshot.lengths_B.tolist()),
             part="" if settings.parallel.size == 1 else str(settings.parallel),
-            mass=[None if layer.mass_BH is None else layer.mass_BH.float().cpu() for layer in layers],
-            bounds=tuple(settings.bounds[index] for index in filled),
-            felt=cache.turns.count > 1 or cache.counters.steps > 0 or 0 < (settings.block or 0) < cache.get_seq_length(),
+            mass=[None if part.mass_BH is None else part.mass_BH.float().cpu() for part in parts],
+            bounds=tuple(settings.bounds[index] for index in snapshot.parts),
+            acted=snapshot.acted,
+            peak_nbytes=snapshot.peak_nbytes,
+            seconds=snapshot.seconds,
         )
 
     @property
@@ -133,54 +154,76 @@ class Report:
             "lengths": list(self.lengths),
             "nbytes": self.nbytes,
             "full_nbytes": self.full_nbytes,
+            "peak_nbytes": self.peak_nbytes,
             "held": self.held().tolist(),
             "bounds": list(self.bounds),
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
-            "felt": self.felt,
+            "acted": self.acted,
+            "passes": {kind: {"total": total, "acted": acted} for kind, (total, acted) in self.passes.items()},
+            "dropped": self.dropped,
+            "seconds": dict(self.seconds),
         }
 
+    def __repr__(self) -> str:
+        budget = text.budget(self.policy, self.schedule, self.budget)
+        return f"<Report: {self.policy}, {budget}; {text.held(self.nbytes, self.full_nbytes, 0)}>"
+
     def __str__(self) -> str:
-        seen = f"{self.seen:,}"
-        if self.lengths and min(self.lengths) != self.seen:
-            seen += f" columns; the rows' own: {_range(self.lengths)}"
-        rows = [("policy", f"{self.policy} (evicts: {_WHEN.get(self.schedule, self.schedule)})"), ("tokens seen", seen)]
-        rows.insert(1, ("budget", self._budget()))
-        if any(bound is not None for bound in self.bounds):
-            rows.append(("sliding layers", self._bounds()))
-        if self.part:
-            rows.append(("counted here", self.part))
-        held = self.held()
-        if held.numel():
-            per_layer = [_range(layer.flatten().tolist()) for layer in held]
-            rows.append(("tokens held per head", _range(held.flatten().tolist())))
-            if len(set(per_layer)) > 1:
-                rows.append(("  layer by layer", ", ".join(per_layer)))
-            rows.append(("KV bytes", f"{self.nbytes:,} of {self.full_nbytes:,} in full ({self.share:.0%})"))
-        if not self.felt and self.nbytes < self.full_nbytes:
-            rows.append(("felt by", "no token: all were computed before the first eviction, as with a full cache"))
+        return text.table(self._rows())
+
+    def _repr_html_(self) -> str:
+        image = None
+        try:
+            if self.positions:
+                data = io.BytesIO()
+                self.plot().savefig(data, format="png", dpi=90)
+                image = base64.b64encode(data.getvalue()).decode()
+        except KVPatchError:  # without matplotlib the table stands alone
+            image = None
+        return text.html_table(self._rows(), image)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            ("policy", text.policy(self.policy, self.schedule, self.budget)),
+            ("budget", text.budget(self.policy, self.schedule, self.budget)),
+        ]
+        passes = text.passes(self.passes, self.dropped, text.never(self.policy, self.budget))
+        rows += [("" if i else "passes", line) for i, line in enumerate(passes)]
+        if self.passes and not self.positions:
+            return [*rows, ("tokens held", "none: no pass had a cache")]
+        rows += self._tokens()
+        if self.positions and not self.acted and self.nbytes < self.full_nbytes:
+            none = "no token: all were computed before the first eviction, as with a full cache"
+            rows.append(("budget acted on", none))
         masses = [mass for mass in self.mass if mass is not None]
         if masses:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", kept))
-        rows.append(("attention by", self.backend))
-        for task, (name, why) in self.backends.items():
-            rows.append((f"  {task}", name + (f" ({why})" if why else "")))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        if self.seconds:
+            rows.append(("time", text.times(self.seconds)))
+        return rows + [("" if i else "attention by", line) for i, line in enumerate(text.backends(self.backends))]
 
-    def _bounds(self) -> str:
-        own = [(layer, bound) for layer, bound in enumerate(self.bounds) if bound is not None]
-        windows = _range([bound for _, bound in own])
-        return f"{', '.join(str(layer) for layer, _ in own)} hold their own window of {windows}; the policy acts on the others"
-
-    def _budget(self) -> str:
-        if self.policy == "full":
-            return "all tokens"
-        budgets = [_budget(k) for k in self.budget]
-        if len(set(budgets)) > 1:
-            return f"layer by layer: {', '.join(budgets)}"
-        return budgets[0] + (", counting generated tokens only" if self.schedule == "decode" else "")
+    def _tokens(self) -> list[tuple[str, str]]:
+        seen = f"{self.seen:,}"
+        if self.lengths and min(self.lengths) != self.seen:
+            seen += f" columns; the rows' own: {text.span(self.lengths)}"
+        rows = [("tokens seen", seen)]
+        own = {layer: bound for layer, bound in enumerate(self.bounds) if bound is not None}
+        if own:
+            windows = text.span(list(own.values()))
+            layers = f"{', '.join(map(str, own))} hold their own window of {windows}; the policy acts on the others"
+            rows.append(("sliding layers", layers))
+        if self.part:
+            rows.append(("counted here", self.part))
+        held = self.held()
+        if held.numel():
+            per_layer = [text.span(layer.flatten().tolist()) for layer in held]
+            rows.append(("tokens held per head", text.span(held.flatten().tolist())))
+            if len(set(per_layer)) > 1:
+                rows.append(("  layer by layer", ", ".join(per_layer)))
+            rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
+        return rows
 
     def strip(self, row: int = 0, width: int = 64) -> str:
         """Draw one line per layer for a terminal; a character shows the share of tokens kept in its part of the text.
@@ -202,42 +245,34 @@ class Report:
             lines.append(f"layer {layer:>2} |{''.join(map(block, cells))}| {share.mean():.0%}")
         return "\n".join(lines)
 
-    def plot(self, path: str | PathLike[str], row: int = 0, what: str = "kept") -> None:
-        """Save a picture of one batch row.
+    def plot(self, path: str | PathLike[str] | None = None, row: int = 0, what: str = "kept") -> Any:
+        """Draw one batch row: return the matplotlib Figure, or save it.
 
         Args:
-            path: file to write, such as "kept.png".
+            path: file to write, such as "kept.png"; None returns the Figure.
             row: of the batch.
             what: "kept" draws a line per layer and head and a column per token of the text; "budgets" a heat map of the
                 number of tokens that each head holds.
 
         Raises:
             KVPatchError: matplotlib is missing, `path` cannot be written, or there is no such row or picture.
+
+        Example:
+            patch.report().plot("budgets.png", what="budgets")
         """
-        title = f"{self.policy}: {self._budget()}, {self.share:.0%} of the full cache's bytes"
-        if what == "kept":
-            plotting.save(plotting.every_head(self.kept(row), title), path)
-        elif what == "budgets":
-            plotting.save(plotting.budgets(self.kept(row).sum(-1), title), path)
-        else:
+        if what not in ("kept", "budgets"):
             raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
+        budget = text.budget(self.policy, self.schedule, self.budget)
+        title = f"{self.policy}, {budget}: {text.size(self.nbytes)} of {text.size(self.full_nbytes)} ({self.share:.0%})"
+        kept = self.kept(row)
+        figure = plotting.every_head(kept, title) if what == "kept" else plotting.budgets(kept.sum(-1), title)
+        if path is None:
+            return figure
+        plotting.save(figure, path)
+        return None
 
 
-_WHEN = {"prompt": "after the prompt", "decode": "while generating", "both": "after the prompt and while generating"}
-
-
-def _range(numbers: tuple[int, ...] | list[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _budget(k: int | float) -> str:
-    if isinstance(k, int):
-        return f"{k:,} tokens"
-    return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
-
-
-def block(share: float) -> str:
-    """Return the character for a share in [0, 1]: blank for exactly none, full for exactly all."""
-    eighths = round(8 * share)
-    return BLOCKS[8 if share >= 1 else 0 if share <= 0 else min(max(eighths, 1), 7)]
+def _settings(settings: CacheSettings) -> dict[str, Any]:
+    """Return what a report says of the settings."""
+    policy = settings.policy
+    return {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer}

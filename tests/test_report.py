@@ -48,7 +48,7 @@ def test_table_and_dict(window):
     assert "24 columns; the rows' own: 16 to 24" in text
     assert "3 to 10" in text
     assert "6 to 10, 3 to 5" in text
-    assert f"{28 * 128:,} of {96 * 128:,} in full (29%)" in text
+    assert "3.50 KiB of 12 KiB in full (29%)" in text  # 28 and 96 tokens of 128 bytes
     numbers = json.loads(json.dumps(window.to_dict()))
     assert numbers["budget"] == [0.5, 0.25]
     assert numbers["held"][1][0] == [5, 5]

@@ -20,7 +20,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.begin_prompt()
-    past = slots.used  # a new prompt is appended; compression makes slots again
+    past, before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
         whole = past == 0 and now.ends_prompt and now.final
@@ -33,7 +33,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     slots.seen += now.prompt
     slots.ahead = None  # it counts columns, some of which may be padding
     slots.sliding = call.geometry.sliding
-    keys = call.keys(past)
+    keys, during = call.keys(past), slots.kv.nbytes
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
         old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
         slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
@@ -50,6 +50,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             _observe_window(call, q_BHGQD, keys, rows_BQ, lse)
         if now.ends_prompt:
             end_prompt(call, past)
+    call.cache.meter.count(before, during, slots.kv.nbytes)
     return out
 
 

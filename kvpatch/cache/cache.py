@@ -86,13 +86,15 @@ class EvictingCache(TextState):
         """Return an independent copy, for several questions after one context."""
         self.catch_up()
         with self.reading("clone()"):
-            return copy.deepcopy(self)
+            new = copy.deepcopy(self)
+        new.record = copy.copy(self.record)
+        return new
 
     @writable
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # it holds the model
-        own = {**vars(self), "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
+        own = {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
         vars(new).update(copy.deepcopy(own, memo))
         return new
 

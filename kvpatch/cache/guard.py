@@ -14,10 +14,14 @@ _UNFINISHED = (
 
 
 class MutationGuard:
-    """Guard of a mutable object. operations: those begun and not ended. changes: number of operations begun."""
+    """Guard of a mutable object.
+
+    operations: those begun and not ended. changes: number of operations begun. was_read: copied, saved, joined or reported on.
+    """
 
     operations: dict[str, list[str]]
     changes: int
+    was_read: bool
 
     @property
     def unfinished(self) -> bool:
@@ -56,7 +60,7 @@ class MutationGuard:
     def reading(self, what: str) -> Iterator[None]:
         """Run a block that reads. Several threads may read; a change in the meantime raises, for reads would be torn."""
         self.check_finished()
-        changes = self.changes
+        changes, self.was_read = self.changes, True
         yield
         if self.unfinished or self.changes != changes:
             raise KVPatchError(f"Another thread changed this cache during {what}: give each thread a cache of its own.")

@@ -13,6 +13,7 @@ from ..policies.scopes import protect_tensor
 from . import compiled
 from .forward_context import Forward, cut, places
 from .modes import Evicting, Growing, Slotted
+from .snapshot import LayerPart
 from .state import DeviceCounters, TextState
 
 
@@ -65,7 +66,7 @@ def begin(
 def _begin_prompt(cache: TextState, now: Forward, before_B: Tensor) -> None:
     """Begin a prompt or a further piece of it; decode steps count anew from its end."""
     turns, counters = cache.turns, cache.counters
-    cache.stack = None
+    cache.stack, cache.meter.now = None, sum(layer.kv.nbytes for layer in cache.layers)
     _clear_undo_logs(cache)  # they do not lead back over a prompt
     if not turns.open:
         turns.begin_B, turns.open = before_B.tolist(), True
@@ -82,7 +83,9 @@ def _clear_undo_logs(cache: TextState) -> None:
 def end(cache: TextState, layer: int) -> None:
     """Note that a layer has run; the last one ends the pass."""
     if cache.scratch:
+        cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
+        cache.meter.now = 0
     if layer == len(cache.layers) - 1:
         _finish(cache)
 

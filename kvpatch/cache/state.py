@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,6 +85,36 @@ class StepCounters:
 
 
 @dataclass
+class Meter:
+    """Bytes of keys and values: allocated now, and at most, while prompts were read."""
+
+    now: int = 0
+    peak: int = 0
+
+    def count(self, before: int, during: int, after: int) -> None:
+        """Count a layer's part of a prompt; the buffers of before compression live until those of after it are filled."""
+        others = self.now - before
+        self.peak = max(self.peak, others + during + (after if after != during else 0))
+        self.now = others + after
+
+
+class Record(Protocol):
+    """Record of the passes that a patch ran over a cache.
+
+    columns: seen in them. acted: some token was computed after an eviction.
+    """
+
+    columns: int
+    acted: bool
+
+    def seconds(self) -> dict[str, float]:
+        """Return the times of the last generate(), by part."""
+
+    def release(self, cache: Any) -> None:
+        """Note that the cache is about to be freed."""
+
+
+@dataclass
 class Rows:
     """Alignment of the batch rows.
 
@@ -105,7 +136,8 @@ class TextState(MutationGuard, Cache):
     [B]. now: the forward pass in progress. shared: the score that layers share [B,H,T], by position + 1. stack, calls: stacked
     layers for decode steps, and the bound Call of each layer; made and read by attention/ alone. scratch: the cache serves one
     pass without use_cache, and each layer is emptied after it has run. rotary: (positions, table) for renumbered keys.
-    limits_of: protected sizes that layers of one budget share. choice: the backends in use.
+    limits_of: protected sizes that layers of one budget share. choice: the backends in use. meter: bytes allocated. record: of
+    the patch's passes over the cache. parts: what a report needs of a scratch cache's layers, which are emptied.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -117,7 +149,7 @@ class TextState(MutationGuard, Cache):
         super().__init__(layers=[SlotLayer(policy.statistics if evicts else ()) for policy, evicts in pairs])
         self.settings = settings
         self.scratch = False
-        self.operations, self.changes = {}, 0
+        self.operations, self.changes, self.was_read = {}, 0, False
         self._empty()
 
     def _empty(self) -> None:
@@ -132,6 +164,14 @@ class TextState(MutationGuard, Cache):
         self.rotary: tuple[int, Any] | None = None
         self.limits_of: dict[tuple[object, ...], Limits] = {}
         self.choice = Choice(self.settings.backend)
+        self.meter = Meter()
+        self.record: Record | None = None
+        self.parts: dict[int, Any] = {}
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
+        record = vars(self).get("record")  # missing if __init__ raised
+        if record is not None and not finalizing():
+            record.release(self)
 
     def reset(self) -> None:
         """Empty the cache, even after an interrupted change."""

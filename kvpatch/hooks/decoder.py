@@ -31,15 +31,19 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
-    """Run `_begin`, and set the decoder's attributes that an adapter replaces during a pass under the patch."""
+    """Run `_begin`, set the decoder's attributes that an adapter replaces during a pass under the patch, and log the pass."""
+    made_here = call.get("past_key_values") is None
     changed = _begin(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
+    if changed is None:
+        state.log.own_code(call, decoder.training)
+    else:
+        state.log.begin(call["past_key_values"] or call["attention_mask"].cache, decoder.training, made_here)
     return changed
 
 
 def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     """Run `before_decoder` for any pass except a traced decode step."""
-    state.count(call, decoder.training)
     if runs_own_code(decoder, call, state):
         return None
     past, config, scratch = call.get("past_key_values"), getattr(decoder, "config", None), _is_scratch(decoder, call)
@@ -87,7 +91,6 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if scratch:
         call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(cache, mask))
     else:
-        state.note(cache, False)
         call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
     return (), call
 

@@ -41,7 +41,8 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         if _no_cache_wanted(kwargs, config) or not _takes_cache(run, kwargs):
             return run(*args, **kwargs)
         _refuse_checkpointing(self)
-        cache = _cache_for(self, state, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
+        past = kwargs.get("past_key_values")
+        cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         cache.check_finished()
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
@@ -58,6 +59,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
                 if compiles:
                     cache.request.room = cache.request.new_tokens
             kwargs["past_key_values"] = cache
+            state.log.start(cache, made_here=past is None)
             return run(*args, **kwargs)
         except BaseException:
             if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
@@ -87,7 +89,9 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
             generation_config.cache_implementation = None
             generation_config.use_cache = True
             if not ours:
+                made_here = past is None
                 past = _cache_for(self, state, past, model_kwargs.get("attention_mask"))
+                state.log.start(past, made_here)
                 _begin_uncalled(past, generation_config, model_kwargs, state)
             model_kwargs["past_key_values"] = past
         return run(generation_config, model_kwargs, *args, **kwargs)
@@ -111,7 +115,7 @@ def _begin_uncalled(
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
     cache.request.prompt_len = cache.request.new_tokens = None
-    state.note(cache, True)
+    state.log.finish(cache)
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:

@@ -1,9 +1,8 @@
-"""State shared by the hooks of one patch: its settings, and records of the passes that ran."""
+"""State shared by the hooks of one patch: its settings, facts about the model, and the log of the passes that ran."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -15,9 +14,7 @@ from ..arch.adapter import Adapter
 from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-
-_LOG = logging.getLogger(__name__)
-Note = Callable[[EvictingCache, bool], None]
+from .run_log import RunLog
 
 
 class _Missing(Enum):
@@ -55,10 +52,9 @@ class Mark:
 class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
-    max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer. note(cache,
-    finished): tells the Patch which cache a pass fills; finished: generate() has ended. decoder_parameters: names of the
-    parameters of the decoder's forward. aside: for each attribute of the decoder that changes during a pass under the patch,
-    the model's own value and ours.
+    max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer.
+    decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
+    during a pass under the patch, the model's own value and ours. log: of the passes.
     """
 
     def __init__(
@@ -68,13 +64,10 @@ class PatchState:
         max_positions: int | None,
         kv_shape: tuple[int, int],
         decoder_parameters: tuple[str, ...],
-        note: Note,
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.kv_shape = settings, adapter, max_positions, kv_shape
-        self.decoder_parameters, self.note = decoder_parameters, note
+        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.aside: dict[str, tuple[Any, Any]] = {}
-        self.ran = self.felt = False
-        self.unfelt = self.longest = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings
@@ -84,31 +77,6 @@ class PatchState:
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """Make an empty cache. layers: number of first layers, for a model that exits early."""
         return EvictingCache(self.settings.first_layers(layers))
-
-    def count(self, call: dict[str, Any], training: bool) -> None:
-        """Note if a pass can feel the budget: it continues a cache, or reads more than one block.
-
-        Of the passes that cannot, the longest is noted, unless they asked for a cache or gradients: those are no evaluation.
-        """
-        tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
-        block = self.settings.block
-        Q, self.ran = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else 0, True
-        if call.get("past_key_values") is not None or (block is not None and Q > block):
-            self.felt = True
-        elif not call.get("use_cache") and not training:
-            self.unfelt, self.longest = self.unfelt + 1, max(self.longest, Q)
-
-    def warn_if_unfelt(self) -> None:
-        """Log that an evaluation measured the unpatched model, which its results do not show."""
-        count, self.unfelt = self.unfelt, 0
-        if not self.settings.acts or self.felt or count < 2:  # a single pass serves to look at what a policy keeps
-            return
-        budgets = ", ".join(dict.fromkeys(map(str, self.settings.budget.per_layer)))
-        _LOG.warning(
-            f"policy {self.settings.policy.name!r}, k={budgets}: none of {count} forward passes felt the budget, so their "
-            "figures are the unpatched model's: a pass computes all of its tokens before it evicts, and nothing went on from "
-            f"there. For log-likelihoods and perplexity give block=, fewer than the {self.longest} tokens of the longest pass."
-        )
 
 
 def pass_mask(device: torch.device) -> Tensor:

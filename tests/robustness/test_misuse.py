@@ -9,8 +9,8 @@ import torch
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.arch.adapter import REGISTRY
+from kvpatch.hooks.run_log import RunLog
 from kvpatch.policies import POLICIES
-from kvpatch.report import Report
 from tests.helpers.misuse_world import Misuse, enter
 from tests.helpers.tiny import force, make, prompt, snapshot
 from tests.robustness.misuse import CACHES, PASSES, PATCHES
@@ -87,10 +87,10 @@ def test_arguments_of_patched_say_a_way_out(arguments, _words, model):
 
 
 def test_a_report_that_fails_leaves_no_patch(model, before, monkeypatch):
-    """The bug: remove() took the last report before it undid anything, so an error in it left the model patched."""
+    """The bug: remove() reported before it undid anything, so an error in it left the model patched."""
     patch = kvpatch.patch(model, "h2o", 0.5)
     _, cache = force(model, prompt(1, 20), prompt(1, 1))
-    monkeypatch.setattr(Report, "of", lambda cache: 1 / 0)
+    monkeypatch.setattr(RunLog, "close", lambda log: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         patch.remove()
     assert snapshot(model) == before[0]

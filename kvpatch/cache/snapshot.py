@@ -1,0 +1,68 @@
+"""Snapshot of a cache: what is small of it, so that a report outlives the keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .layer import SlotLayer
+from .settings import CacheSettings
+from .state import TextState
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """Part of a layer that a report needs.
+
+    positions_BHT: of the held tokens, not copied; -1 in an empty slot. mass_BH: as in SlotLayer. nbytes: allocated for keys and
+    values. full_nbytes: of a layer that keeps every column, or the layer's own sliding window.
+    """
+
+    positions_BHT: Tensor
+    mass_BH: Tensor | None
+    nbytes: int
+    full_nbytes: int
+
+    @classmethod
+    def of(cls, layer: SlotLayer, bound: int | None) -> LayerPart:
+        """Take the part of a layer that has read a text; bound: its own sliding window in tokens."""
+        B, H = layer.positions.shape[:2]
+        kept = min(layer.seen, bound or layer.seen)
+        full = sum(B * H * kept * t.shape[-1] * t.element_size() for t in (layer.kv.keys, layer.kv.values))
+        return cls(layer.positions[:, :, : layer.used], layer.mass_BH, layer.kv.nbytes, full)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Small parts of a cache. They share its tensors: take it of a cache that is about to go, or copy the tensors.
+
+    parts: by layer, of those that have read a text. seen: columns, padding included. lengths_B: tokens of each row without
+    padding, or None. ran: by task, the backend that ran last and the reason against each preferred one. peak_nbytes: most
+    bytes allocated at any time. acted: the budget acted in some pass. seconds: of the last generate(), by part.
+    """
+
+    settings: CacheSettings
+    parts: dict[int, LayerPart]
+    seen: int
+    lengths_B: Tensor | None
+    ran: dict[str, tuple[str, str]]
+    peak_nbytes: int
+    acted: bool
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, cache: TextState) -> Snapshot:
+        """Take a snapshot; waits for the device only if steps under torch.compile are not counted yet."""
+        cache.catch_up()
+        every, bounds = cache.layers, cache.settings.bounds
+        parts = cache.parts or {
+            index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(every) if layer.is_initialized
+        }
+        lengths_B = cache.seen_B
+        if lengths_B is not None and cache.rows.gaps_B is not None:
+            lengths_B = lengths_B - cache.rows.gaps_B
+        seen = cache.record.columns if cache.parts and cache.record is not None else cache.seen
+        peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
+        acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
+        return cls(cache.settings, parts, seen, lengths_B, dict(cache.choice.ran), peak, acted, seconds)

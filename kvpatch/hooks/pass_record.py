@@ -1,0 +1,102 @@
+"""Record of the passes over one cache: in which of them the budget acted, and the time of the last generate().
+
+The budget acts in a pass if some of its tokens are computed after an eviction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from ..cache.cache import EvictingCache
+from ..cache.forward_context import Forward
+from ..cache.settings import CacheSettings
+from ..policies.selection import MAX_POSITION
+
+
+@dataclass
+class Timing:
+    """Times of a generate() in seconds: its beginning, first decode step and end; and the tokens fed after the prompt.
+
+    step: None if that was inside a graph of torch.compile. generate() reads on the host after every token whether to stop, so
+    these are a GPU's times too, without waiting for it.
+    """
+
+    begin: float
+    step: float | None = None
+    end: float | None = None
+    steps: int = 0
+
+    def seconds(self) -> dict[str, float]:
+        """Return "total", "first_token" and "per_token" (of the further ones), as far as they are known."""
+        if self.end is None:
+            return {}
+        found = {"total": self.end - self.begin}
+        if self.step is not None:
+            found["first_token"] = self.step - self.begin
+            found["per_token"] = (self.end - self.step) / max(self.steps, 1)
+        elif not self.steps:
+            found["first_token"] = found["total"]
+        return found
+
+
+class TextRecord:
+    """Record of the passes over one cache.
+
+    log: the RunLog that is told when the cache goes. cache: weak. made_here: made for a call that brought no cache. acted: the
+    budget acted in some pass. evicted: a prompt's end has evicted tokens. room: decode steps after that prompt, whose last
+    column is `base`, without an eviction. columns: seen, up to the last pass. number: of the last pass. timing: of the last
+    generate().
+    """
+
+    def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
+        self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
+        self.acted = False
+        self.number = 0
+        self.columns = self.base = cache.seen
+        # of a cache that was loaded or joined, the history is what its layers show
+        layers = [cache.layers[index] for index in evicting(cache.settings)]
+        self.evicted = any(layer.used < layer.seen for layer in layers)
+        self.room = min((layer.mode.filling for layer in layers if layer.mode.evicts), default=MAX_POSITION)
+        self.timing: Timing | None = None
+
+    def step(self, cache: EvictingCache, Q: int) -> bool:
+        """Tell if the budget acts in a pass of Q generated tokens."""
+        return self.evicted or cache.seen + Q - 1 - self.base > self.room
+
+    def prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
+        """Tell if the budget acts in a pass of Q columns that reads some of a prompt."""
+        settings, seen = cache.settings, cache.seen
+        acted = self.evicted = self.evicted or seen - self.base > self.room
+        if not now.n_B:
+            return acted
+        keep_B = [MAX_POSITION] * len(now.n_B) if now.keeps_all else _keeps(settings, now)
+        for block in now.blocks[:-1]:
+            acted |= any(keep < held < n for held, keep, n in zip(block.n_B, keep_B, now.n_B, strict=True))
+        room = min(keep - n for keep, n in zip(keep_B, now.n_B, strict=True))
+        self.evicted |= room < 0
+        once = settings.policy.schedule == "prompt"
+        self.base, self.room = seen + now.prompt, MAX_POSITION if once else room
+        return acted or (Q > now.prompt and (self.evicted or Q - now.prompt - 1 > self.room))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the times of the last generate(), by part; none before it has ended."""
+        return {} if self.timing is None else self.timing.seconds()
+
+    def release(self, cache: EvictingCache) -> None:
+        """Note that the cache is about to be freed."""
+        self.log.release(cache, self)
+
+
+def _keeps(settings: CacheSettings, now: Forward) -> list[int]:
+    """Return how many tokens each row may hold in the layer with the smallest budget."""
+    layers = evicting(settings)
+    known = {n: min((settings.tokens(layer, n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
+    fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)
+    return [known[n] + fixed for n, fixed in zip(now.budget_n_B, fixed_B, strict=True)]
+
+
+def evicting(settings: CacheSettings) -> list[int]:
+    """Return the layers from which the policy may evict."""
+    return [layer for layer in settings.budgeted if settings.evicts[layer]]

@@ -1,0 +1,202 @@
+"""Log of a patch: the passes that ran, those in which the budget acted, and a warning where it cannot act.
+
+Tokens before the first eviction have the unpatched model's logits: without `block=` these are all tokens of a training pass,
+of a forward without a cache, and of a prompt from which nothing goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..cache.cache import EvictingCache
+from ..cache.settings import CacheSettings
+from ..cache.snapshot import Snapshot
+from ..cache.state import Record
+from .pass_record import TextRecord, Timing, evicting
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Passes:
+    """Number of passes of one kind, and of those in which the budget acted."""
+
+    total: int = 0
+    acted: int = 0
+
+
+class RunLog:
+    """Log of one patch: `passes` by kind, `last` for the report when its cache is gone, and one warning of each kind.
+
+    Kinds: "training" and "no_cache", whose caches (if block= gives them any) end with the pass; "prompt"; "decode".
+    """
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode")}
+        self.dropped = 0  # prompts whose cache was freed without being used again
+        self.last: Snapshot | None = None
+        self.number = self.newest = 0  # passes, and the last of them that had a cache
+        self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line
+
+    # ---- called by the hooks ----
+
+    def own_code(self, call: dict[str, Any], training: bool) -> None:
+        """Count a pass of the model's own code, in which nothing is evicted. call: the decoder's arguments."""
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
+            return  # the model raises the error
+        kind = "training" if training else "no_cache"
+        self._count(kind, 1, False)
+        if _would_evict(self.settings, tokens.shape[1]):
+            self._warn(kind, tokens.shape[1])
+
+    def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
+        """Count a pass through `cache`, which passes.begin() has read."""
+        record, now = self.record(cache, made_here), cache.now
+        assert now is not None
+        Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
+        if missed > 0:
+            self._count("decode", missed, record.step(cache, 0))  # steps inside a graph of torch.compile
+        if not now.prompt:
+            kind, acted = "decode", record.step(cache, Q)
+            if record.timing is not None and record.timing.step is None:
+                record.timing.step = time.perf_counter()
+        else:
+            kind, acted = "prompt", record.prompt(cache, now, Q)
+        if cache.scratch:
+            kind = "training" if training else "no_cache"
+        record.columns, record.acted = cache.seen + Q, record.acted or acted
+        self._count(kind, 1, acted, record)
+        if cache.scratch and not acted and _would_evict(self.settings, max(now.n_B, default=0)):
+            self._warn(kind, max(now.n_B))
+
+    def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
+        """Return the record of a cache; a new one if it has none of this log."""
+        record = cache.record
+        if not isinstance(record, TextRecord) or record.log is not self:
+            record = cache.record = TextRecord(self, cache, made_here)
+        elif record.cache() is not cache:  # a clone
+            record.cache = weakref.ref(cache)
+        return record
+
+    def start(self, cache: EvictingCache, made_here: bool) -> None:
+        """Start the time of a generate()."""
+        self.record(cache, made_here).timing = Timing(time.perf_counter())
+
+    def finish(self, cache: EvictingCache) -> None:
+        """Stop the time of a generate(), and count its steps inside graphs of torch.compile."""
+        record = self.record(cache)
+        end = time.perf_counter()
+        if not cache.unfinished:
+            self._catch_up(cache, record)
+        if record.timing is not None:
+            record.timing.end, record.timing.steps = end, record.columns - record.base
+
+    def release(self, cache: EvictingCache, record: TextRecord) -> None:
+        """Keep a snapshot of a cache that is about to be freed, if the last pass was its own."""
+        if cache.unfinished or not record.number:
+            return
+        self._catch_up(cache, record)
+        if record.number >= self.newest:
+            self.last = Snapshot.of(cache)
+        self._unused(cache, record)
+
+    # ---- called by the Patch ----
+
+    def close(self) -> None:
+        """Note that the patch is removed: no pass can go on from the last cache under it."""
+        cache = self._alive()
+        if cache is not None and not cache.unfinished:
+            self._unused(cache, cache.record)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return a snapshot of the cache of the last pass that had one."""
+        cache = self._alive()
+        if cache is None:
+            return self.last
+        cache.was_read = True
+        if not cache.unfinished:
+            self._catch_up(cache, cache.record)
+        return Snapshot.of(cache)
+
+    # ----
+
+    def _alive(self) -> EvictingCache | None:
+        """Return the cache of the last pass that had one, unless it was freed or reset."""
+        cache = None if self._cache is None else self._cache()
+        return None if cache is None or cache.record is None else cache
+
+    def _catch_up(self, cache: EvictingCache, record: Record | None) -> None:
+        if not isinstance(record, TextRecord) or record.log is not self:
+            return  # the cache goes on under another patch
+        cache.catch_up()
+        missed = cache.seen - record.columns
+        if missed > 0 and not cache.scratch:
+            acted = record.step(cache, 0)
+            record.columns, record.acted = cache.seen, record.acted or acted
+            self._count("decode", missed, acted)
+
+    def _count(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
+        with self._lock:
+            passes = self.passes[kind]
+            passes.total += count
+            passes.acted += count * acted
+            self.number += count
+            if record is not None:
+                record.number = self.newest = self.number
+                self._cache = record.cache
+
+    def _unused(self, cache: EvictingCache, record: Record | None) -> None:
+        """Note a prompt that nothing goes on from: its cache was made for it, and is not used again."""
+        if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
+            return
+        record.made_here = False  # once per cache
+        with self._lock:
+            self.dropped += 1
+        if not record.acted and (record.evicted or (self.settings.acts and self.settings.policy.schedule == "decode")):
+            self._warn("prompt", record.columns)
+
+    def _warn(self, kind: str, Q: int) -> None:
+        """Warn once that the budget cannot act in passes of a kind, and name the argument that would change it."""
+        with self._lock:
+            if kind in self._warned:
+                return
+            self._warned.add(kind)
+        pass_, remedy = _TEXTS[kind]
+        settings = self.settings
+        if settings.policy.schedule == "decode":
+            block = f"schedule='decode' evicts generated tokens only; give schedule='both' and block=, below {Q:,}"
+        elif settings.block is not None:
+            block = f"Give a smaller block= than {settings.block:,}, below the {Q:,} tokens of the pass"
+        else:
+            block = f"Give block=, below the {Q:,} tokens of the pass, such as block={max(Q // 4, 1)}"
+        named = f"policy {settings.policy.name!r}, k={', '.join(dict.fromkeys(map(str, settings.budget.per_layer)))}"
+        _LOG.warning(
+            f"[kvpatch] {named} does not act in {pass_}: all tokens are computed before the "
+            f"first eviction, so the figures are the unpatched model's. {block}{remedy}. (Said once; patch.report() counts.)"
+        )
+
+
+_TEXTS = {
+    "training": ("this training pass", ""),
+    "no_cache": (
+        "this forward without a cache",
+        "; or let it have one: leave use_cache=False out of generate(), or of the model's config",
+    ),
+    "prompt": ("this pass, from whose cache nothing went on", "; or go on from its past_key_values"),
+}
+
+
+def _would_evict(settings: CacheSettings, n: int) -> bool:
+    """Tell if the policy would evict some of n tokens."""
+    return any(settings.tokens(layer, n) < n for layer in evicting(settings))

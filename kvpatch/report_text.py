@@ -1,0 +1,155 @@
+"""Words and numbers of a report: sizes, budgets, passes, backends, times, as text and as HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Characters for shares of kept tokens, from none to all in eighths."""
+_WHEN = {"prompt": "after the prompt", "decode": "while generating", "both": "after the prompt and while generating"}
+_ON_CPU = ("triton: kernels run on a GPU", "flash: flash kernels run on CUDA devices, not on cpu")
+
+
+def block(share: float) -> str:
+    """Return the character for a share in [0, 1]: blank for exactly none, full for exactly all."""
+    eighths = round(8 * share)
+    return BLOCKS[8 if share >= 1 else 0 if share <= 0 else min(max(eighths, 1), 7)]
+
+
+def size(nbytes: int) -> str:
+    """Return bytes in binary units.
+
+    Example:
+        >>> size(264 * 1024), size(1_155_072)
+        ('264 KiB', '1.10 MiB')
+    """
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" or value >= 100 or value == int(value) else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Return the smallest and the largest of some numbers."""
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def tokens(count: int) -> str:
+    """Return a number of tokens."""
+    return f"{count:,} token{'s' * (count != 1)}"
+
+
+def never(name: str, ks: Sequence[int | float]) -> bool:
+    """Tell if a policy never evicts under these budgets."""
+    return name == "full" or all(isinstance(k, float) and k == 1.0 for k in ks)
+
+
+def policy(name: str, schedule: str, ks: Sequence[int | float]) -> str:
+    """Return a policy and when it evicts."""
+    return f"{name} ({'never evicts' if never(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
+
+
+def budget(name: str, schedule: str, ks: Sequence[int | float]) -> str:
+    """Return the budgets of a policy's layers."""
+    if name == "full":
+        return "all tokens"
+    budgets = [_budget(k) for k in ks]
+    if len(set(budgets)) > 1:
+        return f"layer by layer: {', '.join(budgets)}"
+    return budgets[0] + (", counting generated tokens only" if schedule == "decode" else "")
+
+
+def _budget(k: int | float) -> str:
+    if isinstance(k, int):
+        return tokens(k)
+    return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
+
+
+def held(nbytes: int, full: int, peak: int) -> str:
+    """Return the bytes of a cache, their share of a full cache's, and the most at any time."""
+    share = f"{nbytes / full:.0%}" if full else "nothing read"
+    ahead = ": slots for coming tokens are allocated ahead" if nbytes > full > 0 else ""
+    at_most = f"; at most {size(peak)} at a time" if peak > nbytes else ""
+    return f"{size(nbytes)} of {size(full)} in full ({share}{ahead}){at_most}"
+
+
+def passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
+    """Return lines on the passes by kind, and in how many of them the budget acted.
+
+    counts: by kind of pass, (all, those in which the budget acted). dropped: prompts that nothing went on from. never: the
+    policy never evicts.
+    """
+    if never:
+        counts = {kind: (total, -1) for kind, (total, _) in counts.items()}
+    names = {"training": "training", "no_cache": "forward without a cache"}
+    known = [(name, counts[kind]) for kind, name in names.items() if kind in counts]
+    lines = [
+        _acted(f"{name}: {_count(count[0], 'pass')}", count) + (" (block= would make it act)" if not count[1] else "")
+        for name, count in known
+    ]
+    (prompts, acted), steps = counts.get("prompt", (0, 0)), counts.get("decode", (0, 0))
+    if prompts:
+        unused = "" if not dropped else ", none continued" if dropped == prompts else f", {dropped:,} not continued"
+        said = f"; the budget acted in {_part(acted, prompts)}" if acted > 0 else ""
+        lines.append(f"{_count(prompts, 'prompt')}{unused}{said}")
+    if steps[0]:
+        lines.append(_acted(_count(steps[0], "decode step"), steps))
+    return lines
+
+
+def _acted(what: str, count: tuple[int, int]) -> str:
+    return what if count[1] < 0 else f"{what}, the budget acted in {_part(count[1], count[0])}"
+
+
+def _part(some: int, every: int) -> str:
+    return "none" if not some else "all" if some == every else f"{some:,}"
+
+
+def _count(number: int, what: str) -> str:
+    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{ending}"
+
+
+def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return lines on the backends that ran: one where all tasks agree, or where there is no GPU, else one per backend."""
+    names = {name for name, _ in ran.values()} or {"torch"}
+    if names == {"torch"} and any(part in _ON_CPU for _, why in ran.values() for part in why.split("; ")):
+        return ["torch"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for task, chosen in ran.items():
+        groups.setdefault(chosen, []).append(task)
+    tasks = {chosen: f" for {', '.join(own)}" if len(groups) > 1 else "" for chosen, own in groups.items()}
+    return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups] or ["torch"]
+
+
+def times(seconds: Mapping[str, float]) -> str:
+    """Return the time to the first token and per further token, as far as they are known."""
+    if "first_token" not in seconds:
+        return f"{_time(seconds['total'])} in all"
+    further = f", {_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
+    return f"{_time(seconds['first_token'])} to the first token{further}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Return rows of a name and a value as aligned lines."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def html_table(rows: Sequence[tuple[str, str]], image: str | None) -> str:
+    """Return rows as an HTML table, and below it a picture, a PNG in base64."""
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    )
+    drawn = "" if image is None else f"<img alt='kept tokens' style='max-width:100%' src='data:image/png;base64,{image}'>"
+    return f"<table>{cells}</table>{drawn}"
