@@ -114,35 +114,33 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
 
 
 def divergence(
-    curves: Mapping[str, Sequence[tuple[int, float]]],
-    chance: str,
-    ticks: Mapping[int, str],
-    tolerance: float,
-    title: str,
+    curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str
 ) -> Any:
-    """Draw the divergence in nats against the budget in tokens per head, a line per policy.
+    """Draw the divergence in nats against the bytes of the cache at the end, a line per policy.
 
     The axis of nats is logarithmic above 1e-4 and linear below, so that 0, the value without eviction, has a place.
 
     Args:
-        curves: (tokens, nats) pairs by policy.
+        curves: (bytes, nats) pairs by policy.
         chance: the policy that is drawn dashed.
-        ticks: budgets as they were typed, by tokens.
+        full: bytes of the full cache, drawn as a vertical line.
         tolerance: nats, drawn as a dotted line.
         title: shown above.
     """
     axes = new_figure(figsize=(8.5, 5), layout="constrained").add_subplot()
+    size, unit = (2**30, "GiB") if full >= 2**30 else (2**20, "MiB") if full >= 2**20 else (2**10, "KiB")
     for i, (name, points) in enumerate(curves.items()):
         look: dict[str, Any] = {"color": f"C{i % 10}", "ls": "-", "marker": "osD^v"[i // 10 % 5]}
         if name == chance:
             look, name = {"color": "black", "ls": "--", "marker": "x"}, f"{name} (chance)"
-        axes.plot(*zip(*points, strict=True), label=name, ms=5, lw=1.4, **look)
+        axes.plot([nbytes / size for nbytes, _ in points], [nats for _, nats in points], label=name, ms=5, lw=1.4, **look)
     axes.axhline(tolerance, color=_NEEDLE, lw=1, ls=":", label=f"tolerance, {tolerance:g}")
+    axes.axvline(full / size, color=_NEEDLE, lw=1, label="full cache")
     axes.set_yscale("symlog", linthresh=1e-4)
     drawn = [tolerance, *(nats for points in curves.values() for _, nats in points)]
     axes.set_ylim(min(drawn) / 2 if min(drawn) > 2e-4 else 0, 2 * max(drawn) or 1e-4)
-    axes.set_xticks(list(ticks), [f"{tokens:,}\nk={k}" for tokens, k in ticks.items()])
-    axes.set_xlabel("budget, tokens per head (policies that evict once, after the prompt, keep all later tokens besides)")
+    axes.set_xlim(0, None)
+    axes.set_xlabel(f"keys and values held at the end, {unit}")
     axes.set_ylabel("KL(full || evicted), nats per token")
     axes.grid(alpha=0.3)
     axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)

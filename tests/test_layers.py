@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
     ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("hooks",),
-    ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",),
+    ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",), ("__main__",),
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from .. import __version__, plotting
@@ -21,7 +19,8 @@ from ..policies import Policy, get_policy
 from ..policies.budgets import check_k
 from . import compare_view as view
 from .compare_view import CHANCE
-from .loading import encode, parse_k
+from .loading import Source, encode, parse_k
+from .output import console, note, print_json, progress, waiting
 
 LEAST = 8
 """Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
@@ -34,13 +33,13 @@ class Asked:
     Attributes:
         policies: by the names that were typed.
         ks: budgets, by the texts that were typed.
-        new: tokens to feed after the prompt, at most.
+        new: tokens to feed after each prompt, at most.
         schedule: of the policies; None for each policy's own.
         seed: of the policies' random numbers.
         tolerance: largest KL to advise, nats per token.
         agreement: smallest share of agreeing predictions to advise.
-        out: folder of the picture.
-        lines: file for the figures in JSON, or None.
+        out: folder of the pictures.
+        json: whether rows go to stdout as JSON, and everything else to stderr.
     """
 
     policies: dict[str, Policy]
@@ -51,83 +50,128 @@ class Asked:
     tolerance: float
     agreement: float
     out: Path
-    lines: Path | None
+    json: bool
 
 
-def run(asked: Asked, model: Any, tokenizer: Any, prompt: str, own: str | None, name: str) -> None:
-    """Measure, and print and save the results; `name` is the model's, `own` a text to feed or None for greedy text.
+def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) -> None:
+    """Measure each prompt, print rows as they come, and save a picture per prompt.
+
+    Args:
+        asked: what to measure.
+        source: the model.
+        prompts: texts by the names of their files.
+        own: a text to feed after the only prompt; None for the model's greedy continuation.
 
     Raises:
         KVPatchError: as `text_ids`, or a file cannot be written.
     """
-    ids_1T, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
-    for note in notes:
-        print(note, file=sys.stderr)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading", total=len(asked.policies) * len(asked.ks))
+    model, tokenizer = source.model(), source.tokenizer()
+    out = console(stderr=asked.json)
+    results = []
+    for number, (file, prompt) in enumerate(prompts.items()):
+        ids_1T, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
+        for said in [*notes, *trained_length(source.name, ids_1T.shape[1])]:
+            note(said)
+        waiting(f"reading {n:,} tokens of {file} ...")
+        comparison = Comparison(model, ids_1T, n, asked.schedule, asked.seed)
+        results.append(_measure(asked, comparison, out, file, _facts(asked, model, source, file, own, comparison)))
+        path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
+        plotting.save(view.picture(results[-1], asked.tolerance, f"{source.name}, {file}: {n:,} tokens"), path)
+        out.print(f"KL against the cache's size: {path}\n")
+    _show_end(out, results, asked)
+
+
+def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
+    """Print the columns' meanings, the advice over all prompts, and the line to paste."""
+    out.print(view.LEGEND, style="dim")
+    out.print(f"\n{view.advice(results, asked.tolerance, asked.agreement)}")
+    if (setting := view.best(results, asked.tolerance, asked.agreement)) is not None:
+        policy, k = setting
+        out.print(f"\n    {view.python_line(policy, k, asked.policies[policy], asked.schedule, asked.seed)}\n")
+    if len(results) == 1:
+        out.print("One text is one text: give several of yours before you choose.")
+
+
+def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]) -> Result:
+    """Measure one prompt, and print its rows and notes."""
+    empty = comparison.result([])
+    lines = view.Lines(asked.policies, asked.ks, empty)
+    fed = "its own greedy text" if facts["continuation"] == "greedy" else "the continuation"
+    size = f"{empty.nbytes / 2**20:,.1f} MiB"
+    out.print(f"{file}: a prompt of {empty.n:,} tokens, then {empty.fed:,} of {fed}; the full cache holds {size}.\n")
+    out.print(lines.head)
+    out.print(lines.full())
+    with progress(out) as bar:
+        task = bar.add_task("", total=len(asked.policies) * len(asked.ks))
 
         def on_row(row: Row) -> None:
-            progress.update(task, advance=1, description=f"{row.policy} k={row.k}")
+            bar.advance(task)
+            out.print(lines.row(row))
+            if asked.json:
+                print_json(json_row(row, asked.policies[row.policy], facts))
 
-        result = Comparison(model, ids_1T, n, asked.schedule, asked.seed).run(asked.policies, asked.ks, on_row)
-    fed = f"{result.fed:,} tokens of {'its own greedy text' if own is None else 'the continuation'}"
-    title = f"{name}: a prompt of {n:,} tokens, then {fed}, fed one by one"
-    # wrapped by a narrow terminal rather than cut
-    console = Console(highlight=False, markup=False, width=max(Console().width, 120))
-    console.print(f"{title}.\n", soft_wrap=True)
-    view.show(console, result, asked.tolerance, asked.agreement)
-    if asked.lines is not None:
-        _write(asked.lines, json_lines(result, asked, model, name, "greedy" if own is None else "file"))
-    path = asked.out / "compare.png"
-    plotting.save(view.picture(result, asked.tolerance, title), path)
-    console.print(f"\nKL against the budget: {path}", soft_wrap=True)
+        def on_start(policy: str, k: str) -> None:
+            bar.update(task, description=f"{policy} k={k}")
+
+        result = comparison.run(asked.policies, asked.ks, on_row, on_start)
+    for said in view.notes(result.rows):
+        out.print(said)
+    return result
 
 
-def json_lines(result: Result, asked: Asked, model: Any, name: str, continuation: str) -> str:
-    """Format one JSON object per row, each with all settings of the run."""
-    where = {
-        "model": name,
+def _facts(
+    asked: Asked, model: Any, source: Source, file: str, own: str | None, comparison: Comparison
+) -> dict[str, Any]:
+    """Return the settings that every row of a prompt shares."""
+    empty = comparison.result([])
+    return {
+        "model": source.name,
+        "prompt": file,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "prompt_tokens": result.n,
-        "fed_tokens": result.fed,
-        "continuation": continuation,
+        "prompt_tokens": empty.n,
+        "fed_tokens": empty.fed,
+        "continuation": "greedy" if own is None else "file",
         "schedule": asked.schedule,
         "seed": asked.seed,
-        "full_nbytes": result.nbytes,
-        "full_seconds": result.seconds,
+        "full_nbytes": empty.nbytes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvpatch": __version__},
     }
-    lines = []
-    for row in result.rows:
-        figures = {} if row.figures is None else asdict(row.figures)
-        said = {"policy": row.policy, "k": row.k, "chance": row.policy == CHANCE, "error": row.error or None}
-        options = asked.policies[row.policy].options() | {"protect": None}
-        lines.append(json.dumps({**said, **figures, "options": options, **where}))
-    return "\n".join(lines) + "\n"
 
 
-def prepare(out: Path, lines: Path | None) -> None:
-    """Make the folder for the picture and check the file for the figures, before anything is measured.
+def json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return one row as plain values, with all settings of the run."""
+    figures = {} if row.figures is None else asdict(row.figures)
+    said = {"policy": row.policy, "k": row.k, "chance": row.policy == CHANCE, "error": row.error or None}
+    return {**said, **figures, "options": policy.options() | {"protect": None}, **facts}
+
+
+def trained_length(name: str, tokens: int) -> list[str]:
+    """Return a sentence if the text is longer than the rows that a model with a card of ours was trained on."""
+    try:
+        card = json.loads((Path(name) / "card.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    trained = card.get("longest_row") if isinstance(card, dict) else None
+    if not isinstance(trained, int) or tokens <= trained:
+        return []
+    return [
+        f"{name} was trained on {trained:,} tokens at a time; beyond them its full cache is no better than a part of it, so "
+        "give it a shorter text."
+    ]
+
+
+def prepare(out: Path) -> None:
+    """Make the folder for the pictures and look for matplotlib, before anything is measured.
 
     Raises:
-        KVPatchError: one of them cannot be written, or matplotlib is missing.
+        KVPatchError: the folder cannot be made, or matplotlib is missing.
     """
     plotting.new_figure()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
-    if lines is not None:
-        _write(lines, "", "a")  # keeps the figures of an earlier run until there are new ones
-
-
-def _write(path: Path, text: str, mode: str = "w") -> None:
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise KVPatchError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 # ---- what is asked for ----

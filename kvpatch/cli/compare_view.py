@@ -1,69 +1,95 @@
-"""Output of `kvpatch compare`: a table with notes, one sentence of advice, and a picture."""
+"""Output of `kvpatch compare`: rows with notes, advice with a line of Python, and a picture."""
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterable
+from statistics import mean
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from .. import plotting
 from ..evaluation.divergence import Figures, Result, Row
+from ..policies import Policy, get_policy
 
 CHANCE = "random"
 """Baseline that every policy should beat: always measured, never advised."""
 
-_HEADS = ("policy", "k", "tokens", "KL", "worst", "as full", "loss", "KV kB", "of full", "time")
-_LEGEND = (
-    "tokens: held per head at the end. KL: mean over the fed tokens of KL(full || evicted) of the next token, nats; worst: "
-    "the largest. The prediction after the prompt itself is left out: nothing had been evicted before it. as full: share of "
-    "predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per token. KV "
-    "kB: keys and values allocated at the end. time: per fed token, the unpatched model being 1; rough, for each was run once."
+_HEADS = ("policy", "k", "held", "KL", "worst", "same", "loss", "KV")
+LEGEND = (
+    "held: tokens per head at the end. KL: mean over the fed tokens of KL(full || evicted) of the next token, nats; worst: the "
+    "largest. The prediction after the prompt itself is left out: nothing had been evicted before it. same: share of "
+    "predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per token. KV: "
+    "bytes of keys and values at the end, of the full cache's. Time is left out: one run of so few tokens says nothing of it."
 )
 
 
-def show(console: Console, result: Result, tolerance: float, agreement: float) -> None:
-    """Print the table, its notes and the advice."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in _HEADS:
-        table.add_column(head, justify="left" if head == "policy" else "right", no_wrap=True)
-    table.add_row(*_full(result))
-    for _, group in groupby(result.rows, key=lambda row: row.k):
-        table.add_row()
-        for row in group:
-            table.add_row(*_cells(row, result))
-    console.print(table)
-    console.print(_LEGEND, style="dim", soft_wrap=True)
-    for line in notes(result.rows):
-        console.print(line, soft_wrap=True)
-    console.print(f"\n{advice(result, tolerance, agreement)}", soft_wrap=True)
-    console.print("One text is one text: try several of yours before you choose.", soft_wrap=True)
+def _label(policy: str) -> str:
+    return f"{policy} (chance)" if policy == CHANCE else policy
 
 
-def _full(result: Result) -> tuple[str, ...]:
-    """Format the unpatched model's row."""
-    nothing = Figures(0, 0.0, 0.0, 1.0, 0.0, result.nbytes, (result.n + result.fed,) * 2, result.seconds)
-    return _cells(Row("full", "", nothing), result)
+class Lines:
+    """Rows of a table whose widths are known before anything is measured, so that each can be printed when it is.
+
+    Args:
+        policies: by the names that are shown.
+        ks: texts of the budgets.
+        empty: the result without rows.
+    """
+
+    def __init__(self, policies: dict[str, Policy], ks: Iterable[str], empty: Result) -> None:
+        tokens = len(f"{empty.n + empty.fed:,}")
+        ragged = any(policy.over_heads is not None or policy.over_layers is not None for policy in policies.values())
+        names = max(len(_label(name)) for name in ["full", *policies])
+        self.widths = (names, max(map(len, ks)) + 1, 2 * tokens + 1 if ragged else max(4, tokens), 7, 6, 4, 7, 4)
+        self.result = empty
+
+    @property
+    def head(self) -> str:
+        """Names of the columns."""
+        return self._line(_HEADS)
+
+    def full(self) -> str:
+        """Format the unpatched model's row."""
+        total = self.result.n + self.result.fed
+        return self.row(Row("full", "", Figures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total))))
+
+    def row(self, row: Row) -> str:
+        """Format a row."""
+        one = row.figures
+        if one is None:
+            return self._line((_label(row.policy), row.k, "", "refused"))
+        low, high = one.held
+        cells = (
+            _label(row.policy),
+            row.k + "*" * bool(one.cut),
+            f"{low:,}" if low == high else f"{low:,}-{high:,}",
+            f"{one.kl:.4f}",
+            f"{one.worst:.2f}",
+            f"{one.agreement:.0%}",
+            "" if one.loss is None else f"{one.loss:+.3f}",
+            f"{one.nbytes / self.result.nbytes:.0%}",
+        )
+        return self._line(cells)
+
+    def _line(self, cells: tuple[str, ...]) -> str:
+        padded = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, self.widths, strict=False))
+        ]
+        return "  ".join(padded).rstrip()
 
 
-def _cells(row: Row, result: Result) -> tuple[str, ...]:
-    name, one = f"{row.policy} (chance)" if row.policy == CHANCE else row.policy, row.figures
-    if one is None:
-        return name, row.k, "", "refused"
-    low, high = one.held
-    return (
-        name,
-        row.k + "*" * bool(one.cut),
-        f"{low:,}" if low == high else f"{low:,}-{high:,}",
-        f"{one.kl:.4f}",
-        f"{one.worst:.2f}",
-        f"{one.agreement:.0%}",
-        "" if one.loss is None else f"{one.loss:+.3f}",
-        f"{one.nbytes / 1000:,.0f}",
-        f"{one.nbytes / result.nbytes:.0%}",
-        f"{one.seconds / result.seconds:.2f}" if result.seconds else "",
-    )
+def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int) -> str:
+    """Return the line of Python that patches a model with one setting of the comparison."""
+    own = get_policy(name).options()
+    changed = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
+    changed.pop("generation_length", None)  # generate() sets it
+    if schedule is not None:
+        changed["schedule"] = schedule
+    if seed:
+        changed["seed"] = seed
+    size = k if k.replace(".", "", 1).isdigit() else repr(k)
+    more = "".join(f", {option}={value!r}" for option, value in changed.items())
+    return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -80,28 +106,72 @@ def notes(rows: list[Row]) -> list[str]:
     return lines + [f"refused: {', '.join(which)}: {why}" for why, which in refused.items()]
 
 
-def advice(result: Result, tolerance: float, agreement: float) -> str:
-    """Advise the setting with the fewest bytes within both limits, or the one with the lowest KL if none is within them.
+# ---- advice ----
+
+Setting = tuple[str, str]
+"""Name of a policy and text of a budget."""
+
+
+def _pooled(results: list[Result]) -> dict[Setting, Figures]:
+    """Return the figures of each setting that ran on every prompt: the worst of each, and the mean share of bytes.
+
+    nbytes is in millionths of the full cache's.
+    """
+    found: dict[Setting, list[Figures]] = {}
+    shares: dict[Setting, list[float]] = {}
+    for result in results:
+        for row in result.rows:
+            if row.figures is not None:
+                found.setdefault((row.policy, row.k), []).append(row.figures)
+                shares.setdefault((row.policy, row.k), []).append(row.figures.nbytes / result.nbytes)
+    return {
+        setting: Figures(
+            budget=figures[0].budget,
+            kl=max(one.kl for one in figures),
+            worst=max(one.worst for one in figures),
+            agreement=min(one.agreement for one in figures),
+            loss=None,
+            nbytes=round(1e6 * mean(shares[setting])),
+            held=figures[0].held,
+        )
+        for setting, figures in found.items()
+        if len(figures) == len(results)
+    }
+
+
+def _candidates(pooled: dict[Setting, Figures]) -> dict[Setting, Figures]:
+    """Leave out chance, and settings that hold as much as the full cache."""
+    return {setting: one for setting, one in pooled.items() if setting[0] != CHANCE and one.nbytes < 1e6}
+
+
+def best(results: list[Result], tolerance: float, agreement: float) -> Setting | None:
+    """Return the setting with the fewest bytes within both limits, or that with the lowest KL if none is within them."""
+    candidates = _candidates(_pooled(results))
+    within = {setting: one for setting, one in candidates.items() if _within(one, tolerance, agreement)}
+    if within:
+        return min(within, key=lambda setting: (within[setting].nbytes, within[setting].kl))
+    return min(candidates, key=lambda setting: candidates[setting].kl, default=None)
+
+
+def advice(results: list[Result], tolerance: float, agreement: float) -> str:
+    """Advise the setting with the fewest bytes within both limits on every prompt, or the one with the lowest KL.
 
     Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised.
     """
-    candidates = [
-        (row, row.figures)
-        for row in result.rows
-        if row.figures is not None and row.policy != CHANCE and row.figures.nbytes < result.nbytes
-    ]
-    limits = f"a KL of {tolerance:g} nats per token and {agreement:.0%} agreement"
-    if not candidates:
+    chosen = best(results, tolerance, agreement)
+    if chosen is None:
         return "No setting that holds less than the full cache was measured, so there is none to advise."
-    within = [pair for pair in candidates if _within(pair[1], tolerance, agreement)]
-    if not within:
-        row, one = min(candidates, key=lambda pair: pair[1].kl)
-        return f"None of these settings stays within {limits} on this text; the closest is {_described(row, one, result)}."
-    row, one = min(within, key=lambda pair: (pair[1].nbytes, pair[1].kl))
-    said = f"The cheapest of these settings within {limits} on this text is {_described(row, one, result)}"
-    chance = next((other.figures for other in result.rows if (other.policy, other.k) == (CHANCE, row.k)), None)
+    pooled = _pooled(results)
+    limits = f"a KL of {tolerance:g} nats per token and {agreement:.0%} agreement"
+    where = "this text" if len(results) == 1 else f"each of these {len(results)} texts"
+    said = _described(chosen, pooled[chosen], len(results) > 1)
+    if not _within(pooled[chosen], tolerance, agreement):
+        return f"None of these settings stays within {limits} on {where}; the closest is {said}."
+    said = f"The cheapest of these settings within {limits} on {where} is {said}"
+    chance = pooled.get((CHANCE, chosen[1]))
     if chance is not None and _within(chance, tolerance, agreement):
-        return f"{said}; eviction at random stays within it there too, so this text cannot tell policies apart."
+        which = "this text" if len(results) == 1 else "these texts"
+        return f"{said}; eviction at random stays within it there too, so {which} cannot tell policies apart."
     return f"{said}."
 
 
@@ -109,15 +179,19 @@ def _within(one: Figures, tolerance: float, agreement: float) -> bool:
     return one.kl <= tolerance and one.agreement >= agreement
 
 
-def _described(row: Row, one: Figures, result: Result) -> str:
-    kl, share = f"a KL of {one.kl:.4f} (worst token {one.worst:.2f})", f"{one.nbytes / result.nbytes:.0%}"
-    return f"{row.policy} at k={row.k}: {share} of the full cache's bytes, {kl}, {one.agreement:.1%} agreement"
+def _described(setting: Setting, one: Figures, several: bool) -> str:
+    most, least = (" at most", " at least") if several else ("", "")
+    kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
+    policy, k = setting
+    return f"{policy} at k={k}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
 
 
 def picture(result: Result, tolerance: float, title: str) -> Any:
-    """Draw KL against the budget, a line per policy."""
-    measured = [(row, row.figures) for row in result.rows if row.figures is not None]
-    curves: dict[str, list[tuple[int, float]]] = {row.policy: [] for row, _ in measured}
-    for row, one in sorted(measured, key=lambda pair: pair[1].budget):
-        curves[row.policy].append((one.budget, one.kl))
-    return plotting.divergence(curves, CHANCE, {one.budget: row.k for row, one in measured}, tolerance, title)
+    """Draw KL against the bytes held at the end, a line per policy."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in result.rows:
+        if row.figures is not None:
+            curves.setdefault(row.policy, []).append((row.figures.nbytes, row.figures.kl))
+    return plotting.divergence(
+        {policy: sorted(points) for policy, points in curves.items()}, CHANCE, result.nbytes, tolerance, title
+    )

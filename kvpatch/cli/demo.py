@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from .. import plotting
 from ..errors import KVPatchError
@@ -18,7 +17,9 @@ from ..report import Report
 from . import demo_view as view
 from .demo_view import Outcome
 from .loading import MODELS, load_model, load_tokenizer
-from .needles import Text, source_file, task_needles, text_needles
+from .needles import Text, knows_task, source_file, task_needles, text_needles
+from .output import console as make_console
+from .output import print_json, progress
 
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {},
@@ -34,10 +35,16 @@ KS = (0.5, 0.2)
 
 _CLOSING = (
     "What this shows: these models have about a million parameters or less and read some two hundred tokens, so the "
-    "table tells exactly which tokens a policy drops and what that breaks; it does not rank policies for large models, "
-    "and at this size Python's own time, not attention, decides tokens/s."
+    "table tells exactly which tokens a policy drops and what that breaks; it does not rank policies for large models. "
+    "It says nothing about speed: at this size a step is Python's own time, not attention."
 )
-_CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own data before you choose a policy."
+_KEYFORMER = (
+    "Every fact stands there once, so nothing points at it before the question: of those asked for later, the newest half "
+    "holds half. Where facts are mentioned more than once (docs/results.md, recall, fifteen such models, k=0.1 to 0.4), roco "
+    "answers 40% of later questions, keyformer 37% and the window 25%; keyformer is for those, and for long generation. With "
+    "the question in the prompt keyformer answers 60%, snapkv 97%."
+)
+_CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own text before you choose: kvpatch compare MODEL FILE."
 
 
 @dataclass(frozen=True)
@@ -48,56 +55,66 @@ class Stage:
     text: Text
 
 
-def run(out: Path, model: str | None = None) -> None:
-    """Print the table and strips and save the picture.
+def run(out: Path, model: str | None = None, json: bool = False) -> None:
+    """Print what the policies are for, the table and the strips, and save the picture.
 
     Args:
         out: folder of the picture.
-        model: folder or name of a model; None for the two small ones that come with the package.
+        model: folder or name of a model; None for the two that come along.
+        json: print the table's rows to stdout as JSON, and everything else to stderr.
 
     Raises:
         KVPatchError: `model` cannot be loaded or `out` cannot be written.
     """
-    console = Console(highlight=False)
+    console = make_console(stderr=json)
     plotting.new_figure()  # without matplotlib nothing is measured
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
     stages = _shipped(console) if model is None else _own(model, console)
+    view.show_story(console, ["full", *POLICIES])
     outcomes, reports = [], {}
-    with Progress(console=console, transient=True) as progress:
+    with progress(console) as bar:
         todo = [("full", 1.0), *((policy, k) for k in KS for policy in POLICIES)]
-        task = progress.add_task("reading", total=len(todo))
+        task = bar.add_task("", total=len(todo))
         for policy, k in todo:
-            progress.update(task, description=f"{policy} k={k}")
+            bar.update(task, description=f"{policy} k={k}")
             outcomes.append(_try(policy, k, stages))
-            if policy != "full":
-                reports[policy, k] = _after_prompt(policy, k, stages["needles"])
-            progress.advance(task)
+            reports[policy, k] = _after_prompt(policy, k, stages["needles"])
+            bar.advance(task)
     text, picture = stages["needles"].text, out / "kept.png"
+    if json:
+        for one in outcomes:
+            print_json(one.to_dict(outcomes[0]))
     view.show(console, outcomes, reports, text)
     plotting.save(view.picture(outcomes, reports, text), picture)
-    console.print(f"\nLayer by layer, for k={' and '.join(map(str, KS))}: {picture}\n", soft_wrap=True)
-    console.print(_CLOSING if model is None else _CLOSING_OWN)
+    console.print(f"\nLayer by layer, for k={' and '.join(map(str, KS))}: {picture}\n")
+    console.print(f"{_CLOSING}\n\n{_KEYFORMER}" if model is None else _CLOSING_OWN)
 
 
 def _own(model: str, console: Console) -> dict[str, Stage]:
     own, tokenizer = load_model(model), load_tokenizer(model)
-    stages = {
-        "needles": Stage(own, text_needles(own, tokenizer, rows=8)),
-        "source": Stage(own, source_file(own, tokenizer, rows=2)),
-    }
+    if knows_task(tokenizer):
+        stages = _task_stages(own)
+    else:
+        stages = {
+            "needles": Stage(own, text_needles(own, tokenizer, rows=8)),
+            "source": Stage(own, source_file(own, tokenizer, rows=2)),
+        }
     console.print(f"{model}: {'; '.join(stage.text.what for stage in stages.values())}.")
     return stages
 
 
-def _shipped(console: Console) -> dict[str, Stage]:
-    lookup = load_model(str(MODELS / "llama-0"), "float32")
-    stages = {
-        "needles": Stage(lookup, task_needles()),
-        "later": Stage(lookup, task_needles(in_prompt=False)),
+def _task_stages(model: Any) -> dict[str, Stage]:
+    return {
+        "needles": Stage(model, task_needles()),
+        "later": Stage(model, task_needles(in_prompt=False)),
     }
+
+
+def _shipped(console: Console) -> dict[str, Stage]:
+    stages = _task_stages(load_model(str(MODELS / "llama-0"), "float32"))
     console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")
     python, tokenizer = load_model(name, "float32"), load_tokenizer(name)
@@ -115,17 +132,15 @@ def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
     text, source = stages["source"].text, fed["source"]
     logits_BSV, next_BS = source.logits_BSV[:, :-1], text.ids_BT[:, text.n :]
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), next_BS.flatten())
-    nbytes = source.nbytes
-    return replace(outcome, nbytes=nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1), seconds=source.seconds)
+    return replace(outcome, nbytes=source.nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1))
 
 
 def _feed(stage: Stage, policy: str, k: float) -> Fed:
     """Feed the text under a policy; "full" stands for the unpatched model."""
     text = stage.text
     if policy == "full":
-        feed(stage.model, text.ids_BT[:, : text.n + 2], text.n, None)  # warms up
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
-    with patched(stage.model, policy, k, **POLICIES[policy]):
+    with patched(stage.model, policy, k, **POLICIES.get(policy, {})):
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
 
 
@@ -135,5 +150,5 @@ def _after_prompt(policy: str, k: float, stage: Stage) -> Report:
     ids_1T = text.ids_BT[:1, : text.n]
     if text.mask_BT is not None:
         ids_1T = ids_1T[:, text.mask_BT[0, : text.n].bool()]
-    with patched(stage.model, policy, k, **POLICIES[policy]):
+    with patched(stage.model, policy, k, **POLICIES.get(policy, {})):
         return Report.of(feed(stage.model, ids_1T, ids_1T.shape[1]).cache)

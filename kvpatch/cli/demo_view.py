@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import plotting
 from ..report import Report, block
+from .catalogue import POLICIES
 from .needles import Text
 
 
@@ -29,7 +30,6 @@ class Outcome:
         later: as `right`, for questions that came after the eviction.
         loss: of the source file, nats per token.
         tokens: likeliest next tokens of the source file.
-        seconds: time of the decode steps on the source file.
     """
 
     policy: str
@@ -39,7 +39,6 @@ class Outcome:
     later: Tensor | None = None
     loss: float | None = None
     tokens: Tensor | None = None
-    seconds: float | None = None
 
     def cells(self, full: Outcome) -> dict[str, str]:
         """Format a row of the table, by column."""
@@ -49,10 +48,18 @@ class Outcome:
         if self.loss is not None and self.tokens is not None and full.tokens is not None:
             cells["perplexity"] = f"{math.exp(self.loss):.2f}"
             cells["as full"] = f"{(self.tokens == full.tokens).float().mean():.0%}"
-        cells |= {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
-        if self.seconds and full.seconds:
-            cells["speed"] = f"{full.seconds / self.seconds:.2f}"
-        return cells
+        return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
+
+    def to_dict(self, full: Outcome) -> dict[str, Any]:
+        """Return the row as plain values that JSON can hold; figures that were not measured are left out."""
+        values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
+        values["right"] = int(self.right.sum())
+        if self.later is not None:
+            values["right_later"] = int(self.later.sum())
+        if self.loss is not None and self.tokens is not None and full.tokens is not None:
+            values["perplexity"] = math.exp(self.loss)
+            values["as_full"] = float((self.tokens == full.tokens).float().mean())
+        return values | {"nbytes": self.nbytes, "full_nbytes": full.nbytes}
 
 
 def _right(right: Tensor) -> str:
@@ -60,6 +67,21 @@ def _right(right: Tensor) -> str:
 
 
 Reports = dict[tuple[str, float], Report]
+
+
+def show_story(console: Console, policies: list[str]) -> None:
+    """Print what is asked of the policies, and what each of them is for."""
+    console.print(
+        "\nA prompt hides four facts, the needles, and asks for one. Each policy keeps the share k of the prompt's tokens and "
+        "answers from those.\n"
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name in policies:
+        table.add_row(name, POLICIES[name].use if name in POLICIES else "")
+    console.print(table)
+    console.print()
 
 
 def show(console: Console, outcomes: list[Outcome], reports: Reports, text: Text) -> None:
@@ -82,14 +104,17 @@ _LEGEND = {
     "later": "later: answers where the question comes when the context has been read and evicted.",
     "perplexity": "perplexity: of the source file's next tokens.",
     "as full": "as full: share of them where the likeliest token is the full cache's.",
-    "speed": "speed: tokens/s while decoding it, the unpatched model being 1.",
 }
 
 
 def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> None:
     """Print a line per policy at the smallest budget: the share of heads that kept each part of the first prompt."""
     k = min(share for _, share in reports)
-    kept = {policy: report.kept().float().mean((0, 1)) for (policy, share), report in reports.items() if share == k}
+    kept = {
+        policy: report.kept().float().mean((0, 1))
+        for (policy, share), report in reports.items()
+        if share == k or policy == "full"
+    }
     n = len(next(iter(kept.values())))
     edges = torch.linspace(0, n, min(width, n) + 1).round().long().tolist()
 
@@ -100,19 +125,20 @@ def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> 
         return " "
 
     console.print(f"\nThe first prompt, as k={k} left it (n needle, A the one asked for, ? question):")
-    console.print(f"{'':<14} {''.join(letter(a, b) for a, b in pairwise(edges))}")
+    console.print(f"{'':<14}  {''.join(letter(a, b) for a, b in pairwise(edges))}")
     for policy, share in kept.items():
         line = "".join(block(float(share[a:b].mean())) for a, b in pairwise(edges))
-        console.print(f"[cyan]{policy:<14}[/cyan]|{line}|")
+        console.print(f"{policy:<14} |{line}|")
 
 
 def picture(outcomes: list[Outcome], reports: Reports, text: Text) -> Any:
     """Draw a column of panels per budget, a panel per policy."""
 
     def panel(one: Outcome) -> plotting.Panel:
-        title = f"{one.policy}, k={one.k:g}: {_right(one.right)} answers right"
+        name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"
+        title = f"{name}: {_right(one.right)} answers right"
         return plotting.Panel(title, reports[one.policy, one.k].kept().float().mean(1))
 
-    ks = dict.fromkeys(k for _, k in reports)
-    columns = [[panel(one) for one in outcomes if (one.policy, k) in reports and one.k == k] for k in ks]
+    ks = dict.fromkeys(one.k for one in outcomes if one.policy != "full")
+    columns = [[panel(one) for one in outcomes if one.k == k or one.policy == "full"] for k in ks]
     return plotting.panels(columns, text.marks, "Which tokens of one prompt each policy kept when it had been read")

@@ -1,24 +1,45 @@
-"""Models, tokenizers and prompts for the command line, with errors of one line."""
+"""Models, tokenizers and prompts for the command line, with errors of one line; torch and transformers are imported late."""
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import KVPatchError, suggest
-from ..evaluation.teacher_forcing import positions_of
+from .output import note, waiting
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_DEVICES = ("auto", "cpu", "cuda", "cuda:1", "mps", "xpu")
+_DEVICE = re.compile(r"(auto|cpu|mps|(cuda|xpu)(:\d+)?)")
+_BUDGET = re.compile(r"\s*\d*\.?\d+(e-?\d+)?\s*(%|[KMGT]?i?B)?\s*", re.IGNORECASE)
 MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
-def parse_k(text: str) -> int | float | str:
-    """Parse `-k`: digits are tokens, a number with a dot is a share of the prompt, anything else a size such as "2GiB"."""
+def parse_k(text: str) -> Any:
+    """Parse `-k`: digits are tokens, a number with a dot is a share, commas make a list with one entry per layer.
+
+    Anything else of a budget's form, such as "2GiB" or "50%", is left to the library.
+
+    Raises:
+        KVPatchError: the text has not the form of a budget.
+    """
+    if "," in text:
+        return [parse_k(part) for part in text.split(",") if part.strip()]
+    if not _BUDGET.fullmatch(text):
+        raise KVPatchError(
+            f"-k {text} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, or a size such as "
+            "2GiB."
+        )
+    text = text.strip()
     if text.isdigit():
         return int(text)
     try:
@@ -27,56 +48,162 @@ def parse_k(text: str) -> int | float | str:
         return text
 
 
-def load_model(name: str, dtype: str = "auto", device: str = "auto") -> Any:
+def check_dtype(dtype: str) -> str:
+    """Return the full name of a dtype. Raises KVPatchError if it is unknown."""
+    name = _SHORT.get(dtype.casefold(), dtype.casefold())
+    if name not in DTYPES:
+        near = suggest(dtype, (*DTYPES, *_SHORT))
+        raise KVPatchError(f"--dtype {dtype} is unknown.{near} Known: {', '.join(DTYPES)}; fp32, bf16 and fp16 for short.")
+    return name
+
+
+def check_device(device: str) -> None:
+    """Raise KVPatchError for a device of no known form, without importing torch."""
+    if not _DEVICE.fullmatch(device):
+        raise KVPatchError(f"--device {device} cannot be used: give {', '.join(_DEVICES[:-1])} or {_DEVICES[-1]}.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the command line names it; the attributes are the arguments of `load_model`."""
+
+    name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Raise KVPatchError for what can be refused without importing torch."""
+        check_dtype(self.dtype)
+        check_device(self.device)
+        check_folder(self.name)
+
+    def model(self) -> Any:
+        """Load the model, as `load_model`."""
+        return load_model(
+            self.name,
+            self.dtype,
+            self.device,
+            device_map=self.device_map,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer, as `load_tokenizer`."""
+        return load_tokenizer(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    *,
+    device_map: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """Load a causal language model from a folder or the hub, in evaluation mode.
+
+    Args:
+        name: a folder, or a name on the hub.
+        dtype: one of DTYPES or a short form; "auto" is the checkpoint's own.
+        device: as torch takes it, or "auto": the first GPU, else the CPU.
+        device_map: as transformers takes it; `device` is not used then.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: run Python code that comes with the model.
 
     Raises:
         KVPatchError: it cannot be loaded, or the dtype or device is invalid.
     """
-    if dtype not in DTYPES:
-        raise KVPatchError(f"--dtype {dtype} is unknown.{suggest(dtype, DTYPES)} Known: {', '.join(DTYPES)}.")
-    place = _device(device)
-    _refuse_missing_folder(name)
-    if not Path(name).is_dir():
-        print(f"loading {name} from the hub ...", file=sys.stderr)
+    dtype = check_dtype(dtype)
+    check_device(device)
+    check_folder(name)
+    if Path(name).is_dir():
+        waiting(f"loading {name} ...")
+    else:
+        note(f"loading {name} from the hub ...")
+    import torch
+
+    place: Any = device_map if device_map is not None else _device(device)
     try:
-        wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
-        return model.to(place).eval()
+        import transformers
+
+        quiet()
+        mapped = {"device_map": place} if device_map is not None else {}
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            revision=revision or "main",
+            trust_remote_code=trust_remote_code,
+            **mapped,
+        )
+        return (model if mapped else model.to(place)).eval()
     except Exception as error:  # transformers, the hub and safetensors have an error type each
-        raise KVPatchError(f"--model {name} cannot be loaded: {_first_line(error)}") from error
+        raise KVPatchError(f"--model {name} cannot be loaded: {_reason(error)}") from error
+
+
+def quiet() -> None:
+    """Turn off the advice of transformers and its bars of loading; the hub's bars of downloads stay on."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    unwanted = are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    getLogger("huggingface_hub").setLevel("ERROR")
+    logging.disable_progress_bar()
+    if not unwanted:
+        enable_progress_bars()
 
 
 def _device(device: str) -> torch.device:
+    import torch
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-        raise KVPatchError(f"--device {device} cannot be used: {_first_line(error)}. Give auto, cpu or cuda.") from error
+        raise KVPatchError(f"--device {device} cannot be used: {_first_line(error)}. Give auto or cpu.") from error
     return place
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load a model's tokenizer. Raises KVPatchError if there is none or it knows no token."""
-    _refuse_missing_folder(name)
+    check_folder(name)
     missing = f"--model {name} comes without a tokenizer, which text needs."
     if Path(name).is_dir() and not any(any(Path(name).glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")):
         raise KVPatchError(missing)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        import transformers
+
+        quiet()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # as above
-        raise KVPatchError(f"--model {name} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise KVPatchError(f"--model {name} has no tokenizer that can be loaded: {_reason(error)}") from error
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)
     return tokenizer
 
 
-def _refuse_missing_folder(name: str) -> None:
+def check_folder(name: str) -> None:
+    """Raise KVPatchError for a model's name that looks like a folder which is not there."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
         raise KVPatchError(f"--model {name}: there is no such folder.")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error, and the option that answers it."""
+    line = _first_line(error)
+    if "remote_code" in str(error):
+        return f"{line} Read that code, then give --trust-remote-code."
+    return line
 
 
 def _first_line(error: BaseException) -> str:
@@ -103,19 +230,29 @@ def encode(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str
     Raises:
         KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
     """
-    ids = tokenizer(text, return_tensors="pt").input_ids.long()
+    return fit(model, tokenizer(text, return_tensors="pt").input_ids.long(), new)
+
+
+def fit(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
+    """Shorten a prompt's token ids [1,n] from the left, as `encode` does, and move them to the model's device.
+
+    Raises:
+        KVPatchError: as `encode`.
+    """
+    from ..evaluation.teacher_forcing import positions_of
+
     known = model.get_input_embeddings().num_embeddings
     if ids.numel() and int(ids.max()) >= known:
         raise KVPatchError(
             f"The tokenizer gives token {int(ids.max())}, but the model knows {known}: they do not belong together."
         )
-    limit, note, n = positions_of(model), "", ids.shape[1]
+    limit, said, n = positions_of(model), "", ids.shape[1]
     if limit is not None and new >= limit:
         raise KVPatchError(f"--max-new-tokens {new}: the model has {limit} positions, so no room is left for a prompt.")
     if limit is not None and n > limit - new:
         ids = ids[:, new - limit :]
-        note = (
+        said = (
             f"The prompt has {n:,} tokens; the model has {limit:,} positions, of which {new:,} are for new tokens: "
             f"only the prompt's last {ids.shape[1]:,} tokens are read."
         )
-    return ids.to(model.device), note
+    return ids.to(model.device), said

@@ -17,7 +17,7 @@ def main() -> None:
             raise
         print(f"The command line needs {missing}: pip install typer rich", file=sys.stderr)
         sys.exit(2)
-    app()
+    app(prog_name="kvpatch")
 
 
 if __name__ == "__main__":

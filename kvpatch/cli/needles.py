@@ -65,7 +65,7 @@ def task_needles(in_prompt: bool = True) -> Text:
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.
     """
-    held = json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
+    held = _held()
     ids_BT = torch.tensor(held["rows"])
     row = ids_BT[0].tolist()
     question = len(row) - 5
@@ -77,20 +77,31 @@ def task_needles(in_prompt: bool = True) -> Text:
     return Text(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
+def knows_task(tokenizer: Any) -> bool:
+    """Tell whether a tokenizer has the words of those prompts, as those of the small models made for them have."""
+    return tokenizer("k00", add_special_tokens=False).input_ids == _held()["keys"][:1]
+
+
+def _held() -> dict[str, Any]:
+    return json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
+
+
 def text_needles(model: Any, tokenizer: Any, rows: int, seed: int = 7) -> Text:
     """Build a needle task in English for any model: codes of four offices among filler, and a question about one.
 
+    A model with few positions gets less filler.
+
     Raises:
-        KVPatchError: the tokenizer encodes the answers in no common length, or the model has too few positions.
+        KVPatchError: the tokenizer encodes the answers in no common length, or the model has no room for the codes.
     """
-    rng = random.Random(seed)
-    made = [_office_prompt(rng, tokenizer) for _ in range(2 * rows)]
-    length = Counter(len(answer) for _, answer, _ in made).most_common(1)[0][0]
-    made = [row for row in made if len(row[1]) == length][:rows]
-    width = max(len(prompt) for prompt, _, _ in made)
-    limit = positions_of(model)
-    if not length or (limit is not None and width + length > limit):
-        raise KVPatchError(f"The demo's prompts have up to {width + length} tokens; this model has {limit} positions.")
+    limit, width, length = positions_of(model), 0, 0
+    for filler in (20, 12, 6, 2):
+        made = _office_prompts(rows, tokenizer, filler, seed)
+        width, length = max(len(prompt) for prompt, _, _ in made), len(made[0][1])
+        if length and (limit is None or width + length <= limit):
+            break
+    else:
+        raise KVPatchError(f"The demo's prompts have at least {width + length} tokens; this model has {limit} positions.")
     ids, mask = torch.zeros(len(made), width + length, dtype=torch.long), torch.zeros(len(made), width + length)
     for i, (prompt, answer, _) in enumerate(made):
         ids[i, width - len(prompt) :] = torch.tensor(prompt + answer)
@@ -99,10 +110,21 @@ def text_needles(model: Any, tokenizer: Any, rows: int, seed: int = 7) -> Text:
     return Text(what, ids.to(model.device), width, mask.long().to(model.device), (0, length), made[0][2])
 
 
-def _office_prompt(rng: random.Random, tokenizer: Any) -> tuple[list[int], list[int], Marks]:
+_Prompt = tuple[list[int], list[int], Marks]
+
+
+def _office_prompts(rows: int, tokenizer: Any, filler: int, seed: int) -> list[_Prompt]:
+    """Build up to `rows` prompts whose answers have the same number of tokens."""
+    rng = random.Random(seed)
+    made = [_office_prompt(rng, tokenizer, filler) for _ in range(2 * rows)]
+    length = Counter(len(answer) for _, answer, _ in made).most_common(1)[0][0]
+    return [row for row in made if len(row[1]) == length][:rows]
+
+
+def _office_prompt(rng: random.Random, tokenizer: Any, filler: int) -> _Prompt:
     codes = {office: rng.randint(10000, 99999) for office in rng.sample(_OFFICES, 4)}
     asked = rng.choice(list(codes))
-    lines: list[str] = [*codes, *(rng.choice(_FILLER) for _ in range(20))]
+    lines: list[str] = [*codes, *(rng.choice(_FILLER) for _ in range(filler))]
     rng.shuffle(lines)
     ids: list[int] = list(tokenizer("").input_ids)  # tokens that the tokenizer puts in front of every text
     needles: list[tuple[int, int]] = []
@@ -120,7 +142,12 @@ def _office_prompt(rng: random.Random, tokenizer: Any) -> tuple[list[int], list[
 
 
 def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> Text:
-    """Cut excerpts from a source file of Python's library, evenly spread, each behind <bos> if the tokenizer has one."""
+    """Cut excerpts from a source file of Python's library, evenly spread, each behind <bos> if the tokenizer has one.
+
+    A model with few positions gets shorter prompts.
+    """
+    limit = positions_of(model)
+    prompt = prompt if limit is None else min(prompt, limit - fed)
     text = (Path(sysconfig.get_paths()["stdlib"]) / SOURCE).read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False).input_ids
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

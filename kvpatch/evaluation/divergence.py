@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy
 from ..policies.budgets import share
@@ -35,7 +35,6 @@ class Figures:
         loss: increase of the fed text's loss, nats per token; None if a single token was fed.
         nbytes: bytes allocated for keys and values at the end.
         held: fewest and most tokens that a head holds at the end.
-        seconds: time for all fed tokens.
         cut: protected sizes that exceeded the budget, option -> (requested, remaining).
     """
 
@@ -46,7 +45,6 @@ class Figures:
     loss: float | None
     nbytes: int
     held: tuple[int, int]
-    seconds: float
     cut: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -67,14 +65,12 @@ class Result:
     Attributes:
         rows: one per policy and budget.
         nbytes: cache bytes of the unpatched model.
-        seconds: its time for all fed tokens.
         n: tokens of the prompt.
         fed: tokens fed after it.
     """
 
     rows: list[Row]
     nbytes: int
-    seconds: float
     n: int
     fed: int
 
@@ -92,24 +88,37 @@ class Comparison:
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0) -> None:
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
-        with patched(model, "random", 0.5):  # raises for a model without an adapter; warms up
-            feed(model, ids_1T[:, : n + 1], n)
-        feed(model, ids_1T[:, : n + 1], n)
+        Target.find(model)  # raises for a model without an adapter, before anything is measured
         full = feed(model, ids_1T, n)
-        self.nbytes, self.seconds = full.nbytes, [full.seconds]
+        self.nbytes = full.nbytes
         self.log_p_SV = _log_probabilities(full)
 
     def run(
-        self, policies: dict[str, Policy], ks: dict[str, Any], on_row: Callable[[Row], None] = lambda row: None
+        self,
+        policies: dict[str, Policy],
+        ks: dict[str, Any],
+        on_row: Callable[[Row], None] = lambda row: None,
+        on_start: Callable[[str, str], None] = lambda policy, k: None,
     ) -> Result:
-        """Measure every policy under every budget, and the unpatched model once per budget."""
+        """Measure every policy under every budget.
+
+        Args:
+            policies: by the names that rows show.
+            ks: budgets, by the texts that rows show.
+            on_row: called with each row when it is measured.
+            on_start: called with a policy's name and a budget's text before they are measured.
+        """
         rows = []
         for text, k in ks.items():
-            self.seconds.append(feed(self.model, self.ids_1T, self.n).seconds)
             for name, policy in policies.items():
+                on_start(name, text)
                 rows.append(self._row(name, policy, text, k))
                 on_row(rows[-1])
-        return Result(rows, self.nbytes, median(self.seconds), self.n, self.ids_1T.shape[1] - self.n)
+        return self.result(rows)
+
+    def result(self, rows: list[Row]) -> Result:
+        """Return rows together with what the unpatched model held."""
+        return Result(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n)
 
     def _row(self, name: str, policy: Policy, text: str, k: Any) -> Row:
         try:
@@ -137,7 +146,6 @@ class Comparison:
             loss=float(rise_S1.mean()) if rise_S1.numel() else None,
             nbytes=fed.nbytes,
             held=(int(held.min()), int(held.max())),
-            seconds=fed.seconds,
             cut=cut_sizes(fed.cache, self.n),
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,10 @@ class Fed:
 
     Attributes:
         logits_BSV: `predictions` after the prompt and after each further token, at least float32.
-        seconds: time for the further tokens.
         cache: the cache afterwards.
     """
 
     logits_BSV: Tensor
-    seconds: float
     cache: Any
 
     @property
@@ -39,17 +36,15 @@ def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> F
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-    past, logits, started = None, [], 0.0
+    past, logits = None, []
     for start, stop in [(0, n), *((t, t + 1) for t in range(n, ids_BT.shape[1]))]:
-        if start == n:
-            started = _now(ids_BT)
         extra = {"position_ids": positions_BT[:, start:stop]} if takes_positions else {}
         out = model(
             ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], past_key_values=past, use_cache=True, **extra
         )
         past = out.past_key_values
         logits.append(wide(predictions(out)[:, -1:]))
-    return Fed(torch.cat(logits, 1), _now(ids_BT) - started if started else 0.0, past)
+    return Fed(torch.cat(logits, 1), past)
 
 
 def predictions(out: Any) -> Tensor:
@@ -60,12 +55,6 @@ def predictions(out: Any) -> Tensor:
 def wide(tensor: Tensor) -> Tensor:
     """Convert a tensor to float32 if its dtype is narrower."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
 
 
 def positions_of(model: Any) -> int | None:

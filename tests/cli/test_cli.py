@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 import kvpatch
 from kvpatch.arch.llama import LlamaAdapter
-from kvpatch.cli import commands, demo, demo_view
+from kvpatch.cli import demo, demo_view, generating, loading
 from kvpatch.cli.commands import app
+from kvpatch.cli.generating import MARK
 from kvpatch.cli.loading import MODELS, load_tokenizer, parse_k
 from kvpatch.cli.main import main
 from kvpatch.cli.needles import task_needles, text_needles
@@ -22,6 +23,9 @@ from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.patching import SETTINGS
 from kvpatch.policies.budgets import Budget
 from tests.helpers import tiny
+from tests.test_layers import imports
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -65,12 +69,19 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("text", "k"), [("0.5", 0.5), ("1.0", 1.0), ("1024", 1024), ("2GiB", "2GiB"), ("2.5GiB", "2.5GiB"), ("-3", "-3")]
+    ("text", "k"), [("0.5", 0.5), ("1.0", 1.0), ("1024", 1024), ("2GiB", "2GiB"), ("2.5GiB", "2.5GiB"), ("50%", "50%")]
 )
 def test_k(text, k):
     parsed = parse_k(text)
     assert parsed == k
     assert type(parsed) is type(k)
+
+
+def test_k_is_a_list_with_commas_and_refused_by_its_form():
+    assert parse_k("0.5, 12,2GiB") == [0.5, 12, "2GiB"]
+    for text in ("-3", "7x", "half", "0.5.5"):
+        with pytest.raises(kvpatch.KVPatchError, match=f"-k {text} is no budget: give a share of the prompt such as 0.5"):
+            parse_k(text)
 
 
 def test_policies_and_architectures():
@@ -90,8 +101,7 @@ def test_generate_writes_what_the_library_writes(folder, prompt):
     with kvpatch.patched(model, "h2o", 0.5) as patch:
         new = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 30:]
     text = tokenizer.decode(new)
-    assert result.stdout.startswith(text)
-    assert str(patch.report()) in result.stdout
+    assert result.stdout.startswith(f"{text}\n\n{MARK}\n{patch.report()}\n")
     assert patch.report().strip() in result.stdout
     assert "tokens held per head  15" in result.stdout
 
@@ -102,7 +112,7 @@ def test_generate_options_and_schedule(folder, prompt):
     assert result.exit_code == 0
     assert "budget                8 tokens" in result.stdout
     assert "tokens held per head  11" in result.stdout  # snapkv keeps the three tokens that were fed
-    result = run(*arguments, "--schedule", "decode")
+    result = run(*arguments, "--policy", "keyformer", "--schedule", "decode")
     assert "evicts: while generating" in result.stdout
     assert "tokens held per head  33" in result.stdout
     result = run(*arguments, "--backend", "torch")
@@ -125,7 +135,12 @@ def test_a_long_prompt_loses_its_beginning_and_says_so(folder, tmp_path):
 
 MISTAKES = [
     (["--policy", "h20"], "Did you mean 'h2o'?"),
-    (["-k", "7x"], "k='7x' is not a size"),
+    (["-k", "7x"], "-k 7x is no budget"),
+    (["-k", "0.5,0.2,0.1"], "k has 3 entries, but the model has 2 layers"),
+    (["--positions", "new"], "positions='new' must be one of original, renumbered"),
+    (["--backend", "trition"], "Did you mean 'triton'?"),
+    (["--dtype", "fp17"], "Did you mean 'fp16'?"),
+    (["--device", "gpu"], "--device gpu cannot be used: give auto, cpu, cuda"),
     (["-k", "1.5"], "k=1.5 is not a share in (0, 1]"),
     (["--schedule", "never"], "schedule='never' must be one of"),
     (["--policy", "snapkv", "--schedule", "both"], "scores tokens by the prompt's last rows"),
@@ -210,15 +225,16 @@ def test_generate_takes_every_setting(folder, prompt, monkeypatch):
 
     def patched(model, policy, k, **how):
         given.update(how)
+        assert policy.schedule == "prompt"
         return real(model, policy, k, **how)
 
-    monkeypatch.setattr(commands, "patched", patched)
+    monkeypatch.setattr(generating, "patched", patched)
     flags = ["--schedule", "prompt", "--block", "7", "--positions", "renumbered"]
     flags += ["--backend", "torch", "--seed", "3", "--strict"]
     result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", "2", *flags)
     assert result.exit_code == 0, result.output
-    wanted = {"schedule": "prompt", "block": 7, "positions": "renumbered", "backend": "torch", "seed": 3, "strict": True}
-    assert given == wanted and wanted.keys() == set(SETTINGS)
+    wanted = {"block": 7, "positions": "renumbered", "backend": "torch", "seed": 3, "strict": True}
+    assert given == wanted and {*wanted, "schedule"} == set(SETTINGS)
 
 
 def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
@@ -257,7 +273,8 @@ def test_checks_see_what_stays_behind(monkeypatch):
 
 @pytest.mark.parametrize("name", ["typer", "rich"])
 def test_without_the_extra(name, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "kvpatch.cli.commands")
+    for module in [module for module in sys.modules if module.startswith("kvpatch.cli.")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(kvpatch.cli, "commands")
     for module in [module for module in sys.modules if module.split(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)
@@ -269,20 +286,13 @@ def test_without_the_extra(name, monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["compare", "demo"])
 def test_without_matplotlib_nothing_is_measured(command, folder, prompt, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for module in (commands, demo):
-        monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    for module in (loading, demo):
+        monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     given = ("--prompt-file", prompt) if command == "compare" else ()
     result = run(command, "--model", folder, "--out", tmp_path / "out", *given)
     assert result.exit_code == 2
-    assert result.stderr == "kvpatch: Pictures need matplotlib: pip install matplotlib\n"
-
-
-def test_compare_takes_every_k(folder, prompt, tmp_path):
-    given = ("--policies", "window", "-k", "0.7", "-k", "0.5,0.3", "--max-new-tokens", "2", "--out", tmp_path / "out")
-    result = run("compare", "--model", folder, "--prompt-file", prompt, *given, "--json", tmp_path / "lines")
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert [line["k"] for line in lines if line["policy"] == "window"] == ["0.7", "0.5", "0.3"]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvpatch: Pictures need matplotlib: pip install ")
 
 
 def test_the_models_of_the_demo_lie_in_the_package():
@@ -309,7 +319,13 @@ def test_demo_on_a_model_of_ones_own(folder, tmp_path, monkeypatch):
     strips, rows = [line for line in lines if line.endswith("|")], [line.split() for line in lines if "%" in line]
     table = [["full", "1"], ["window", "0.5"], ["tova", "0.5"], ["window", "0.2"], ["tova", "0.2"]]
     assert [row[:2] for row in rows] == table
-    assert [line.split()[0] for line in strips] == ["window", "tova"]
+    assert [line.split()[0] for line in strips] == ["full", "window", "tova"]
+    (kept,) = [line.split("|")[1] for line in strips if line.startswith("full")]
+    assert set(kept) == {"\u2588"}
+    named = [line for line in lines if line.startswith(("full ", "window ", "tova "))]
+    stories = [line for line in named if "%" not in line and "|" not in line]
+    assert [line.split()[0] for line in stories] == ["full", "window", "tova"]
+    assert "speed" not in result.stdout and "tokens/s" not in result.stdout
 
 
 def test_needles_are_where_the_marks_say(folder):
@@ -343,10 +359,29 @@ def test_feeding_equals_one_forward():
     expected = model(ids, attention_mask=mask, position_ids=positions).logits[:, 7:]
     torch.testing.assert_close(fed.logits_BSV, expected)
     assert fed.cache.get_seq_length() == 12
-    assert fed.seconds > 0
 
 
 def test_the_table_leaves_out_what_was_not_measured():
     full = demo_view.Outcome("full", 1.0, torch.tensor([True, True]), 1000)
     half = demo_view.Outcome("h2o", 0.5, torch.tensor([True, False]), 500)
     assert half.cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
+
+
+def test_demo_takes_the_small_models(tmp_path, monkeypatch):
+    """llama-python has 512 positions, fewer than the longest prompts; gpt2-0 knows the demo's own task."""
+    monkeypatch.setattr(demo, "POLICIES", {"window": {}})
+    monkeypatch.setattr(demo, "KS", (0.5,))
+    models = ROOT / "tools" / "models"
+    result = run("demo", "--model", MODELS / "llama-python", "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    full, window = map(json.loads, result.stdout.splitlines())
+    assert (full["policy"], window["policy"], window["k"]) == ("full", "window", 0.5)
+    assert window["perplexity"] > 0 and window["nbytes"] < full["nbytes"]
+    result = run("demo", "--model", models / "gpt2-0", "--out", tmp_path / "out", "--json")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert rows[0]["right"] == 24 and "right_later" in rows[0]
+
+
+def test_the_package_imports_no_tools():
+    named = {name for path in (ROOT / "kvpatch").rglob("*.py") for name in imports("x", path) if name.startswith("tools")}
+    assert named == set()

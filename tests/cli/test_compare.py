@@ -61,7 +61,7 @@ def test_figures_by_hand(monkeypatch):
     def written(model, ids, n):
         evicting = any("_kvpatch" in vars(module) for module in model.modules())
         probabilities = (other if evicting else full)[None, : ids.shape[1] - n + 1]
-        return Fed(probabilities.log(), 3.0 if evicting else 2.0, feed(model, ids, n).cache)
+        return Fed(probabilities.log(), feed(model, ids, n).cache)
 
     monkeypatch.setattr("kvpatch.evaluation.divergence.feed", written)
     ids = torch.cat([tiny.prompt(1, 12), torch.tensor([[1, 0, 2]])], 1)
@@ -72,11 +72,11 @@ def test_figures_by_hand(monkeypatch):
     assert one.worst == pytest.approx(0.25 * math.log(2), rel=1e-5)
     assert one.agreement == pytest.approx(2 / 3)
     assert one.loss == pytest.approx(math.log(2) / 2, rel=1e-5)  # token 0: 0.5 in full, 0.25 evicted; then token 2: alike
-    assert (one.budget, one.held, one.seconds, one.cut) == (5, (5, 5), 3.0, {})
+    assert (one.budget, one.held, one.cut) == (5, (5, 5), {})
     # 2 layers, 4 heads, 8 numbers, keys and values, 4 bytes: 15 tokens, and 5 with the free slot
     assert (comparison.nbytes, one.nbytes) == (512 * 15, 512 * 6)
     result = comparison.run({"window": kvpatch.get_policy("window")}, {"5": 5})
-    assert (result.n, result.fed, result.seconds) == (12, 3, 2.0)
+    assert (result.n, result.fed) == (12, 3)
     assert result.rows == [Row("window", "5", one)]
 
 
@@ -200,11 +200,11 @@ def test_the_models_own_text_ends_before_its_end():
 
 
 def one(kl, agreement, nbytes, **more):
-    return Figures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), 2.0, **more)
+    return Figures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), **more)
 
 
 def said(*rows, tolerance=0.05, agreement=0.95):
-    return compare_view.advice(Result(list(rows), 1000, 1.0, 90, 10), tolerance, agreement)
+    return compare_view.advice([Result(list(rows), 1000, 90, 10)], tolerance, agreement)
 
 
 GOOD, BETTER = Row("h2o", "0.5", one(0.04, 0.95, 500)), Row("roco", "0.5", one(0.03, 0.97, 500))
@@ -256,15 +256,57 @@ def test_notes():
     assert refused == "refused: tova at k=0.5, h2o at k=1B: no"
 
 
+def test_advice_over_several_texts():
+    """The worst of a setting's figures counts, on every text; bytes are shares of each text's own full cache."""
+    first = Result([GOOD, BETTER, Row("tova", "0.3", one(0.0, 1.0, 300))], 1000, 90, 10)
+    rows = [Row("h2o", "0.5", one(0.01, 0.99, 100)), Row("roco", "0.5", one(0.06, 0.99, 100)), BROKEN]
+    second = Result(rows, 200, 40, 10)
+    assert compare_view.advice([first, second], 0.05, 0.95) == (
+        "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on each of these 2 texts is h2o "
+        "at k=0.5: 50% of the full cache's bytes, a KL of at most 0.0400 (worst token 0.40), at least 95.0% agreement."
+    )
+    assert compare_view.best([first, second], 0.05, 0.95) == ("h2o", "0.5")  # tova ran on one text alone
+    assert compare_view.best([first], 0.05, 0.95) == ("tova", "0.3")
+    assert compare_view.best([Result([BROKEN], 1000, 90, 10)], 0.05, 0.95) is None
+
+
+def test_the_line_to_paste():
+    def line(name, k, *given, **options):
+        return compare_view.python_line(name, k, kvpatch.get_policy(name).with_options(**options), *given)
+
+    assert line("h2o", "0.5", None, 0) == 'with kvpatch.patched(model, policy="h2o", k=0.5):'
+    assert line("keyformer", "12", None, 0, generation_length=64) == 'with kvpatch.patched(model, policy="keyformer", k=12):'
+    said = line("snapkv", "2GiB", "prompt", 3, window=16, pooling=None)
+    assert said == (
+        'with kvpatch.patched(model, policy="snapkv", k=\'2GiB\', window=16, pooling=None, schedule=\'prompt\', seed=3):'
+    )
+    model = tiny.make("llama_gqa")
+    for text in (line("critical(adaptive(roco))", "0.5", None, 0, sinks=2), line("snapkv", "9", "prompt", 3, window=4)):
+        exec(f"{text}\n    pass", {"kvpatch": kvpatch, "model": model})
+
+
+def test_rows_fit_eighty_columns():
+    """Every row of a usual run, told before it is measured: names, budgets and ragged heads decide the widths."""
+    names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
+    lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], Result([], 2**30, 32000, 64))
+    ragged = Figures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), {"window": (3, 2)})
+    rows = [lines.head, lines.full(), lines.row(Row("critical_pyramidkv", "1024", ragged)), lines.row(BROKEN)]
+    assert all(len(row) <= 80 for row in rows)
+    assert len({len(row) for row in rows[:3]}) == 1
+    assert rows[2].split() == [
+        "critical_pyramidkv", "1024*", "12,345-32,064", "12.3457", "345.68", "100%", "-12.346", "25%",
+    ]  # fmt: skip
+
+
 # ---- the command ----
 
 
 def test_compare(prompt, tmp_path):
     policies = "h2o,critical(adaptive(roco)),snapkv"
     arguments = ("--prompt-file", prompt, "--max-new-tokens", 6, "--dtype", "float32", "--policies", policies)
-    result = run("compare", "--model", MODEL, *arguments, "-k", "1.0,0.4,1B", "--json", "lines.jsonl")
+    result = run("compare", "--model", MODEL, *arguments, "-k", "1.0,0.4,1B", "--json")
     assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
     names = ["random", *policies.split(",")]
     assert [(line["policy"], line["k"]) for line in lines] == [(name, k) for k in ("1.0", "0.4", "1B") for name in names]
     for line in lines[:4]:
@@ -278,25 +320,25 @@ def test_compare(prompt, tmp_path):
     assert (first["device"], first["dtype"], first["versions"]["kvpatch"]) == ("cpu", "float32", kvpatch.__version__)
     assert first["full_nbytes"] == 4 * 4 * 32 * 2 * 4 * (n + 6)
     assert [line["chance"] for line in evicted] == [True, False, False, False]
-    table = [line.split() for line in result.stdout.splitlines() if line.startswith(("full", *names))]
+    table = [line.split() for line in result.stderr.splitlines() if line.startswith(("full", *names))]
     assert [row[0] for row in table] == ["full", *names * 3]
     kl, worst = f"{evicted[0]['kl']:.4f}", f"{evicted[0]['worst']:.2f}"
     assert table[5][:6] == ["random", "(chance)", "0.4", f"{int(0.4 * n)}", kl, worst]
-    assert table[8][1] == "0.4*" and "snapkv protects more than the budget holds" in result.stdout
+    assert table[8][1] == "0.4*" and "snapkv protects more than the budget holds" in result.stderr
     assert [row[-1] for row in table[9:]] == ["refused"] * 4
-    assert " of these settings " in result.stdout and "One text is one text" in result.stdout
+    assert " of these settings " in result.stderr and "One text is one text" in result.stderr
     assert (tmp_path / "kvpatch-compare" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
     (tmp_path / "next.txt").write_text("\n\nprint(1)\nprint(2)\n")
     arguments = ("compare", "--model", MODEL, "--prompt-file", prompt, "--continuation-file", "next.txt")
-    more = ("--max-new-tokens", 5, "--schedule", "prompt", "--seed", 5, "--json", "a", "--out", "deep/out")
+    more = ("--max-new-tokens", 5, "--schedule", "prompt", "--seed", 5, "--json", "--out", "deep/out")
     result = run(*arguments, "--policies", "window", "-k", 9, *more)
     assert result.exit_code == 0, result.output
-    assert "then 5 tokens of the continuation, fed one by one" in result.stdout
+    assert "then 5 of the continuation" in result.stderr
     assert "the first 5 are fed" in result.stderr
-    lines = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["continuation"] for line in lines] == ["file"] * 2
     model, tokenizer = LlamaForCausalLM.from_pretrained(MODEL), load_tokenizer(str(MODEL))
     n = len(tokenizer(TEXT).input_ids)
@@ -310,22 +352,25 @@ def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
 
 
 def test_the_picture_has_a_line_per_policy(monkeypatch):
+    """Its x is the bytes held at the end: a policy that evicts once holds more than one of the same budget that goes on."""
     drawn = {}
     monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
-    low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 1.0))
-    compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 1.0, 90, 10), 0.05, "title")
-    curves, chance, ticks, *rest = drawn["given"]
-    assert (curves, chance) == ({"random": [(50, 0.2)], "h2o": [(20, 0.3), (50, 0.04)]}, "random")
-    assert (ticks, rest) == ({50: "0.5", 20: "0.2"}, [0.05, "title"])
+    low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20)))
+    compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 90, 10), 0.05, "title")
+    curves, chance, full, *rest = drawn["given"]
+    assert (curves, chance) == ({"random": [(500, 0.2)], "h2o": [(200, 0.3), (500, 0.04)]}, "random")
+    assert (full, rest) == (1000, [0.05, "title"])
     monkeypatch.undo()
-    axes = plotting.divergence(curves | {"full": [(50, 0.0)]}, chance, ticks, *rest).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["random (chance)", "h2o", "full", "tolerance, 0.05"]
-    assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "-", ":"]
-    low, high = axes.transData.transform([(50, 0.0), (50, 0.3)])[:, 1]
+    axes = plotting.divergence(curves | {"full": [(1000, 0.0)]}, chance, full, *rest).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["random (chance)", "h2o", "full", "tolerance, 0.05", "full cache"]
+    assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "-", ":", "-"]
+    assert axes.get_xlabel() == "keys and values held at the end, KiB"
+    assert axes.lines[1].get_xdata().tolist() == [200 / 1024, 500 / 1024]
+    low, high = axes.transData.transform([(0.5, 0.0), (0.5, 0.3)])[:, 1]
     assert math.isfinite(low) and axes.bbox.y0 <= low < high < axes.bbox.y1  # zero has a place on the axis
-    assert plotting.divergence(curves, chance, ticks, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
-    assert plotting.divergence({"full": [(50, 0.0)]}, chance, ticks, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
+    assert plotting.divergence(curves, chance, full, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
+    assert plotting.divergence({"full": [(50, 0.0)]}, chance, 50, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
 
 
 MISTAKES = [
@@ -336,14 +381,15 @@ MISTAKES = [
     (["-o", "window=3", "--policies", "h2o,roco"], "none of h2o, roco has it"),
     (["-o", "window=-3"], "window=-3 must be a number of rows"),
     (["-o", "window"], "must look like name=value"),
-    (["-k", "0.5,7x"], "k='7x' is not a size"),
+    (["-k", "0.5,7x"], "-k 7x is no budget"),
     (["-k", "1.5"], "k=1.5 is not a share in (0, 1]"),
     (["-k", ","], "-k names no budget"),
     (["--schedule", "never"], "schedule='never' must be one of"),
     (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file cannot be read"),
     (["--continuation-file", "/no/such/file"], "--continuation-file /no/such/file cannot be read"),
     (["--out", "prompt.txt"], "--out prompt.txt cannot be made"),
-    (["--json", "no/such/folder"], "--json no/such/folder cannot be written"),
+    (["no/such/second/file"], "--prompt-file no/such/second/file cannot be read"),
+    (["prompt.txt", "--continuation-file", "prompt.txt"], "goes with one prompt, not with 2"),
     (["--dtype", "float23"], "Did you mean 'float32'?"),
 ]
 
@@ -351,7 +397,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("wrong", "words"), MISTAKES)
 def test_mistakes_cost_one_line_and_no_loading(prompt, monkeypatch, wrong, words):
     if "--dtype" not in wrong:
-        monkeypatch.setattr("kvpatch.cli.commands.load_model", None)
+        monkeypatch.setattr("kvpatch.cli.loading.load_model", None)
     result = run("compare", "--model", MODEL, "--prompt-file", prompt, *wrong)
     assert result.exit_code == 2, result.exception
     assert result.stdout == ""
@@ -379,8 +425,52 @@ def test_mistakes_that_the_model_shows(prompt, tmp_path):
     assert "Traceback" not in result.output
 
 
-def test_a_failed_run_leaves_earlier_figures(prompt, tmp_path):
-    (tmp_path / "lines").write_text("earlier\n")
-    result = run("compare", "--model", tmp_path / "none", "--prompt-file", prompt, "--json", "lines")
-    assert result.exit_code == 2
-    assert (tmp_path / "lines").read_text() == "earlier\n"
+def test_compare_reads_several_prompts_in_one_load(prompt, tmp_path, monkeypatch):
+    from kvpatch.cli import loading
+
+    loads, real = [], loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *given, **how: loads.append(given) or real(*given, **how))
+    (tmp_path / "second.txt").write_text(TEXT.replace("path", "folder") + "\n" + TEXT)
+    given = ("--policies", "window,h2o", "-k", "0.7", "-k", "0.5,0.3", "-o", "recent=3", "--max-new-tokens", 3)
+    result = run("compare", MODEL, "prompt.txt", "second.txt", *given)
+    assert result.exit_code == 0, result.output
+    assert len(loads) == 1
+    heads = [line for line in result.stdout.splitlines() if ": a prompt of " in line]
+    assert [head.split(":")[0] for head in heads] == ["prompt.txt", "second.txt"]
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(("window", "h2o"))]
+    settings = [[name, k] for k in ("0.7", "0.5", "0.3") for name in ("window", "h2o")]
+    assert [row[:2] for row in rows] == 2 * settings
+    assert "each of these 2 texts" in result.stdout and "    with kvpatch.patched(model, policy=" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "kvpatch-compare").iterdir()) == ["compare-1.png", "compare-2.png"]
+    lines = run("compare", MODEL, "prompt.txt", "second.txt", *given, "--json").stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["prompt.txt"] * 9 + ["second.txt"] * 9
+    assert {json.loads(line)["options"]["recent"] for line in lines} == {3}
+
+
+def test_rows_appear_as_they_are_measured_and_an_interrupt_keeps_them(prompt, monkeypatch):
+    """The third setting is interrupted: the rows before it are out, in the table and in JSON."""
+    real, asked = Comparison.figures, []
+
+    def figures(self, policy, k):
+        asked.append(policy.name)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return real(self, policy, k)
+
+    monkeypatch.setattr(Comparison, "figures", figures)
+    given = ("compare", MODEL, "prompt.txt", "--policies", "window,h2o", "-k", "0.5", "--max-new-tokens", 3)
+    result = run(*given)
+    assert (result.exit_code, asked) == (130, ["random", "window", "h2o"])
+    assert [line.split()[0] for line in result.stdout.splitlines()[3:]] == ["full", "random", "window"]
+    asked.clear()
+    result = run(*given, "--json")
+    assert result.exit_code == 130
+    assert [json.loads(line)["policy"] for line in result.stdout.splitlines()] == ["random", "window"]
+    assert result.stderr.splitlines()[-1] == "kvpatch: interrupted."
+
+
+def test_a_text_longer_than_the_model_was_trained_on_is_said(prompt, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 8)
+    given = ("--policies", "window", "-k", "0.5", "--max-new-tokens", 2)
+    assert "was trained on 256 tokens at a time" in run("compare", MODEL, "long.txt", *given).stderr
+    assert run("compare", MODEL, "prompt.txt", *given).stderr == ""

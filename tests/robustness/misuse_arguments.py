@@ -135,7 +135,7 @@ ARGUMENTS = [
     _m("--option that no policy has", lambda w: compare.choose("h2o", {"windw": 1}, 8),
        r"--option windw: none of h2o has it"),
     _m("--budgets of none", lambda w: compare.budgets(" "), r"-k names no budget: give some"),
-    _m("--budgets with a word", lambda w: compare.budgets("0.5,much"), r"'much' is not a size"),
+    _m("--budgets with a word", lambda w: compare.budgets("0.5,much"), r"-k much is no budget"),
 
           _m("kvpatch generate by a wrong policy",
        lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--policy", "h20"),

@@ -14,6 +14,7 @@ from tests.cli.test_cli import folder, run  # noqa: F401
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for part in ("kvpatch", "tools", "examples") for path in sorted((ROOT / part).rglob("*.py"))]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "code", "codeop", "runpy", "imp"}
+CHOICE = "trust_remote_code"  # the command line's option hands it on, false unless it is given; nothing else may
 CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load"), ("yaml", "load"), ("os", "system")}
 
@@ -32,13 +33,39 @@ def _offences(source: str) -> list[str]:
             if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
                 found += [called.attr] if (called.value.id, called.attr) in METHODS else []
             for keyword in node.keywords:
-                if keyword.arg in ("trust_remote_code", "allow_pickle", "shell") and not _false(keyword.value):
+                handed_on = keyword.arg == CHOICE and ast.unparse(keyword.value) in (CHOICE, f"self.{CHOICE}")
+                if keyword.arg in (CHOICE, "allow_pickle", "shell") and not (_false(keyword.value) or handed_on):
                     found.append(f"{keyword.arg}=")
                 if keyword.arg == "weights_only" and _false(keyword.value):
                     found.append("weights_only=False")
         elif isinstance(node, ast.Constant) and node.value == "trust_remote_code":
             found.append("trust_remote_code")
     return found
+
+
+def _handing_on(path: Path) -> list[str]:
+    """Parameters and fields of that name whose default is not False."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            plain, named = node.args.posonlyargs + node.args.args, node.args.kwonlyargs
+            given = {argument.arg: default for argument, default in zip(named, node.args.kw_defaults, strict=True)}
+            given |= {one.arg: default for one, default in zip(plain[::-1], node.args.defaults[::-1], strict=False)}
+            names = [argument.arg for argument in (*plain, *named)]
+            found += [node.name] if CHOICE in names and not _is_false(given.get(CHOICE)) else []
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == CHOICE:
+            found += [] if _is_false(node.value) else [ast.unparse(node)]
+    return found
+
+
+def _is_false(node: ast.expr | None) -> bool:
+    return node is not None and _false(node)
+
+
+def test_code_of_a_model_runs_only_where_the_user_says_so():
+    named = [path.relative_to(ROOT).as_posix() for path in SOURCES if CHOICE in path.read_text(encoding="utf-8")]
+    assert named == ["kvpatch/cli/loading.py", "kvpatch/cli/model_commands.py"]
+    assert [_handing_on(ROOT / path) for path in named] == [[], []]
 
 
 def _false(node: ast.expr) -> bool:
@@ -93,8 +120,8 @@ COMMANDS = {
     "check": (("check", "--model", "MODEL", "--policy", "h2o"), set()),
     "compare": (
         ("compare", "--model", "MODEL", "--prompt-file", "PROMPT", "--policies", "h2o", "-k", "0.5", "--max-new-tokens", 2,
-         "--out", "OUT", "--json", "OUT/rows.json"),
-        {"out/compare.png", "out/rows.json"},
+         "--out", "OUT", "--json"),
+        {"out/compare.png"},
     ),
     "a mistake": (("compare", "--model", "MODEL", "--prompt-file", "PROMPT", "--policies", "h20", "--out", "OUT"), set()),
 }  # fmt: skip
@@ -104,7 +131,7 @@ COMMANDS = {
 def test_a_command_writes_only_where_told(name, places, folder):  # noqa: F811
     work, home, given = places
     arguments, written = COMMANDS[name]
-    told = {"MODEL": folder, "PROMPT": given / "prompt.txt", "OUT": given / "out", "OUT/rows.json": given / "out/rows.json"}
+    told = {"MODEL": folder, "PROMPT": given / "prompt.txt", "OUT": given / "out"}
     before = _files(folder), _files(given), set(os.listdir(ROOT))
     result = run(*(told.get(str(one), one) for one in arguments))
     assert result.exit_code == (2 if name == "a mistake" else 0), result.output

@@ -136,7 +136,7 @@ def test_an_answer_is_right_when_all_three_values_are(llama, monkeypatch):
     wrong[0, 5] = 0  # the first of the second, which is wrong anyway
     wrong[1, [3, 4, 8, 9, 13, 14]] = 0  # questions, which nobody predicts
     logits = torch.nn.functional.one_hot(wrong, 400).float()
-    monkeypatch.setattr(together, "feed", lambda *_: Fed(logits, 0.0, None))
+    monkeypatch.setattr(together, "feed", lambda *_: Fed(logits, None))
     assert rights(Needle(), llama, FULL, two) == [0.5, 1.0]
 
 

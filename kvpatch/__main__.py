@@ -1,0 +1,6 @@
+"""`python -m kvpatch` is the command `kvpatch`."""
+
+from .cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Names, options and papers of the policies, and models of the architectures, written out for commands that answer at once.
+
+The registries have the same names and defaults, but importing them imports torch, which takes seconds;
+tests/cli/test_catalogue.py compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import KVPatchError, suggest
+
+COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}
+"""Options that every policy has, with the default of most."""
+
+SCHEDULES = ("prompt", "decode", "both")
+POSITIONS = ("original", "renumbered")
+BACKENDS = ("auto", "torch", "flash", "triton")
+
+DEFAULT_POLICY = "snapkv"
+
+
+@dataclass(frozen=True)
+class PolicyEntry:
+    """Entry of one policy.
+
+    Attributes:
+        name: as `--policy` takes it.
+        use: when to take it, in a few words.
+        paper: short name of the paper, "" for a baseline.
+        arxiv: its number on arXiv.
+        schedule: the policy's own.
+        options: defaults of its options, those of COMMON only where they differ.
+    """
+
+    name: str
+    use: str
+    paper: str = ""
+    arxiv: str = ""
+    schedule: str = "both"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def link(self) -> str:
+        """Address of the paper, or ""."""
+        return f"https://arxiv.org/abs/{self.arxiv}" if self.arxiv else ""
+
+
+_WINDOW = {"window": 32, "kernel": 7, "pooling": "max"}
+_CRITICAL = {"alpha": 0.5, "eps": 0.0001, "norm": 1}
+_KEYFORMER = {
+    "noise": "gumbel", "resample": False, "tau": (1.0, 2.0), "generation_length": 256, "shared": False, "damping": 1.0,
+}  # fmt: skip
+
+# fmt: off
+POLICIES = {entry.name: entry for entry in (
+    PolicyEntry("full", "a baseline: keeps every token"),
+    PolicyEntry("random", "a baseline that every other policy should beat: keeps tokens by chance", "RoCo", "2402.06262"),
+    PolicyEntry("window", "a baseline: keeps the newest tokens", "RoCo", "2402.06262"),
+    PolicyEntry("dilated_window", "a baseline: keeps every second of the newest tokens", "Keyformer", "2403.09054",
+                options={"dilation": 1}),
+    PolicyEntry("streaming_llm", "endless streams: keeps the first 4 tokens and the newest ones", "StreamingLLM", "2309.17453",
+                options={"sinks": 4}),
+    PolicyEntry("key_attention", "a baseline: the most attention so far, without protecting the newest tokens",
+                "Keyformer", "2403.09054"),
+    PolicyEntry("h2o", "long generation: keeps what drew the most attention so far, and the newest tokens",
+                "H2O", "2306.14048", options={"recent": 0.5}),
+    PolicyEntry("scissorhands", "long generation: as h2o, but counts how often a token drew more than average attention",
+                "Scissorhands", "2305.17118", options={"recent": 0.5}),
+    PolicyEntry("tova", "text that depends on little: the newest token alone chooses what stays", "TOVA", "2401.06104",
+                options={"heads": "layer"}),
+    PolicyEntry("roco", "read now, ask later: keeps the highest mean attention, and tokens whose attention varies",
+                "RoCo", "2402.06262", options={"recent": 10, "protected": 0.5}),
+    PolicyEntry("keyformer", "long generation: the most attention so far under Gumbel noise, and the newest tokens",
+                "Keyformer", "2403.09054", options=_KEYFORMER | {"recent": 0.3}),
+    PolicyEntry("snapkv", "the question is at the prompt's end: its last tokens choose what stays of the rest",
+                "SnapKV", "2404.14469", "prompt", _WINDOW),
+    PolicyEntry("pyramidkv", "as snapkv, with larger budgets for the lower layers", "PyramidKV", "2406.02069", "prompt",
+                _WINDOW | {"beta": 20}),
+    PolicyEntry("adakv", "as snapkv, with one budget per layer that its heads share", "AdaKV", "2407.11550", "prompt",
+                _WINDOW | {"floor": 0.2}),
+    PolicyEntry("key_norm", "attention costs too much to sum: keeps keys of small norm", "L2 norm", "2406.11430"),
+    PolicyEntry("critical_snapkv", "as snapkv, and weighs attention with the size of the values",
+                "CriticalKV", "2502.03805", "prompt", _WINDOW | _CRITICAL),
+    PolicyEntry("critical_pyramidkv", "as pyramidkv, and weighs attention with the size of the values",
+                "CriticalKV", "2502.03805", "prompt", _WINDOW | {"beta": 20} | _CRITICAL),
+    PolicyEntry("critical_adakv", "as adakv, and weighs attention with the size of the values",
+                "CriticalKV", "2502.03805", "prompt", _WINDOW | {"floor": 0.2} | _CRITICAL),
+)}
+
+ARCHITECTURES = {
+    "llama": "Llama 1 to 3.3, Vicuna, TinyLlama, Yi, SmolLM 1 and 2, DeepSeek-R1-Distill-Llama",
+    "mistral": "Mistral 7B, Mistral Nemo, Mistral Small, Zephyr",
+    "mpt": "MPT 7B and 30B",
+    "gptj": "GPT-J 6B",
+    "gpt2": "GPT-2, DistilGPT-2, Cerebras-GPT",
+    "falcon": "Falcon 7B, 40B and 180B",
+    "bloom": "BLOOM, BLOOMZ",
+    "qwen2": "Qwen 1.5, 2 and 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    "qwen3": "Qwen 3, dense",
+    "qwen2_moe": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    "phi": "Phi 1, 1.5 and 2",
+    "phi3": "Phi 3, Phi 3.5 mini, Phi 4",
+    "gemma": "Gemma 2B and 7B, CodeGemma",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3, text",
+    "gpt_neox": "Pythia, GPT-NeoX 20B, Dolly 2",
+    "gpt_bigcode": "StarCoder, SantaCoder",
+    "opt": "OPT",
+    "starcoder2": "StarCoder 2",
+    "olmo": "OLMo",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE 1B-7B",
+    "mixtral": "Mixtral 8x7B and 8x22B",
+    "ministral": "Ministral 8B",
+    "granite": "Granite 3, dense",
+    "granitemoe": "Granite 3, mixture of experts",
+    "cohere": "Command R and R+, Aya",
+    "cohere2": "Command A, Command R7B",
+    "gpt_oss": "gpt-oss 20B and 120B",
+    "stablelm": "StableLM 3B and 2, Stable Code",
+    "glm": "GLM-4 9B, GLM-Edge",
+    "glm4": "GLM-4-0414",
+    "smollm3": "SmolLM3 3B",
+    "nemotron": "Nemotron-4, Minitron",
+    "arcee": "AFM 4.5B",
+    "helium": "Helium 1",
+    "seed_oss": "Seed-OSS 36B",
+    "ernie4_5": "ERNIE 4.5, dense",
+    "exaone4": "EXAONE 4.0",
+    "hunyuan_v1_dense": "Hunyuan 0.5B to 7B, dense",
+    "apertus": "Apertus 8B and 70B",
+    "bitnet": "BitNet b1.58 2B4T",
+    "persimmon": "Persimmon 8B",
+}
+# fmt: on
+
+_COMBINED = re.compile(r"\s*(?:critical|adaptive|pyramid)\((.+)\)\s*", re.IGNORECASE)
+
+
+def check_policy(name: str, options: dict[str, Any] | None = None) -> None:
+    """Refuse a misspelt policy or option without importing torch; the library checks the rest.
+
+    Raises:
+        KVPatchError: no policy of this name, or it has none of the `options` of that name.
+    """
+    if (combined := _COMBINED.fullmatch(name)) is not None:
+        return check_policy(combined[1])
+    entry = POLICIES.get(name.strip().casefold())
+    if entry is None:
+        meant = suggest(name.casefold(), POLICIES)
+        raise KVPatchError(f"Unknown policy {name!r}.{meant} Known: {', '.join(POLICIES)}.")
+    known = entry.options | COMMON
+    for option in options or ():
+        if option not in known:
+            raise KVPatchError(
+                f"Policy {entry.name!r} has no option {option!r}.{suggest(option, known)} It has: {', '.join(known)}."
+            )
+    return None
+
+
+def check_choice(option: str, value: str | None, known: tuple[str, ...]) -> None:
+    """Raise KVPatchError unless the option is not given or its value is one of `known`."""
+    if value is not None and value not in known:
+        raise KVPatchError(f"--{option}={value!r} must be one of {', '.join(known)}.{suggest(value, known)}")

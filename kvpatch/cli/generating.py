@@ -1,0 +1,87 @@
+"""Implementation of `kvpatch generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TextStreamer
+
+from ..patching import patched
+from ..policies import Policy
+from .loading import Source, encode, fit
+from .output import note, print_json, waiting
+
+MARK = "---- what was kept ----"
+"""Line between the text and the report."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Length of the text and the choice of its tokens.
+
+    Attributes:
+        new: tokens to generate, at most.
+        temperature: of sampling; None or 0 without top_p for greedy.
+        top_p: mass of the likeliest tokens to sample from; None for all.
+    """
+
+    new: int
+    temperature: float | None = None
+    top_p: float | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `generate()`."""
+        if self.temperature == 0 or (self.temperature is None and self.top_p is None):
+            return {"max_new_tokens": self.new, "do_sample": False}
+        warm = {"temperature": 1.0 if self.temperature is None else self.temperature, "top_p": self.top_p or 1.0}
+        return {"max_new_tokens": self.new, "do_sample": True, **warm}
+
+
+def run(
+    source: Source, text: str, raw: bool, policy: Policy, k: Any, settings: dict[str, Any], how: Sampling, json: bool
+) -> None:
+    """Generate from `text` and print the new text and the report; `settings` are keyword arguments of `patched`.
+
+    Raises:
+        KVPatchError: the model, the tokenizer, the prompt or a setting cannot work.
+    """
+    model, tokenizer = source.model(), source.tokenizer()
+    ids_1T, said = prompt_ids(model, tokenizer, text, raw, how.new)
+    if said:
+        note(said)
+    padding = model.generation_config.pad_token_id
+    streamer = None if json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    torch.manual_seed(settings["seed"])
+    with patched(model, policy, k, **settings) as patch:
+        waiting(f"reading {ids_1T.shape[1]:,} tokens ...\n")
+        out_1T = model.generate(
+            ids_1T,
+            attention_mask=torch.ones_like(ids_1T),
+            streamer=streamer,
+            pad_token_id=0 if padding is None else padding,
+            **how.arguments(),
+        )
+    report = patch.report()
+    if json:
+        new = out_1T[0, ids_1T.shape[1] :]
+        said = tokenizer.decode(new, skip_special_tokens=True)
+        print_json({"model": source.name, "text": said, "new_tokens": len(new), "report": report.to_dict()})
+        return
+    print(f"\n{MARK}\n{report}\n\nfrom the first token to the last, a line per layer:\n{report.strip()}")
+
+
+def prompt_ids(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tuple[Tensor, str]:
+    """Encode a prompt as `encode` does, as a user's message where the tokenizer has a chat template and `raw` is False.
+
+    Raises:
+        KVPatchError: as `encode`.
+    """
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return encode(model, tokenizer, text, new)
+    messages = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    waiting("the text goes through the model's chat template; --raw feeds it as it is")
+    return fit(model, encoded["input_ids"].long(), new)

@@ -1,0 +1,208 @@
+"""The commands of `kvpatch` that take a model: generate, check and compare.
+
+Whatever imports torch is imported inside a command, after what can be refused without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import KVPatchError
+from . import options as given
+from .catalogue import BACKENDS, DEFAULT_POLICY, POSITIONS, SCHEDULES, check_choice, check_policy
+from .loading import Source, parse_k, read_prompt
+from .options import model_and_files, one_model, parse_options
+from .output import note, print_json, print_rows, short_errors
+
+KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
+COMPARED = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv"
+
+
+def _budget(text: str) -> Any:
+    """Parse `-k` and say what 1 means. Raises KVPatchError for a text that has not the form of a budget."""
+    if text.strip() == "1":
+        note("kvpatch: -k 1 keeps one token per head; -k 1.0 keeps everything.")
+    return parse_k(text)
+
+
+def _policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
+    """Look up a policy, after what can be told without torch. Raises KVPatchError for a mistake in any of the three."""
+    check_choice("schedule", schedule, SCHEDULES)
+    check_policy(name, options)
+    from ..policies import get_policy
+
+    return get_policy(name).with_options(schedule, **options)
+
+
+def _checked(k: Any) -> Any:
+    """Return a parsed budget. Raises KVPatchError for one out of range, before a model is loaded."""
+    from ..policies.budgets import check_k
+
+    for i, one in enumerate(k if isinstance(k, list) else [k]):
+        check_k(one, f"k[{i}]" if isinstance(k, list) else "k")
+    return k
+
+
+def generate(  # noqa: PLR0913 - typer: an option is a parameter
+    model: given.Model = None,
+    file: Annotated[str | None, typer.Argument(help="A prompt; - reads standard input.", show_default=False)] = None,
+    model_option: given.ModelOption = None,
+    prompt_file: given.PromptFile = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself, instead of a file.", show_default=False)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the model's chat template.")] = False,
+    policy: given.PolicyName = DEFAULT_POLICY,
+    k: given.Budget = "0.5",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sample at this temperature; else, and at 0, greedy.", show_default=False)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.", show_default=False)
+    ] = None,
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
+    device_map: given.DeviceMap = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.RemoteCode = False,
+    schedule: given.Schedule = None,
+    block: Annotated[
+        int | None, typer.Option(help="Read the prompt so many tokens at a time, and evict after each.", show_default=False)
+    ] = None,
+    positions: given.Positions = "original",
+    backend: given.Backend = "auto",
+    seed: given.Seed = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop with an error where a number is NaN or infinite.")] = False,
+    option: given.Options = None,
+    json: given.Json = False,
+) -> None:
+    """Generate from a prompt under a budget, then report the kept tokens.
+
+    A model with a chat template gets the prompt as a user's message.
+    """
+    with short_errors():
+        options, size = parse_options(option), _budget(k)
+        check_choice("positions", positions, POSITIONS)
+        check_choice("backend", backend, BACKENDS)
+        files = [one for one in (file, prompt_file) if one is not None]
+        if prompt is not None:
+            name = one_model(model, model_option) if not files else None
+            if name is None:
+                raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")
+        else:
+            name, files = model_and_files(model, files, model_option)
+            if len(files) > 1:
+                raise KVPatchError(f"The prompt is given twice: {files[0]} and {files[1]}.")
+        source = Source(name, dtype, device, device_map, revision, trust_remote_code)
+        source.check()
+        chosen, size = _policy(policy, schedule, options), _checked(size)
+        text = read_prompt(files[0]) if prompt is None else prompt
+        from .generating import Sampling, run
+
+        settings: dict[str, Any] = {"block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict}
+        run(source, text, raw, chosen, size, settings, Sampling(max_new_tokens, temperature, top_p), json)
+
+
+def check(  # noqa: PLR0913 - as above
+    model: given.Model = None,
+    model_option: given.ModelOption = None,
+    policy: given.PolicyName = DEFAULT_POLICY,
+    k: given.Budget = "0.5",
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
+    device_map: given.DeviceMap = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.RemoteCode = False,
+    seed: given.Seed = 0,
+    option: given.Options = None,
+    json: given.Json = False,
+) -> None:
+    """Check on your own model, in seconds and on random ids, that the patch keeps its promises."""
+    with short_errors():
+        options, size = parse_options(option), _budget(k)
+        source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
+        source.check()
+        chosen, size = _policy(policy, None, options), _checked(size)
+        from ..evaluation.check import check_model
+
+        table = check_model(source.model(), policy=chosen, k=size, seed=seed)
+    if json:
+        checks = [{"name": one.name, "passed": one.passed, "detail": one.detail} for one in table]
+        print_json({"passed": table.passed, "policy": policy, "k": k, "checks": checks, "note": table.note})
+    else:
+        print_rows(("", "check", "measured"), [("pass" if r.passed else "FAIL", r.name, r.detail) for r in table])
+        print(f"\n{table.note}")
+    if not table.passed:
+        raise typer.Exit(1)
+
+
+def compare(  # noqa: PLR0913 - as above
+    model: given.Model = None,
+    files: Annotated[
+        list[str] | None, typer.Argument(help="Your own prompts, a file each; - reads standard input.", show_default=False)
+    ] = None,
+    model_option: given.ModelOption = None,
+    prompt_file: Annotated[
+        list[str] | None, typer.Option(help="A prompt's file, if it is no argument.", show_default=False)
+    ] = None,
+    continuation_file: Annotated[
+        str | None,
+        typer.Option(
+            help="A text to feed after the prompt; else what the unpatched model itself writes on, greedily.",
+            show_default=False,
+        ),
+    ] = None,
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated, as for --policy of generate; random is always measured beside them.")
+    ] = COMPARED,
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option("--budgets", "-k", help="Comma-separated, as -k of generate; any number of times.", show_default=KS),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed after the prompt, at most.")] = 64,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, help="KL to advise, nats per token: 0.05 adds 5% perplexity on the full model's own text."),
+    ] = 0.05,
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of likeliest tokens as full, to advise.")] = 0.95,
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
+    device_map: given.DeviceMap = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.RemoteCode = False,
+    schedule: given.Schedule = None,
+    seed: given.Seed = 0,
+    option: given.Options = None,
+    out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("kvpatch-compare"),
+    json: given.Json = False,
+) -> None:
+    """Compare policies and budgets on your own prompts by their next-token distributions.
+
+    The unpatched and the patched model are fed the same tokens after the prompt, one by one, and their predictions are
+    compared: KL, agreement, bytes. Rows appear as they are measured; Ctrl-C keeps those that have. After the last prompt
+    comes one sentence of advice with the line of Python to paste.
+    """
+    with short_errors():
+        check_choice("schedule", schedule, SCHEDULES)
+        options, texts = parse_options(option), ",".join(budgets or [KS])
+        for part in texts.split(","):
+            if part.strip():
+                _budget(part)
+        name, files = model_and_files(model, files, model_option, prompt_file)
+        if continuation_file is not None and len(files) > 1:
+            raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(files)}.")
+        source = Source(name, dtype, device, device_map, revision, trust_remote_code)
+        source.check()
+        for one in policies.split(","):
+            if one.strip():
+                check_policy(one)
+        from . import compare as comparing
+
+        chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
+        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, seed, tolerance, agreement, out, json)
+        own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
+        prompts = {one: read_prompt(one) for one in files}
+        comparing.prepare(out)
+        comparing.run(asked, source, prompts, own)

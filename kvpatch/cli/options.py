@@ -1,0 +1,127 @@
+"""Arguments that the commands share, and their parsers; importing this imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import ast
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import KVPatchError
+from .catalogue import BACKENDS, POLICIES, POSITIONS, SCHEDULES
+
+
+def _named(names: tuple[str, ...]) -> Any:
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+_MODEL = "A folder, or a model's name on the Hugging Face hub."
+Model = Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="The model, if it is not the first argument.", show_default=False)
+]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        help='A name of `kvpatch policies`, or a combination such as "critical(adaptive(roco))".',
+        autocompletion=_named(tuple(POLICIES)),
+    ),
+]
+Budget = Annotated[
+    str,
+    typer.Option("-k", help="0.5 or 50% of the prompt, 1024 tokens, 2GiB for one row; with commas, one per layer."),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto (the checkpoint's own), float32 or fp32, bfloat16 or bf16, float16 or fp16.")
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps or xpu.")]
+DeviceMap = Annotated[
+    str | None, typer.Option("--device-map", help="auto spreads the model over devices; needs accelerate.", show_default=False)
+]
+Revision = Annotated[str | None, typer.Option(help="A branch, tag or commit of the model on the hub.", show_default=False)]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Read it first.")
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="prompt, decode or both; else the policy's own.",
+        show_default=False,
+        autocompletion=_named(SCHEDULES),
+    ),
+]
+Positions = Annotated[str, typer.Option(help="original or renumbered.", autocompletion=_named(POSITIONS))]
+Backend = Annotated[
+    str, typer.Option(help="Code that computes attention: auto, torch, flash or triton.", autocompletion=_named(BACKENDS))
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of all random numbers.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", help="A policy's option, as in -o window=16 or -o window=16,kernel=5; any number of times."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line, and nothing else on standard output.")]
+PromptFile = Annotated[
+    str | None, typer.Option("--prompt-file", help="The prompt's file, if it is no argument.", show_default=False)
+]
+
+
+def parse_options(given: list[str] | None) -> dict[str, Any]:
+    """Parse `name=value` pairs, several per text if commas separate them; values are Python literals or texts.
+
+    Raises:
+        KVPatchError: a malformed pair.
+
+    Example:
+        >>> parse_options(["window=16,pooling=max", "tau=(1.0, 2.0)"])
+        {'window': 16, 'pooling': 'max', 'tau': (1.0, 2.0)}
+    """
+    options = {}
+    for text in (pair for texts in given or () for pair in _pairs(texts)):
+        name, equals, value = text.partition("=")
+        if not (name.strip() and equals and value):
+            raise KVPatchError(f"--option {text} must look like name=value, such as window=16.")
+        try:
+            options[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[name.strip()] = value.strip()
+    return options
+
+
+def _pairs(text: str) -> list[str]:
+    """Split at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" not in part:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def one_model(argument: str | None, option: str | None) -> str:
+    """Return the model, given as an argument or by --model. Raises KVPatchError if it is given twice or not at all."""
+    if argument is not None and option is not None:
+        raise KVPatchError(f"The model is given twice: {argument} and --model {option}.")
+    model = argument if option is None else option
+    if model is None:
+        raise KVPatchError("Name a model: a folder, or a name on the Hugging Face hub, such as Qwen/Qwen2.5-0.5B-Instruct.")
+    return model
+
+
+def model_and_files(
+    argument: str | None, files: list[str] | None, option: str | None, prompt_files: list[str] | None = None
+) -> tuple[str, list[str]]:
+    """Return the model and the prompt files; after --model every argument is a file.
+
+    Raises:
+        KVPatchError: a model or a file is missing.
+    """
+    rest = [*(files or ()), *(prompt_files or ())]
+    if option is not None and argument is not None:
+        argument, rest = None, [argument, *rest]
+    model = one_model(argument, option)
+    if not rest:
+        raise KVPatchError("Name a file with a prompt; - reads standard input.")
+    return model, rest

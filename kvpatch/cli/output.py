@@ -1,0 +1,89 @@
+"""Output of the command line: errors of one line, tables, JSON, and lines for whoever waits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..errors import KVPatchError
+
+WIDE = 10_000
+"""Width of an output that is no terminal: nothing is folded there, so that grep sees whole rows."""
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Turn a KVPatchError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    try:
+        yield
+    except KVPatchError as error:
+        print(f"kvpatch: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("kvpatch: interrupted.", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def console(stderr: bool = False) -> Console:
+    """Make a console for stdout or stderr that folds lines at a terminal's width and nowhere else."""
+    made = Console(stderr=stderr, highlight=False, markup=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=WIDE)
+
+
+def note(text: str) -> None:
+    """Print a line that is no result to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def waiting(text: str) -> None:
+    """Print to stderr what the command is about to do, if somebody looks at it."""
+    if sys.stderr.isatty():
+        note(text)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object as one line, at once."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: folded at words on a terminal, a line per row elsewhere. The first column is never folded."""
+    out = console()
+    if not out.is_terminal:
+        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+        for row in (columns, *rows):
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, style="cyan" if i == 0 else None, no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def progress(out: Console) -> Progress:
+    """Make a progress bar whose label has a fixed width; it draws nothing where stderr is no terminal.
+
+    On a terminal it shares `out`, so that rows printed there appear above it.
+    """
+    place = out if out.is_terminal else console(stderr=True)
+    return Progress(
+        TextColumn("{task.description:<28.28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=place,
+        transient=True,
+        disable=not place.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

@@ -1,0 +1,123 @@
+"""What answers at once: help, lists and typing errors import neither torch nor transformers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kvpatch
+from kvpatch.cli import output
+from kvpatch.cli.commands import app
+
+ROOT = Path(__file__).parents[2]
+LISTED = "\nimport sys; print([name for name in ('torch', 'transformers') if name in sys.modules], file=sys.stderr)"
+START = "import sys\nsys.argv = ['kvpatch', *{}]\ntry:\n    import runpy; runpy.run_module('kvpatch', run_name='__main__')\n"
+START += "except SystemExit as end:\n    print('exit', end.code, file=sys.stderr)" + LISTED
+
+
+def started(*arguments):
+    done = subprocess.run([sys.executable, "-c", START.format([*arguments])], cwd=ROOT, capture_output=True, text=True)
+    *said, code, imported = done.stderr.splitlines()
+    return done.stdout, "\n".join(said), code, imported
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["compare", "--help"], ["--version"], ["policies"], ["architectures"], ["policies", "--json"]]
+)
+def test_help_and_lists_import_no_torch(arguments):
+    stdout, _, code, imported = started(*arguments)
+    assert (code in ("exit 0", "exit None"), imported) == (True, "[]"), stdout
+    assert stdout
+
+
+TYPOS = [
+    (["polices"], "No such command 'polices'"),
+    (["generate", "--polcy", "h2o"], "No such option"),
+    (["generate", "m", "f", "--policy", "h20"], "Unknown policy 'h20'. Did you mean 'h2o'?"),
+    (["generate", "m", "f", "--policy", "critical(rocco)"], "Did you mean 'roco'?"),
+    (["generate", "m", "f", "--policy", "snapkv", "-o", "widow=3"], "has no option 'widow'. Did you mean 'window'?"),
+    (["generate", "m", "f", "--schedule", "never"], "schedule='never' must be one of prompt, decode, both"),
+    (["generate", "m", "f", "-k", "7x"], "-k 7x is no budget"),
+    (["generate", "m", "f", "--dtype", "bf17"], "Did you mean 'bf16'?"),
+    (["generate", "m", "f", "--device", "gpu"], "--device gpu cannot be used: give auto, cpu, cuda"),
+    (["generate", "m", "f", "--prompt", "p"], "The prompt is given twice: --prompt and f"),
+    (["generate", "m"], "Name a file with a prompt"),
+    (["check"], "Name a model"),
+    (["check", "./none"], "there is no such folder"),
+    (["check", "m", "--model", "n"], "The model is given twice: m and --model n"),
+    (["compare", "m", "f", "--policies", "h2o,tovva"], "Did you mean 'tova'?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), TYPOS)
+def test_typing_errors_import_no_torch(arguments, words):
+    stdout, said, code, imported = started(*arguments)
+    assert (stdout, code, imported) == ("", "exit 2", "[]"), said
+    assert words in " ".join(said.replace("│", " ").split())
+
+
+def test_the_version_names_what_a_report_of_a_bug_needs():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"kvpatch {kvpatch.__version__} (torch ")
+    assert "transformers" in result.stdout and "Python" in result.stdout
+
+
+def test_completion_is_offered():
+    result = CliRunner().invoke(app, ["--help"])
+    assert "--install-completion" in result.stdout
+
+
+def test_lists_in_json():
+    for command, names in (("policies", kvpatch.list_policies()), ("architectures", kvpatch.list_architectures())):
+        result = CliRunner().invoke(app, [command, "--json"])
+        rows = [json.loads(line) for line in result.stdout.splitlines()]
+        assert tuple(row["name"] for row in rows) == names
+    snapkv = next(row for row in map(json.loads, CliRunner().invoke(app, ["policies", "--json"]).stdout.splitlines())
+                  if row["name"] == "snapkv")  # fmt: skip
+    assert snapkv["link"] == "https://arxiv.org/abs/2404.14469" and snapkv["options"]["window"] == 32
+
+
+def test_a_pipe_gets_whole_rows_and_a_terminal_folds_words(monkeypatch, capsys):
+    """One row per line in a pipe whatever the width; at 80 columns every line fits and no word is broken."""
+    rows = [("critical_adakv", "words " * 20, "window=32, kernel=7"), ("h2o", "short", "")]
+    monkeypatch.setenv("COLUMNS", "80")
+    output.print_rows(("policy", "use", "options"), rows)
+    piped = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in piped] == ["policy", "critical_adakv", "h2o"]
+    assert piped[1].count("words") == 20 and piped[1].endswith("window=32, kernel=7")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    output.print_rows(("policy", "use", "options"), rows)
+    folded = capsys.readouterr().out.splitlines()
+    assert len(folded) > 3
+    bare = [_without_colour(line) for line in folded]
+    assert all(len(line) <= 80 for line in bare)
+    assert sum(line.count("words") for line in bare) == 20
+
+
+def _without_colour(line):
+    import re
+
+    return re.sub(r"\x1b\[[\d;]*m", "", line)
+
+
+@pytest.mark.parametrize("command", ["policies", "architectures"])
+def test_lists_fit_eighty_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = CliRunner().invoke(app, [command])
+    lines = [_without_colour(line) for line in result.stdout.split("\n\n")[0].splitlines()]
+    assert all(len(line) <= 80 for line in lines)
+    names = kvpatch.list_policies() if command == "policies" else kvpatch.list_architectures()
+    assert {line.split(" ")[0] for line in lines} >= set(names)  # names are whole
+
+
+def test_a_line_for_whoever_waits(monkeypatch, capsys):
+    output.waiting("loading a model ...")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    output.waiting("loading a model ...")
+    assert capsys.readouterr().err == "loading a model ...\n"
