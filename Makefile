@@ -1,6 +1,7 @@
 # make test         the tests that are not slow, at most 6 minutes on two cores
 # make test-all     every test
-# make check        ruff and mypy
+# make check        ruff, mypy and the documentation
+# make docs         the documentation, in docs/_build/html; a warning is an error
 # make demo         what policies keep, on the small models of tools/models
 # make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability.md
 # make test-matrix  the tests under several versions of transformers and torch (several GB), and docs/reliability.md
@@ -18,7 +19,7 @@ TORCH_INDEX ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test test-slow test-all check soak test-matrix test-wheel results mutation reliability upstream-tests peer-env
+.PHONY: demo test test-slow test-all check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env
 
 demo: .venv/ok
 	.venv/bin/kvpatch demo
@@ -35,9 +36,12 @@ test-slow: .venv/ok .venv/torchao
 test-all: .venv/ok .venv/torchao
 	$(PYTEST)
 
-check: .venv/ok
+check: .venv/ok docs
 	.venv/bin/ruff check
 	.venv/bin/mypy
+
+docs: .venv/ok
+	.venv/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 soak: .venv/ok
 	.venv/bin/python -m tools.reliability.soak --minutes 30 --processes 2 --write

@@ -186,7 +186,7 @@ def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> Non
 
 
 def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
-    """Return the columns of this pass that belong to a prompt (policies.md, Budgets: prompts fed in pieces)."""
+    """Return the columns of this pass that belong to a prompt (docs/policies/definitions.md, Budgets)."""
     if cache.request.prompt_len is not None:
         return min(max(cache.request.prompt_len - seen, 0), Q)
     # a prompt taken over from an unpatched cache ends with the first tokens that follow, even a single one

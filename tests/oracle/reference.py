@@ -1,7 +1,7 @@
-"""The oracle: policies.md computed literally, in float64, one row at a time, over explicit lists of tokens.
+"""The oracle: docs/policies/definitions.md computed literally, in float64, one row at a time, over explicit lists of tokens.
 
 It shares no code with the library. Nothing is incremental that can be computed from its definition: every query row is
-remembered, and a score is summed over the remembered rows at each decision. Symbols are those of policies.md:
+remembered, and a score is summed over the remembered rows at each decision. Symbols are those of that page:
 
     t, i   the query's and the key's token, as original positions      n   tokens of the prompt
     x, a   logits and probabilities of row t, by key i                 s   the scores of one KV head, by key i
@@ -27,7 +27,7 @@ from tests.oracle.reference_selection import adaptive, budget, pyramid, tokens, 
 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
-EULER = 0.5772  # the mean of a standard Gumbel variable, as policies.md writes it
+EULER = 0.5772  # the mean of a standard Gumbel variable, as docs/policies/keyformer.md writes it
 FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
 
 SNAPKV: dict[str, Any] = {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"}

@@ -6,7 +6,7 @@
     python -m tools.bench --peer kvpress                    kvpatch and NVIDIA kvpress on the same weights (`make peer-env`)
     python -m tools.bench --paper keyformer --device cuda   Keyformer's Table 1
     python -m tools.bench --case gpu --device cuda          what a GPU is measured on (gpu.py)
-    python -m tools.bench --markdown bench.jsonl            the README's tables from a file of JSON lines
+    python -m tools.bench --markdown bench.jsonl            the tables of docs/benchmarks.md from JSON lines
     python -m tools.bench --plot bench.png --from bench.jsonl
 
 The models have random weights and on the CPU are about 100M parameters large: a Llama of 12 layers, 12 query and 4 KV heads,

@@ -121,8 +121,8 @@ def record(case: str, arch: str, policy: str, n: int, repeats: int, model: PreTr
 
 # ---- tables ----
 
-COLUMNS = ("case", "model", "policy", "n", "unpatched ms", "patched ms", "ratio", "limit")
-COLUMNS += ("over floor", "limit", "bytes", "limit", "roof ms", "x roof", "holds")
+COLUMNS = ("case", "model", "policy", "n", "unpatched ms", "patched ms", "ratio", "goal")
+COLUMNS += ("to the floor", "goal", "bytes", "goal", "bound ms", "to the bound", "goals met")
 
 
 def number(value: float | None, digits: int) -> str:
@@ -154,13 +154,13 @@ def cells(line: Line) -> tuple[str, ...]:
         number(bounds.get(size), 2),
         milliseconds(line.get("roof_ms")),
         number(line.get("roof_ratio"), 2),
-        {True: "yes", False: "NO", None: ""}[line["holds"]],
+        {True: "yes", False: "no", None: ""}[line["holds"]],
     )
 
 
 def show(lines: list[Line]) -> None:
     """A table on the terminal."""
-    table = Table(title="ratios to the unpatched model, and their limits")
+    table = Table(title="ratios to the unpatched model, and their goals")
     for i, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if i < 3 else "right", no_wrap=True)
     for line in lines:
@@ -181,5 +181,5 @@ def latest(lines: list[Line]) -> list[Line]:
 
 
 def markdown(lines: list[Line]) -> str:
-    """The README's table: of lines about the same case the last one counts."""
+    """The table of docs/benchmarks.md: of lines about the same case the last one counts."""
     return rows(COLUMNS, [cells(line) for line in latest(lines)], left=3)

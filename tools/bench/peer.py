@@ -215,7 +215,7 @@ def alike(ours: list[Any], theirs: list[Any]) -> float:
 # ---- table ----
 
 FIGURES = ("prompt_ratio", "decode_ratio", "bytes_ratio", "memory_ratio")
-COLUMNS = ("policy", "n", "prompt ours", "theirs", "roof", "token ours", "theirs", "roof")
+COLUMNS = ("policy", "n", "prompt ours", "theirs", "bound", "token ours", "theirs", "bound")
 COLUMNS += ("KV bytes ours", "theirs", "extra peak ours", "theirs", "kept alike")
 
 

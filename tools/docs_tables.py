@@ -1,0 +1,172 @@
+"""Writes the tables of the documentation that come from the library: `python -m tools.docs_tables`.
+
+A table stands between `<!-- name -->` and `<!-- /name -->` in a page of docs/; `TABLES` says what makes it. A test compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import kvpatch
+from kvpatch.arch.adapter import REGISTRY
+from kvpatch.policies import POLICIES, Policy
+from tools.bench.__main__ import read, tables
+
+DOCS = Path(__file__).parents[1] / "docs"
+BENCHMARKS = {
+    "cpu": DOCS.parent / "benchmarks/cpu-amd-epyc-zen4.jsonl",
+    "kvpress": DOCS.parent / "benchmarks/kvpress-cpu-amd-epyc-zen4.jsonl",
+}
+_MARK = re.compile(r"<!-- (?P<name>\w+)(?:: (?P<argument>\w+))? -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
+_ATTRIBUTE = re.compile(r"^ {8}(\w+): ")
+
+GROUPS = {
+    "Patch a model": ("patched", "patch", "Patch", "unpatch"),
+    "Look at what was kept": ("Report",),
+    "Caches": ("EvictingCache",),
+    "Policies": (
+        "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "pyramid",
+        "Policy", "Score", "Scope",
+    ),
+    "Architectures": ("list_architectures", "register_arch", "unregister_arch", "Adapter", "InterfaceAdapter"),
+    "Checks and errors": ("check_model", "KVPatchError"),
+}  # fmt: skip
+"""Sections of the Python reference; a public name that none of them has goes to "More"."""
+MEMBERS = {
+    "Patch": ("new_cache", "save_cache", "load_cache", "report", "remove"),
+    "EvictingCache": (
+        "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "crop",
+        "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",
+        "check_invariants",
+    ),
+    "Policy": ("options", "with_options"),
+    "Score": ("value", "entry", "observed_rows", "check"),
+    "Scope": ("check", "mask"),
+    "Adapter": ("project", "output", "kv_shape"),
+}  # fmt: skip
+"""Public members of these classes; of any other all that have a docstring."""
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def policies(_: str) -> str:
+    """One row for each registered policy; what it does is the first sentence of its page."""
+    rows = []
+    for name, policy in POLICIES.items():
+        page = DOCS / "policies" / f"{name}.md"
+        link, about = (f"[{name}]({page.name})", _first_line(page)) if page.is_file() else (f"`{name}`", "")
+        rows.append((link, about, "never" if policy.score is None else policy.schedule, policy.source))
+    return markdown(("policy", "keeps", "evicts", "source"), rows)
+
+
+def _first_line(page: Path) -> str:
+    """The paragraph under a page's title."""
+    return page.read_text(encoding="utf-8").split("\n\n")[1].replace("\n", " ")
+
+
+def options(name: str) -> str:
+    """The options of one policy, and what its parts' docstrings say about them."""
+    policy = POLICIES[name]
+    values, shared = policy.options(), {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}
+    meaning = {key: text for part in _parts(policy) for key, text in _attributes(part).items()}
+    rows = [
+        (f"`{option}`", f"`{value!r}`", meaning.get(option, ""))
+        for option, value in values.items()
+        if option not in shared or value != shared[option]
+    ]
+    return markdown(("option", "default", "means"), rows) if rows else "None of its own."
+
+
+def _parts(policy: Policy) -> list[type]:
+    found = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    return [base for part in found if dataclasses.is_dataclass(part) for base in reversed(type(part).__mro__)]
+
+
+def _attributes(part: type) -> dict[str, str]:
+    """What the section "Attributes" of a docstring says, by name."""
+    found: dict[str, str] = {}
+    name = None
+    _, _, section = (part.__doc__ or "").partition("Attributes:\n")
+    for line in section.splitlines():
+        match = _ATTRIBUTE.match(line)
+        if match:
+            name, line = match[1], line[match.end() :]
+        elif not line.startswith(" " * 8):
+            break
+        if name is not None:
+            found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+def architectures(_: str) -> str:
+    """One row for each family; its models come first in the summary of its adapter."""
+    rows = []
+    for adapter in dict.fromkeys(REGISTRY.values()):
+        models, _, rest = adapter.summary.partition(": ")
+        rows.append((models, rest, f"`{adapter.name}`"))
+    return markdown(("models", "attention", "row"), rows)
+
+
+def api(_: str) -> str:
+    """Autodoc directives for every public name, by section."""
+    known = {name for names in GROUPS.values() for name in names}
+    rest = tuple(name for name in kvpatch.__all__ if name not in known and name != "policies")
+    lines: list[str] = []
+    for title, names in {**GROUPS, "More": rest}.items():
+        here = [name for name in names if name in kvpatch.__all__]
+        if here:
+            lines += [f"## {title}", "", "```{eval-rst}", *(line for name in here for line in _directive(name)), "```", ""]
+    return "\n".join(lines).rstrip()
+
+
+def _directive(name: str) -> list[str]:
+    thing = getattr(kvpatch, name)
+    if not isinstance(thing, type):
+        return [f".. autofunction:: kvpatch.{name}", ""]
+    members = f" {', '.join(one for one in MEMBERS[name] if hasattr(thing, one))}" if name in MEMBERS else ""
+    return [f".. autoclass:: kvpatch.{name}", *([] if name == "patched" else [f"   :members:{members}"]), ""]
+
+
+def bench(name: str) -> str:
+    """The table of a file of JSON lines in benchmarks/, as `python -m tools.bench --markdown` prints it."""
+    return tables(read(BENCHMARKS[name])).split("\n\n")[0].rstrip()
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "policies": policies,
+    "options": options,
+    "architectures": architectures,
+    "api": api,
+    "bench": bench,
+}
+
+
+def refresh(text: str) -> str:
+    """Replace every table in a page."""
+
+    def table(match: re.Match[str]) -> str:
+        name, argument = match["name"], match["argument"]
+        if name not in TABLES:
+            return match[0]
+        return f"{match[0].splitlines()[0]}\n{TABLES[name](argument or '')}\n<!-- /{name} -->"
+
+    return _MARK.sub(table, text)
+
+
+def pages() -> list[Path]:
+    """Every page of the documentation."""
+    return [path for path in sorted(DOCS.rglob("*.md")) if "_build" not in path.parts]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if refresh(before) != before:
+            page.write_text(refresh(before), encoding="utf-8")
+            print(page)
