@@ -329,7 +329,7 @@ def test_what_is_too_large_is_found():
         "a head may reach its budget": lambda layer: layer.keep_BH1[0].fill_(27),
         "growing is not what": lambda layer: setattr(layer.mode, "growing", False),
         "fewer slots are free": lambda layer: setattr(layer.mode, "slack", layer.mode.slack + 1),
-        "a head holds a token twice": lambda layer: layer.positions[1, 0, :2].fill_(3),
+        "a head holds a token twice": lambda layer: layer.positions[1, 0, :2].fill_(0),
         "filling is wrong": lambda layer: setattr(layer.mode, "filling", 0),
     }
     with kvpatch.patched(model, "h2o", WIDE, strict=True):
