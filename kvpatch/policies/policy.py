@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import KVPatchError, suggest
+from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Pyramid
 from .context import EvictionContext
 from .scopes import Scope
@@ -63,7 +63,8 @@ class Policy:
         if not isinstance(self.name, str) or not self.name:
             raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:
-            raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.")
+            meant = suggest(self.schedule, SCHEDULES)
+            raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
             raise KVPatchError(
                 f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
@@ -116,7 +117,8 @@ class Policy:
             return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
 
         parts = {field: replace(part) for field, _, _ in _PARTS if (part := getattr(self, field)) is not None}
-        return dataclasses.replace(self, **parts, schedule=self.schedule if schedule is None else schedule)
+        schedule = self.schedule if schedule is None else named(schedule, SCHEDULES) or schedule
+        return dataclasses.replace(self, **parts, schedule=schedule)
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from ..errors import KVPatchError, suggest
+from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Pyramid
 from .policy import Policy
 from .scopes import DeviationScope, Scope
@@ -26,7 +26,7 @@ from .scores import (
 )
 from .selection import TwoStage
 
-_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*")
+_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*", re.IGNORECASE)
 
 # ---- combinations ----
 
@@ -122,6 +122,8 @@ def list_policies() -> tuple[str, ...]:
 def get_policy(name: str) -> Policy:
     """Look up a registered policy, or build a combination such as "critical(adaptive(roco))" from its name.
 
+    Names are found in any case, and with any hyphens, underscores and spaces: "SnapKV", "Ada-KV".
+
     Raises:
         KVPatchError: an unknown name; the message suggests the nearest one.
 
@@ -129,13 +131,14 @@ def get_policy(name: str) -> Policy:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
-        return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1]](combined[2])
+        return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1].lower()](combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
-    if not isinstance(name, str) or name not in POLICIES:
-        meant = suggest(name, POLICIES) or suggest(str(name).lower(), POLICIES)
-        raise KVPatchError(f"Unknown policy {name!r}.{meant} Known: {', '.join(POLICIES)}.")
-    return POLICIES[name]
+    known = named(name, POLICIES)
+    if known is None:
+        shown = repr(name) if name is None or isinstance(name, str | int | float | type) else f"of type {type(name).__name__}"
+        raise KVPatchError(f"Unknown policy {shown}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+    return POLICIES[known]
 
 
 def register_policy(name: str, policy: Policy) -> None:
