@@ -141,8 +141,13 @@ def get_policy(name: str) -> Policy:
     return POLICIES[known]
 
 
-def register_policy(name: str, policy: Policy) -> None:
+def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> None:
     """Register a policy under a name, for `patched(model, policy=name)` and the command line.
+
+    Args:
+        name: an identifier.
+        policy: what it names.
+        exist_ok: replace a policy of that name, as a notebook's cell does that is run again.
 
     Raises:
         KVPatchError: `name` is taken or not an identifier, or `policy` is not a Policy.
@@ -152,11 +157,25 @@ def register_policy(name: str, policy: Policy) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise KVPatchError(f"A policy's name must be an identifier such as 'my_policy', not {name!r}.")
-    if name in POLICIES:
-        raise KVPatchError(f"A policy named {name!r} is already registered; choose another name.")
+    if name in POLICIES and not exist_ok:
+        raise KVPatchError(
+            f"A policy named {name!r} is already registered; choose another name, or pass exist_ok=True to replace it."
+        )
     if not isinstance(policy, Policy):
         raise KVPatchError(
             f"register_policy takes a kvpatch.Policy, not {type(policy).__name__}: build one from a score and a scope, "
             "or change a named one with get_policy('h2o').with_options(recent=0.1)."
         )
     POLICIES[name] = dataclasses.replace(policy, name=name)
+
+
+def unregister_policy(name: str) -> None:
+    """Remove a policy from the names that `patched` and the command line know.
+
+    Raises:
+        KVPatchError: there is no policy of that name.
+    """
+    known = named(name, POLICIES)
+    if known is None:
+        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+    del POLICIES[known]
