@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0.dev0"
 
 _HOME = {
-    "arch": ("Adapter", "InterfaceAdapter", "list_architectures", "register_arch"),
+    "arch": ("Adapter", "InterfaceAdapter", "list_architectures", "register_arch", "unregister_arch"),
     "cache.cache": ("EvictingCache",),
     "errors": ("KVPatchError",),
     "evaluation.check": ("check_model",),
@@ -27,6 +27,7 @@ _HOME = {
     "patching": ("patch", "patched", "unpatch"),
     "policies": (
         "Policy", "Scope", "Score", "adaptive", "critical", "get_policy", "list_policies", "pyramid", "register_policy",
+        "unregister_policy",
     ),
     "report": ("Report",),
 }  # fmt: skip
@@ -55,11 +56,13 @@ __all__ = [
     "register_arch",
     "register_policy",
     "unpatch",
+    "unregister_arch",
+    "unregister_policy",
 ]
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from . import policies
-    from .arch import Adapter, InterfaceAdapter, list_architectures, register_arch
+    from .arch import Adapter, InterfaceAdapter, list_architectures, register_arch, unregister_arch
     from .cache.cache import EvictingCache
     from .errors import KVPatchError
     from .evaluation.check import check_model
@@ -75,6 +78,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
         list_policies,
         pyramid,
         register_policy,
+        unregister_policy,
     )
     from .report import Report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -14,7 +15,25 @@ class KVPatchError(ValueError):
     """Error of the caller, raised before anything is changed; the message names the parameter, its value and a remedy."""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: object, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'h2o'?"`` with the nearest of `known`, or an empty string if none is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    names = {_plain(one): one for one in known}
+    near = difflib.get_close_matches(_plain(str(name)), names, n=1)
+    return f" Did you mean {names[near[0]]!r}?" if near else ""
+
+
+def named(name: object, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that `name` names, in any case and with any hyphens, underscores and spaces; None if none.
+
+    Example:
+        >>> named("Ada-KV", ["snapkv", "adakv"])
+        'adakv'
+    """
+    if not isinstance(name, str):
+        return None
+    names = list(known)
+    return name if name in names else {_plain(one): one for one in names}.get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name).casefold()

@@ -24,6 +24,7 @@ from .hooks.install import unmark
 from .hooks.target import Target
 from .hooks.versions import check_versions
 from .policies import Policy
+from .policies.budgets import ONE_TOKEN, says_one_token
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,14 +92,16 @@ class patched:
     ) -> None:
         check_versions(transformers.__version__, torch.__version__)
         settings.check_model(model, policy)
-        settings.check_options(positions, seed, strict, auto)
-        check_name(backend)
+        positions, backend = settings.positions_of(positions), check_name(backend)
+        settings.check_options(seed, strict, auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         settings.check_block(block, chosen)
         target = Target.find(model, auto=auto)
         how = settings.settings_of(
             target, chosen, k, block=block, positions=positions, backend=backend, seed=seed, strict=strict
         )
+        if says_one_token(k):
+            warnings.warn(ONE_TOKEN, stacklevel=2)
         self._unused, self._patch = True, Patch(target, how)
 
     def __enter__(self) -> Patch:

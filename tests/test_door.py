@@ -6,6 +6,7 @@ import gc
 import inspect
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -197,3 +198,99 @@ def test_the_patch_of_a_freed_model_leaves_the_next_one_alone():
     assert snapshot(model) == between
     other.remove()
     assert snapshot(model) == before
+
+
+# ---- names and budgets as people write them ----
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    ({"compression_ratio": 0.7}, r"write k=0\.3 for compression_ratio=0\.7, which is the share that is dropped"),
+    ({"budget": 0.5}, r"write k=0\.5 for budget=0\.5"),
+    ({"ratio": 0.25}, r"write k=0\.25 for ratio=0\.25"),
+    ({"max_capacity_prompt": 1024}, r"write k=1024 for max_capacity_prompt=1024"),
+    ({"cache_size": None}, r"such as k=0\.5 or k=1024\.$"),
+    ({"compression_ratio": 1.7}, r"such as k=0\.5 or k=1024\.$"),
+])  # fmt: skip
+def test_the_budget_by_the_names_of_other_libraries(written, meant):
+    for policy in ({"policy": "h2o"}, {}):
+        with pytest.raises(KVPatchError, match=meant):
+            kvpatch.patched(make("llama_gqa"), **policy, **written)
+
+
+@pytest.mark.parametrize("given", ["h2o", "H2O", 0.5])
+def test_the_wrong_order_is_answered_in_one_short_sentence(given):
+    model = make("llama_gqa")
+    with pytest.raises(KVPatchError) as told:
+        kvpatch.patched(given, model)
+    assert f"patched(model, {given if given != 0.5 else 'policy'!r}, k=0.5)".replace("'policy'", "policy") in str(told.value)
+    assert len(str(told.value)) < 120
+    with pytest.raises(KVPatchError, match=r"^Unknown policy of type LlamaForCausalLM.*Known: full") as told:
+        kvpatch.patched(model, model)
+    assert len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize(("written", "name"), [
+    ("SnapKV", "snapkv"), ("H2O", "h2o"), ("StreamingLLM", "streaming_llm"), ("Streaming-LLM", "streaming_llm"),
+    ("Ada-KV", "adakv"), ("PyramidKV", "pyramidkv"), ("Keyformer", "keyformer"), ("RoCo", "roco"), ("TOVA", "tova"),
+    ("Critical-AdaKV", "critical_adakv"), ("Dilated Window", "dilated_window"),
+    ("Critical(Adaptive(RoCo))", "critical_adaptive_roco"),
+])  # fmt: skip
+def test_policies_by_the_names_of_their_papers(written, name):
+    assert kvpatch.get_policy(written).name == name
+    with kvpatch.patched(make("llama_gqa"), written) as patch:
+        assert patch.settings.policy.name == name
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("Snap-KW", "snapkv"), ("H20", "h2o"), ("RoCko", "roco"), ("STREAMING", "streaming_llm")]
+)
+def test_a_name_that_is_near_one_is_answered_with_it(written, meant):
+    with pytest.raises(KVPatchError, match=rf"Unknown policy '{written}'\. Did you mean '{meant}'\?"):
+        kvpatch.get_policy(written)
+
+
+def test_other_names_in_any_case():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", positions="Renumbered", schedule="Prompt", backend="Torch") as patch:
+        settings = patch.settings
+    assert settings.renumbered and settings.policy.schedule == "prompt" and settings.backend == "torch"
+    for wrong, meant in (({"positions": "renumberd"}, "renumbered"), ({"schedule": "promt"}, "prompt")):
+        with pytest.raises(KVPatchError, match=rf"Did you mean '{meant}'\?"):
+            kvpatch.patched(model, "h2o", **wrong)
+
+
+@pytest.mark.parametrize(("k", "same"), [
+    (np.int64(16), 16), (np.float32(0.5), 0.5), (np.array(16), 16), (torch.tensor(16), 16), (torch.tensor(0.5), 0.5),
+    ("50%", 0.5), (" 12.5 % ", 0.125), ("100%", 1.0), ("1e-1", 0.1), ("0.5", 0.5), (".5", 0.5), ("16", 16), ("1.0", 1.0),
+    (np.array([0.5, 0.25]), [0.5, 0.25]), (torch.tensor([8, 16]), [8, 16]), (["50%", np.int64(3)], [0.5, 3]),
+    ((0.5, "7"), [0.5, 7]),
+])  # fmt: skip
+def test_budgets_as_people_write_them(k, same):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", k) as patch, kvpatch.patched(make("llama_gqa"), "h2o", same) as other:
+        assert patch.settings.budget == other.settings.budget
+        assert list(map(type, patch.settings.budget.per_layer)) == list(map(type, other.settings.budget.per_layer))
+
+
+@pytest.mark.parametrize("k", [
+    "150%", "-5%", "%", "0", "0.0", "nan", "inf", "1e3", "9" * 5000, "²", np.bool_(True), torch.tensor(True),
+    torch.tensor(1, device="meta"), np.array([[1]]), np.array([0.5]),
+])  # fmt: skip
+def test_what_is_no_budget_either(k):
+    with pytest.raises(KVPatchError, match=r"^k"):
+        kvpatch.patched(make("llama_gqa"), "h2o", k)
+
+
+@pytest.mark.parametrize("k", [1, "1", np.int64(1), [1, 0.5], torch.tensor(1)])
+def test_one_token_is_said_to_be_one(k):
+    model = make("llama_gqa")
+    with pytest.warns(UserWarning, match=r"^\[kvpatch\] k=1 keeps one token per KV head.*k=1\.0 keeps everything") as told:
+        kvpatch.patch(model, "window", k).remove()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("k", [1.0, "1.0", "100%", 2, 0.01, "256B"])
+def test_everything_and_little_are_not(k):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpatch.patch(make("llama_gqa"), "window", k).remove()

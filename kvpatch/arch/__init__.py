@@ -1,6 +1,6 @@
 """Adapters, one per model architecture, and their registry."""
 
-from .adapter import Adapter, adapter_of, list_architectures, register_arch
+from .adapter import Adapter, adapter_of, list_architectures, register_arch, unregister_arch
 from .bloom import BloomAdapter
 from .falcon import FalconAdapter
 from .families import FAMILIES
@@ -24,4 +24,5 @@ __all__ = [
     "list_architectures",
     "register_arch",
     "routes_through_interface",
+    "unregister_arch",
 ]

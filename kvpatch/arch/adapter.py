@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import KVPatchError
+from ..errors import KVPatchError, named, suggest
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 Forward = Callable[..., Any]
@@ -156,8 +156,13 @@ def source_module(attn: nn.Module) -> Any:
 REGISTRY: dict[str, Adapter] = {}
 
 
-def register_arch(adapter: Adapter) -> None:
+def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
     """Register an adapter, so that models with its attention classes can be patched.
+
+    Args:
+        adapter: what serves them.
+        exist_ok: replace the adapter of the same name, and those of the same classes, as a notebook's cell does that is run
+            again.
 
     Raises:
         KVPatchError: `adapter` is not an instance of Adapter or is incomplete, or one of its classes has an adapter already.
@@ -181,10 +186,29 @@ def register_arch(adapter: Adapter) -> None:
             f"'package.module.ClassName'{example}."
         )
     for qualified in classes:
-        if qualified in REGISTRY:
+        if qualified in REGISTRY and not exist_ok:
             other = REGISTRY[qualified].name
-            raise KVPatchError(f"{qualified} is served by the adapter {other!r} already: give other classes.")
+            raise KVPatchError(
+                f"{qualified} is served by the adapter {other!r} already: give other classes, or pass exist_ok=True to "
+                "replace it."
+            )
+    if exist_ok and name in list_architectures():
+        unregister_arch(name)
     REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
+
+
+def unregister_arch(name: str) -> None:
+    """Remove an architecture's adapter.
+
+    Raises:
+        KVPatchError: there is no architecture of that name.
+    """
+    known = named(name, list_architectures())
+    if known is None:
+        names = list_architectures()
+        raise KVPatchError(f"Unknown architecture {name!r}.{suggest(name, names)} Known: {', '.join(names)}.")
+    for qualified in [qualified for qualified, adapter in REGISTRY.items() if adapter.name == known]:
+        del REGISTRY[qualified]
 
 
 def list_architectures() -> tuple[str, ...]:

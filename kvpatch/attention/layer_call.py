@@ -80,7 +80,7 @@ class Call:
         if not self.evicts:
             return {}
         first = self.settings.parallel.first(k_BHQD.shape[1])
-        entry = self.score.entry(k_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
+        entry = self.policy.entry(k_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
         entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
@@ -117,7 +117,7 @@ class Call:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
             like = like_BH1D.expand(-1, -1, AHEAD, -1)
             first = self.settings.parallel.first(like.shape[1])
-            slots.ahead = (slots.seen, self.score.entry(like, coming, self.group, self.layer_B, self.settings.seed, first))
+            slots.ahead = (slots.seen, self.policy.entry(like, coming, self.group, self.layer_B, self.settings.seed, first))
         at = slots.seen - slots.ahead[0]
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import KVPatchError, suggest
+from ..errors import KVPatchError, named, suggest
 from .protocol import TASKS, Case, Task
 
 BACKENDS = {"torch": "torch_backend", "flash": "flash.flash_backend", "triton": "triton.triton_backend"}
@@ -30,11 +30,17 @@ def backend(name: str) -> Any:
     return _loaded[name]
 
 
-def check_name(name: object) -> None:
-    """Raise KVPatchError unless `name` is "auto" or a backend's name."""
-    if name != "auto" and not (isinstance(name, str) and name in BACKENDS):
-        known = ("auto", *BACKENDS)
-        raise KVPatchError(f"Unknown backend {name!r}.{suggest(str(name), known)} Known: {', '.join(map(repr, known))}.")
+def check_name(name: object) -> str:
+    """Return "auto" or the backend's name, in its own spelling.
+
+    Raises:
+        KVPatchError: there is no such backend.
+    """
+    known = ("auto", *BACKENDS)
+    found = named(name, known)
+    if found is None:
+        raise KVPatchError(f"Unknown backend {name!r}.{suggest(name, known)} Known: {', '.join(map(repr, known))}.")
+    return found
 
 
 def check(name: str, case: Case) -> None:

@@ -14,7 +14,7 @@ from ..cache.cache import EvictingCache
 from ..cache.checks import at_hand, real
 from ..errors import KVPatchError, suggest
 
-BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size")  # names for k in other libraries
+BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size", "max_capacity_prompt")  # names for k in other libraries
 MISPLACED = (
     "position_ids do not go on from what each row of this concatenated cache has seen: leave them out, or pass "
     "cache.next_positions()."
@@ -27,11 +27,20 @@ def no_argument(known: Sequence[str], options: dict[str, Any], arguments: Sequen
         if name in BUDGETS:
             raise KVPatchError(
                 f"patched() has no option {name!r}: the budget is k, the share or the number of tokens that are kept, such as "
-                "k=0.5 or k=1024."
+                f"k=0.5 or k=1024{_as_k(name, options[name])}."
             )
-        meant = suggest(name, (*known, *arguments)) or suggest(name.lower(), (*known, *arguments))
+        meant = suggest(name, (*known, *arguments))
         if any(repr(argument) in meant for argument in arguments):
             raise KVPatchError(f"patched() has no option {name!r}.{meant}")
+
+
+def _as_k(name: str, value: object) -> str:
+    """Return what to type for another library's budget; an empty string if its value is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if name == "compression_ratio":
+        return f": write k={1 - value:.3g} for {name}={value!r}, which is the share that is dropped" if 0 <= value < 1 else ""
+    return f": write k={value!r} for {name}={value!r}" if value > 0 else ""
 
 
 def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:

@@ -9,13 +9,14 @@ from torch import nn
 
 from ..backends.dispatch import check
 from ..cache.settings import CacheSettings
-from ..errors import KVPatchError
+from ..errors import KVPatchError, named, suggest
 from ..policies import Policy, get_policy
-from ..policies.budgets import Budget, check_count
+from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from .inputs import no_argument
 from .target import Target
 
+POSITIONS = ("original", "renumbered")
 UNNAMED = (
     "patched() needs a policy: name the one that suits the use.\n"
     '  patched(model, "snapkv", k=0.3)          # the question is in the prompt\n'
@@ -27,17 +28,31 @@ UNNAMED = (
 
 
 def check_model(model: object, policy: object) -> None:
-    """Raise KVPatchError unless `model` is a module."""
+    """Raise KVPatchError unless `model` is a module; policy: what was given in the second place."""
+    if isinstance(policy, nn.Module) and not isinstance(model, nn.Module):
+        name = repr(model) if isinstance(model, str) else "policy"
+        raise KVPatchError(f"patched() takes the model first: patched(model, {name}, k=0.5).")
     if not isinstance(model, nn.Module):
         raise KVPatchError(
             f"patched() takes a model (torch.nn.Module), not {type(model).__name__}: call patched(model, policy, k)."
         )
 
 
-def check_options(positions: object, seed: object, strict: object, auto: object) -> None:
+def positions_of(positions: object) -> str:
+    """Return "original" or "renumbered".
+
+    Raises:
+        KVPatchError: `positions` is neither.
+    """
+    found = named(positions, POSITIONS)
+    if found is None:
+        meant = suggest(positions, POSITIONS)
+        raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.{meant}")
+    return found
+
+
+def check_options(seed: object, strict: object, auto: object) -> None:
     """Raise KVPatchError for values that no model and no policy could take."""
-    if positions not in ("original", "renumbered"):
-        raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
     for name, value in (("strict", strict), ("auto", auto)):
@@ -86,10 +101,10 @@ def settings_of(
     Raises:
         KVPatchError: the model cannot work with this policy, budget, positions or backend.
     """
-    renumbered, bounds = positions == "renumbered", target.bounds()
+    renumbered, bounds, k = positions == "renumbered", target.bounds(), as_python(k)
     if renumbered:
         target.check_renumbering()
-    if policy.over_layers is not None and isinstance(k, Sequence) and not isinstance(k, str):
+    if policy.over_layers is not None and is_list(k):
         raise KVPatchError(
             f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "
             "without the pyramid."

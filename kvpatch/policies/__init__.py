@@ -2,7 +2,16 @@
 
 from .allocation import Adaptive, Pyramid
 from .policy import Policy
-from .presets import POLICIES, adaptive, critical, get_policy, list_policies, pyramid, register_policy
+from .presets import (
+    POLICIES,
+    adaptive,
+    critical,
+    get_policy,
+    list_policies,
+    pyramid,
+    register_policy,
+    unregister_policy,
+)
 from .scopes import DeviationScope, Scope
 from .scores import Score
 from .selection import TwoStage
@@ -22,4 +31,5 @@ __all__ = [
     "list_policies",
     "pyramid",
     "register_policy",
+    "unregister_policy",
 ]

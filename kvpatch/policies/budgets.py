@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ..errors import KVPatchError
 from .selection import MAX_POSITION
@@ -19,6 +20,7 @@ _WANTED = (
     "Give a share of the prompt such as k=0.5, a number of tokens such as k=1024, a size such as k='2GiB', or a list "
     "with one of these per layer."
 )
+ONE_TOKEN = "[kvpatch] k=1 keeps one token per KV head. If all are meant, k=1.0 keeps everything."
 
 
 def share(value: int | float, of: int) -> int:
@@ -46,20 +48,71 @@ def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
         raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
 
 
-def check_k(k: object, where: str = "k") -> None:
-    """Raise KVPatchError unless `k` is one valid budget, not a list; `where` names it in the error message."""
+def check_k(k: object, shown: str | None = None) -> None:
+    """Raise KVPatchError unless `k` is one valid budget: tokens, a share or a size; shown: how the message names it."""
+    shown = f"k={k!r}" if shown is None else shown
     if isinstance(k, bool) or not isinstance(k, int | float | str):
-        raise KVPatchError(f"{where}={k!r} is not a budget. {_WANTED}")
+        raise KVPatchError(f"{shown} is not a budget. {_WANTED}")
     if isinstance(k, str):
         if not parse_bytes(k):
-            raise KVPatchError(f"{where}={k!r} is not a size (a number and one of {', '.join(_UNITS)}). {_WANTED}")
+            raise KVPatchError(f"{shown} is not a size (a number and one of {', '.join(_UNITS)}). {_WANTED}")
     elif isinstance(k, int):
         if k < 1:
-            raise KVPatchError(f"{where}={k} tokens keeps nothing: it must be at least 1. {_WANTED}")
+            raise KVPatchError(f"{shown} tokens keeps nothing: it must be at least 1. {_WANTED}")
         if k > MAX_POSITION:
-            raise KVPatchError(f"{where}={k} tokens is more than any text has ({MAX_POSITION}): use k=1.0 to keep everything.")
+            raise KVPatchError(f"{shown} tokens is more than any text has ({MAX_POSITION}): use k=1.0 to keep everything.")
     elif not 0.0 < k <= 1.0:  # NaN fails this too
-        raise KVPatchError(f"{where}={k} is not a share in (0, 1]. {_WANTED}")
+        raise KVPatchError(f"{shown} is not a share in (0, 1]. {_WANTED}")
+
+
+def as_python(k: object) -> object:
+    """Convert a number, or a list of numbers, of numpy or torch to Python's; return anything else unchanged."""
+    if not hasattr(k, "tolist") or getattr(k, "is_meta", False):
+        return k
+    return k.tolist()
+
+
+def is_list(k: object) -> TypeGuard[Sequence[object]]:
+    """Tell whether `k` has one budget per layer."""
+    return isinstance(k, Sequence) and not isinstance(k, str | bytes | bytearray)
+
+
+def parse_k(k: object, where: str = "k") -> int | float | str:
+    """Return one budget as tokens (int), a share of the prompt (float) or a size such as "2GiB" (str).
+
+    Args:
+        k: a number of Python, numpy or torch; or a text: digits are tokens, "0.5", "1e-1" and "50%" shares.
+        where: name of the budget in the error message.
+
+    Raises:
+        KVPatchError: `k` is no budget.
+
+    Example:
+        >>> parse_k("50%"), parse_k("1024"), parse_k("2GiB")
+        (0.5, 1024, '2GiB')
+    """
+    value = as_python(k)
+    if isinstance(value, str):
+        value = _number(value)
+    check_k(value, f"{where}={(value if isinstance(k, str) else k)!r}")
+    return value  # type: ignore[return-value]
+
+
+def says_one_token(k: object) -> bool:
+    """Tell whether a valid `k`, or one of its layers', is the number of tokens 1, which may be meant for everything."""
+    k = as_python(k)
+    return any(type(one) is int and one == 1 for one in map(parse_k, k if is_list(k) else [k]))
+
+
+def _number(text: str) -> int | float | str:
+    """Return the tokens or the share that a text gives; other texts unchanged."""
+    digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    if digits.isdecimal() and not percent and len(digits) < 20:
+        return int(digits)
+    try:
+        return float(digits) / (100 if percent else 1)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)
@@ -79,7 +132,7 @@ class Budget:
         """Check `k` and convert sizes in bytes to tokens.
 
         Args:
-            k: a share of the prompt (float), tokens (int), a size (str), or a sequence with one of these per layer.
+            k: what `parse_k` takes, or a sequence of these, one per layer.
             n_layers: decoder layers of the model.
             bytes_per_token: bytes of the keys and values of one token in one layer, all KV heads together.
             bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
@@ -92,16 +145,15 @@ class Budget:
             >>> Budget.parse([0.5, 128], n_layers=2, bytes_per_token=4096).tokens(0, n=1000)
             500
         """
-        if isinstance(k, Sequence) and not isinstance(k, str | bytes | bytearray):
+        k = as_python(k)
+        if is_list(k):
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
-            for i, entry in enumerate(k):
-                check_k(entry, f"k[{i}]")
-            return cls(tuple(_tokens(entry, bytes_per_token) for entry in k))
-        check_k(k)
+            return cls(tuple(_tokens(parse_k(entry, f"k[{i}]"), bytes_per_token) for i, entry in enumerate(k)))
+        one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        return cls((_tokens(k, bytes_per_token * free, reserved),) * n_layers)  # type: ignore[arg-type]
+        return cls((_tokens(one, bytes_per_token * free, reserved),) * n_layers)
 
     def evicts(self, layer: int) -> bool:
         """Return False if the layer's budget is the float 1.0, which never evicts, however long the text."""
@@ -116,7 +168,7 @@ def _tokens(k: int | float | str, bytes_per_token: int, reserved: int = 0) -> in
     if not isinstance(k, str):
         return k
     size = parse_bytes(k)
-    assert size is not None  # check_k has passed
+    assert size is not None  # parse_k has passed
     if size - reserved < bytes_per_token:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
         takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"

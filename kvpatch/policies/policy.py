@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import KVPatchError, suggest
+from ..errors import KVPatchError, named, suggest
+from . import own_code
 from .allocation import Adaptive, Pyramid
 from .context import EvictionContext
 from .scopes import Scope
@@ -63,7 +64,8 @@ class Policy:
         if not isinstance(self.name, str) or not self.name:
             raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:
-            raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.")
+            meant = suggest(self.schedule, SCHEDULES)
+            raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
             raise KVPatchError(
                 f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
@@ -116,7 +118,8 @@ class Policy:
             return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
 
         parts = {field: replace(part) for field, _, _ in _PARTS if (part := getattr(self, field)) is not None}
-        return dataclasses.replace(self, **parts, schedule=self.schedule if schedule is None else schedule)
+        schedule = self.schedule if schedule is None else named(schedule, SCHEDULES) or schedule
+        return dataclasses.replace(self, **parts, schedule=schedule)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -143,13 +146,22 @@ class Policy:
         """Tell whether heads with equal scores hold the same tokens."""
         return self.over_heads is None and self.selection is None
 
+    def entry(self, k_BHQD: Tensor, *others: Any) -> dict[str, Tensor]:
+        """Return what the score stores with new tokens: see Score.entry, whose arguments these are."""
+        assert self.score is not None
+        if own_code.is_own(self.score):
+            return own_code.entry(self.score, self.name, k_BHQD, *others)
+        return self.score.entry(k_BHQD, *others)
+
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
         """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).
 
         empty: bool [B,H,T], empty slots; they get the lowest key. None where there are none.
         """
         position = context.positions_BHT
-        value, protected = self.score.value(context), self.scope.mask(context)
+        score, scope = self.score, self.scope
+        value = own_code.value(score, self.name, context) if own_code.is_own(score) else score.value(context)
+        protected = own_code.mask(scope, self.name, context) if own_code.is_own(scope) else scope.mask(context)
         dead = None
         if context.sliding is not None:
             # outside the sliding window of every later query, so never attended to again

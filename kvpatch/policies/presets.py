@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from ..errors import KVPatchError, suggest
+from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Pyramid
 from .policy import Policy
 from .scopes import DeviationScope, Scope
@@ -26,7 +26,7 @@ from .scores import (
 )
 from .selection import TwoStage
 
-_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*")
+_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*", re.IGNORECASE)
 
 # ---- combinations ----
 
@@ -122,6 +122,8 @@ def list_policies() -> tuple[str, ...]:
 def get_policy(name: str) -> Policy:
     """Look up a registered policy, or build a combination such as "critical(adaptive(roco))" from its name.
 
+    Names are found in any case, and with any hyphens, underscores and spaces: "SnapKV", "Ada-KV".
+
     Raises:
         KVPatchError: an unknown name; the message suggests the nearest one.
 
@@ -129,17 +131,23 @@ def get_policy(name: str) -> Policy:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
-        return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1]](combined[2])
+        return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1].lower()](combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
-    if not isinstance(name, str) or name not in POLICIES:
-        meant = suggest(name, POLICIES) or suggest(str(name).lower(), POLICIES)
-        raise KVPatchError(f"Unknown policy {name!r}.{meant} Known: {', '.join(POLICIES)}.")
-    return POLICIES[name]
+    known = named(name, POLICIES)
+    if known is None:
+        shown = repr(name) if name is None or isinstance(name, str | int | float | type) else f"of type {type(name).__name__}"
+        raise KVPatchError(f"Unknown policy {shown}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+    return POLICIES[known]
 
 
-def register_policy(name: str, policy: Policy) -> None:
+def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> None:
     """Register a policy under a name, for `patched(model, policy=name)` and the command line.
+
+    Args:
+        name: an identifier.
+        policy: what it names.
+        exist_ok: replace a policy of that name, as a notebook's cell does that is run again.
 
     Raises:
         KVPatchError: `name` is taken or not an identifier, or `policy` is not a Policy.
@@ -149,11 +157,25 @@ def register_policy(name: str, policy: Policy) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise KVPatchError(f"A policy's name must be an identifier such as 'my_policy', not {name!r}.")
-    if name in POLICIES:
-        raise KVPatchError(f"A policy named {name!r} is already registered; choose another name.")
+    if name in POLICIES and not exist_ok:
+        raise KVPatchError(
+            f"A policy named {name!r} is already registered; choose another name, or pass exist_ok=True to replace it."
+        )
     if not isinstance(policy, Policy):
         raise KVPatchError(
             f"register_policy takes a kvpatch.Policy, not {type(policy).__name__}: build one from a score and a scope, "
             "or change a named one with get_policy('h2o').with_options(recent=0.1)."
         )
     POLICIES[name] = dataclasses.replace(policy, name=name)
+
+
+def unregister_policy(name: str) -> None:
+    """Remove a policy from the names that `patched` and the command line know.
+
+    Raises:
+        KVPatchError: there is no policy of that name.
+    """
+    known = named(name, POLICIES)
+    if known is None:
+        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+    del POLICIES[known]

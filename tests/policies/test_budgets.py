@@ -17,22 +17,22 @@ def test_sizes():
     for text in ("2", "GB", "2 XB", "-2GB", "2GB2", "TB"):
         assert budgets.parse_bytes(text) is None
     with pytest.raises(KVPatchError, match="is not a size"):
-        budgets.check_k("0GB")
+        budgets.parse_k("0GB")
     assert budgets.share(0.29, 100) == 29
     assert budgets.share(0.5, 7) == 3
     assert budgets.share(7, 3) == 7
     assert budgets.share(1.0, 7) == 7
 
 
-@pytest.mark.parametrize("k", [0, -1, 0.0, -0.5, 1.0000001, math.nan, True, None, "2", [[1]], b"1"])
+@pytest.mark.parametrize("k", [0, -1, 0.0, -0.5, 1.0000001, math.nan, True, None, "2 2", [[1]], b"1"])
 def test_what_is_no_budget(k):
     with pytest.raises(KVPatchError, match=r"^k"):
-        budgets.check_k(k)
+        budgets.parse_k(k)
 
 
 def test_budgets():
     for k in (1, 0.001, 1.0, "1B", 10**9):
-        budgets.check_k(k)
+        budgets.parse_k(k)
     plain = Budget.parse(0.5, n_layers=3, bytes_per_token=64)
     assert [plain.tokens(layer, n) for layer, n in [(0, 9), (1, 1), (2, 100)]] == [4, 1, 50]
     assert plain.evicts(0)

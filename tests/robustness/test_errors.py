@@ -52,8 +52,8 @@ ARGUMENTS = [
     ({"k": {}}, r"k=\{\} is not a budget"),
     ({"policy": "h20"}, r"Unknown policy 'h20'\. Did you mean 'h2o'\? Known: full, random"),
     ({"policy": "keyformr"}, r"Did you mean 'keyformer'"),
-    ({"policy": "SnapKV"}, r"Unknown policy 'SnapKV'\. Did you mean 'snapkv'\?"),
-    ({"policy": "H2O"}, r"Did you mean 'h2o'\?"),
+    ({"policy": "Snap-KW"}, r"Unknown policy 'Snap-KW'\. Did you mean 'snapkv'\?"),
+    ({"policy": "H20"}, r"Did you mean 'h2o'\?"),
     ({"policy": 3}, r"Unknown policy 3"),
     ({"policy": "adakw"}, r"Unknown policy 'adakw'\. Did you mean 'adakv'\?"),
     ({"policy": "adakv", "floor": 1.5}, r"floor=1\.5 must be a share of the uniform budget, in \[0, 1\]"),
@@ -133,7 +133,7 @@ def test_the_budget_by_another_name(name):
 
 
 def test_a_model_and_a_policy_in_the_wrong_order():
-    with pytest.raises(KVPatchError, match=r"takes a model \(torch\.nn\.Module\), not str: call patched\(model, policy, k\)"):
+    with pytest.raises(KVPatchError, match=r"takes the model first: patched\(model, 'h2o', k=0\.5\)"):
         kvpatch.patch("h2o", make("llama_gqa"))
 
 

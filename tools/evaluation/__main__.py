@@ -44,7 +44,7 @@ def checked(task: Task, request: Request) -> Request:
     for name in request.policies or ():
         get_policy(name)
     for k in request.budgets or ():
-        check_k(k, "--budgets")
+        check_k(k, f"--budgets={k!r}")
     for name in request.options:
         if name not in task.options:
             known = ", ".join(f"{name}={value}" for name, value in task.options.items()) or "none"

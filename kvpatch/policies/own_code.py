@@ -1,0 +1,103 @@
+"""Calls of scores and scopes that a user wrote: a mistake there is answered with the method and what it should return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .context import EvictionContext
+from .scopes import Scope
+from .scores import Score
+from .statistics import STATISTICS
+
+_HERE = __name__.partition(".")[0]
+
+
+def is_own(part: object) -> bool:
+    """Tell whether a user wrote the class of a policy's part."""
+    return type(part).__module__.partition(".")[0] != _HERE
+
+
+def value(score: Score, policy: str, context: EvictionContext) -> Tensor:
+    """Return a score's values [B,H,T].
+
+    Raises:
+        KVPatchError: the method raised an error, or returned anything else.
+    """
+    where = _named(score, "value(context)", policy)
+    wanted = f"a float tensor {_shape(context.positions_BHT, 'B,H,T')}, the shape of context.positions_BHT"
+    result = _run(where, wanted, lambda error: _state(error, context), score.value, context)
+    if not isinstance(result, Tensor) or result.shape != context.positions_BHT.shape:
+        raise KVPatchError(f"{where} returned {_said(result)}: it must return {wanted}.")
+    return result
+
+
+def mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
+    """Return the tokens that a scope protects, bool [B,H,T], or None.
+
+    Raises:
+        KVPatchError: the method raised an error, or returned anything else.
+    """
+    where, wanted = _named(scope, "mask(context)", policy), f"a bool tensor {_shape(context.positions_BHT, 'B,H,T')}, or None"
+    result = _run(where, wanted, lambda error: _state(error, context), scope.mask, context)
+    if result is not None and (not isinstance(result, Tensor) or result.dtype != torch.bool):
+        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else _said(result)
+        raise KVPatchError(f"{where} returned {said}: it must return {wanted}.")
+    return result
+
+
+def entry(score: Score, policy: str, keys: Tensor, *others: Any) -> dict[str, Tensor]:
+    """Return what a score stores with new tokens; keys [B,H,Q,D], others: the further arguments of `Score.entry`.
+
+    Raises:
+        KVPatchError: the method raised an error, or returned anything else.
+    """
+    where = _named(score, "entry(...)", policy)
+    wanted = f"a dict of tensors {_shape(keys[..., 0], 'B,H,Q')} or [B,H,Q,G]"
+    signature = " Its signature is entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0)."
+    result = _run(where, wanted, lambda error: signature, score.entry, keys, *others)
+    if not isinstance(result, dict):
+        raise KVPatchError(f"{where} returned {_said(result)}: it must return {wanted}.")
+    for name, one in result.items():
+        if not isinstance(one, Tensor) or one.shape[:3] != keys.shape[:3] or one.ndim > 4:
+            raise KVPatchError(f"{where}: {name!r} is {_said(one)}: it must return {wanted}.")
+    return result
+
+
+def _run(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method; an error of its code names it. hint: what else to say about an error."""
+    try:
+        return method(*arguments)
+    except (KVPatchError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        message = f"{where} raised {type(error).__name__}: {error}. It must return {wanted}.{hint(error)}"
+        raise KVPatchError(message) from error
+
+
+def _named(part: object, method: str, policy: str) -> str:
+    return f"{type(part).__name__}.{method} of policy {policy!r}"
+
+
+def _shape(like: Tensor, letters: str) -> str:
+    return f"[{letters}] = {list(like.shape)}"
+
+
+def _said(result: object) -> str:
+    if result is None:
+        return "None"
+    return f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+
+
+def _state(error: Exception, context: EvictionContext) -> str:
+    """Return what a missing entry of the state needs."""
+    if not isinstance(error, KeyError) or not error.args:
+        return ""
+    name, has = error.args[0], ", ".join(map(repr, context.state)) or "nothing"
+    if name in STATISTICS:
+        return f" context.state has {has}; {name!r} is there if the class says statistics = ({name!r},)."
+    return f" context.state has {has}; {name!r} is there if entry() returns it."

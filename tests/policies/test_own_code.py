@@ -1,0 +1,148 @@
+"""Mistakes in a score or scope that a user wrote are answered with the method, the policy and what it should return."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch import KVPatchError, Policy, Scope, Score
+from tests.helpers.tiny import make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@dataclass(frozen=True)
+class Undeclared(Score):
+    def value(self, context):
+        return context.state["sum"]
+
+
+@dataclass(frozen=True)
+class Silent(Score):
+    def value(self, context):
+        context.positions_BHT.float()
+
+
+@dataclass(frozen=True)
+class Flat(Score):
+    def value(self, context):
+        return torch.arange(3.0)
+
+
+@dataclass(frozen=True)
+class OneHead(Score):
+    def value(self, context):
+        return context.positions_BHT[0, 0].float()
+
+
+@dataclass(frozen=True)
+class Typo(Score):
+    def value(self, context):
+        return context.position_BHT.float()
+
+
+@dataclass(frozen=True)
+class ListEntry(Score):
+    def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
+        return [k_BHQD.norm(dim=-1)]
+
+    def value(self, context):
+        return context.positions_BHT.float()
+
+
+@dataclass(frozen=True)
+class WideEntry(ListEntry):
+    def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
+        return {"mine": k_BHQD.norm(dim=-1).sum(1)}
+
+
+@dataclass(frozen=True)
+class OldEntry(ListEntry):
+    def entry(self, k_BHQD, positions_BQ):
+        return {}
+
+
+@dataclass(frozen=True)
+class WrongScope(Scope):
+    def mask(self, context):
+        return context.positions_BHT
+
+
+MISTAKES = [
+    (Undeclared(), r"Undeclared\.value\(context\).*KeyError: 'sum'.*\[B,H,T\] = \[1, 2, 20\].*statistics = \('sum',\)"),
+    (Silent(), r"Silent\.value\(context\).*returned None.*float tensor \[B,H,T\] = \[1, 2, 20\]"),
+    (Flat(), r"Flat\.value\(context\).*returned a tensor of shape \[3\].*\[B,H,T\] = \[1, 2, 20\]"),
+    (OneHead(), r"OneHead\.value\(context\).*returned a tensor of shape \[20\].*\[1, 2, 20\]"),
+    (Typo(), r"Typo\.value\(context\).*AttributeError: .*position_BHT"),
+    (ListEntry(), r"ListEntry\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
+    (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
+    (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional arguments.*entry\(self, k_BHQD, positions_BQ, group, layer, "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "words"), MISTAKES, ids=[type(score).__name__ for score, _ in MISTAKES])
+def test_a_mistake_in_a_score_names_the_method_and_the_shape(score, words):
+    with kvpatch.patched(make("llama_gqa"), Policy("mine", score), 0.5) as patch, pytest.raises(KVPatchError) as told:
+        patch._target.decoder(prompt(1, 20))
+    assert re.search(words, str(told.value)), told.value
+    assert "policy 'mine'" in str(told.value)
+    assert told.value.__cause__ is not None or "returned" in str(told.value) or " is a " in str(told.value)
+
+
+def test_a_mistake_in_a_scope_too():
+    policy = Policy("mine", kvpatch.get_policy("h2o").score, WrongScope())
+    words = r"WrongScope\.mask\(context\) of policy 'mine' returned a tensor of torch\.int64.*bool tensor \[B,H,T\]"
+    with kvpatch.patched(make("llama_gqa"), policy, 0.5) as patch, pytest.raises(KVPatchError, match=words):
+        patch._target.decoder(prompt(1, 20))
+
+
+def test_the_users_own_errors_and_a_full_memory_come_out_as_they_are():
+    for error in (KVPatchError("mine"), torch.OutOfMemoryError("full"), KeyboardInterrupt()):
+
+        @dataclass(frozen=True)
+        class Raises(Score):
+            def value(self, context, error=error):
+                raise error
+
+        with kvpatch.patched(make("llama_gqa"), Policy("mine", Raises()), 0.5) as patch, pytest.raises(type(error)) as told:
+            patch._target.decoder(prompt(1, 20))
+        assert told.value is error
+
+
+# ---- registries ----
+
+
+def test_a_policy_is_registered_again_and_forgotten():
+    mine = kvpatch.get_policy("h2o").with_options(recent=0.1)
+    kvpatch.register_policy("mine", mine)
+    try:
+        with pytest.raises(KVPatchError, match=r"already registered.*exist_ok=True"):
+            kvpatch.register_policy("mine", mine)
+        kvpatch.register_policy("mine", mine.with_options(recent=0.2), exist_ok=True)
+        assert kvpatch.get_policy("mine").options()["recent"] == 0.2
+    finally:
+        kvpatch.unregister_policy("mine")
+    assert "mine" not in kvpatch.list_policies()
+    with pytest.raises(KVPatchError, match=r"Unknown policy 'mine'"):
+        kvpatch.unregister_policy("mine")
+
+
+def test_an_architecture_is_registered_again_and_forgotten():
+    rows = [kvpatch.InterfaceAdapter("mine", f"package.module.{name}Attention") for name in ("One", "Other")]
+    kvpatch.register_arch(rows[0])
+    try:
+        with pytest.raises(KVPatchError, match=r"served by the adapter 'mine' already.*exist_ok=True"):
+            kvpatch.register_arch(rows[0])
+        kvpatch.register_arch(rows[0], exist_ok=True)
+        kvpatch.register_arch(rows[1], exist_ok=True)
+        assert kvpatch.list_architectures().count("mine") == 1
+        from kvpatch.arch.adapter import REGISTRY
+
+        assert [name for name, one in REGISTRY.items() if one.name == "mine"] == ["package.module.OtherAttention"]
+    finally:
+        kvpatch.unregister_arch("mine")
+    assert "mine" not in kvpatch.list_architectures()
+    with pytest.raises(KVPatchError, match=r"Unknown architecture 'lama'\. Did you mean 'llama'\?"):
+        kvpatch.unregister_arch("lama")
