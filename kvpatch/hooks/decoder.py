@@ -38,7 +38,8 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if changed is None:
         state.log.own_code(call, decoder.training)
     else:
-        state.log.begin(call["past_key_values"] or call["attention_mask"].cache, decoder.training, made_here)
+        cache = call["past_key_values"]
+        state.log.begin(call["attention_mask"].cache if cache is None else cache, decoder.training, made_here)
     return changed
 
 
