@@ -95,6 +95,11 @@ class Patch:
                 layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
         return cache
 
+    @property
+    def passes(self) -> dict[str, tuple[int, int]]:
+        """Passes so far by kind, as in Report.passes: (all, those in which the budget acted)."""
+        return self._state.log.counts()
+
     def report(self) -> Report:
         """Report what the last run kept and cost, and in how many passes the budget acted.
 

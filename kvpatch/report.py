@@ -88,7 +88,7 @@ class Report:
         snapshot = log.snapshot()
         report = cls(**_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._of(snapshot)
-        report.passes = {kind: (one.total, one.acted) for kind, one in log.passes.items() if one.total}
+        report.passes = log.counts()
         report.dropped = log.dropped
         return report
 
