@@ -73,6 +73,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         )
     cache.check_finished()
     mask = inputs.padding_mask(call.get("attention_mask"), B, Q > 1)
+    mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     table = functools.partial(state.adapter.rotary_table, decoder, tokens.device) if cache.settings.renumbered else None
