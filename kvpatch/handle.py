@@ -20,6 +20,7 @@ from .hooks.state import PatchState
 from .hooks.target import Target
 from .policies.budgets import check_count
 from .report import Report
+from .report_text import budget
 from .storage.save_load import load, save
 
 
@@ -44,6 +45,12 @@ class Patch:
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
         return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names)
+
+    def __repr__(self) -> str:
+        policy, ks = self.settings.policy, self.settings.budget.per_layer
+        block = "" if self.settings.block is None else f", block={self.settings.block}"
+        size = budget(policy.name, policy.schedule, ks)
+        return f"<Patch of {type(self._target.decoder).__name__}: {policy.name}, {size}{block}>"
 
     def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
         """Make an empty cache under this budget: prefill it once, `clone()` it per question.
@@ -87,6 +94,11 @@ class Patch:
             for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
                 layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
         return cache
+
+    @property
+    def passes(self) -> dict[str, tuple[int, int]]:
+        """Passes so far by kind, as in Report.passes: (all, those in which the budget acted)."""
+        return self._state.log.counts()
 
     def report(self) -> Report:
         """Report what the last run kept and cost, and in how many passes the budget acted.

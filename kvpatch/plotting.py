@@ -5,8 +5,10 @@ matplotlib is imported when a picture is drawn; no window is opened and no globa
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,27 @@ from torch import Tensor
 from .errors import KVPatchError
 
 _BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
+_LOOKS = {
+    "full": ("#000000", "*"),
+    "random": ("#737373", "x"),
+    "window": ("#1f77b4", "s"),
+    "dilated_window": ("#9ecae1", "s"),
+    "streaming_llm": ("#17becf", "s"),
+    "key_attention": ("#c5b0d5", "o"),
+    "h2o": ("#9467bd", "o"),
+    "scissorhands": ("#8c564b", "o"),
+    "tova": ("#bcbd22", "o"),
+    "roco": ("#e377c2", "o"),
+    "keyformer": ("#ff7f0e", "o"),
+    "snapkv": ("#2ca02c", "^"),
+    "critical_snapkv": ("#98df8a", "v"),
+    "pyramidkv": ("#00695c", "^"),
+    "critical_pyramidkv": ("#80cbc4", "v"),
+    "adakv": ("#d62728", "^"),
+    "critical_adakv": ("#ff9896", "v"),
+    "key_norm": ("#393b79", "D"),
+}
+_OTHERS = ("#637939", "#8c6d31", "#843c39", "#7b4173", "#5254a3", "#ad494a", "#a55194", "#6b6ecf")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 
 
@@ -38,15 +61,37 @@ class Marks:
 
 
 def new_figure(**options: Any) -> Any:
-    """Create a matplotlib Figure, without a window. Raises KVPatchError if matplotlib is missing."""
+    """Create a matplotlib Figure without a window, which a notebook shows. Raises KVPatchError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise KVPatchError("Pictures need matplotlib: pip install matplotlib") from error
-    figure = Figure(**options)
+
+    class Picture(Figure):
+        """Figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    figure = Picture(**options)
     FigureCanvasAgg(figure)
     return figure
+
+
+def png(figure: Any, dpi: int = 90) -> bytes:
+    """Return a figure as a PNG."""
+    data = BytesIO()
+    figure.savefig(data, format="png", dpi=dpi)
+    return data.getvalue()
+
+
+def style(policy: str) -> tuple[str, str]:
+    """Return the color and the marker of a policy, the same in every picture of the project.
+
+    A policy that has none of its own gets one that depends on its name alone.
+    """
+    return _LOOKS.get(policy) or (_OTHERS[zlib.crc32(policy.encode()) % len(_OTHERS)], "P")
 
 
 def every_head(kept_LHT: Tensor, title: str) -> Any:
@@ -129,11 +174,11 @@ def divergence(
     """
     axes = new_figure(figsize=(8.5, 5), layout="constrained").add_subplot()
     size, unit = (2**30, "GiB") if full >= 2**30 else (2**20, "MiB") if full >= 2**20 else (2**10, "KiB")
-    for i, (name, points) in enumerate(curves.items()):
-        look: dict[str, Any] = {"color": f"C{i % 10}", "ls": "-", "marker": "osD^v"[i // 10 % 5]}
-        if name == chance:
-            look, name = {"color": "black", "ls": "--", "marker": "x"}, f"{name} (chance)"
-        axes.plot([nbytes / size for nbytes, _ in points], [nats for _, nats in points], label=name, ms=5, lw=1.4, **look)
+    for name, points in curves.items():
+        color, marker = style(name)
+        look: dict[str, Any] = {"color": color, "marker": marker, "ls": "--" if name == chance else "-"}
+        label = f"{name} (chance)" if name == chance else name
+        axes.plot([nbytes / size for nbytes, _ in points], [nats for _, nats in points], label=label, ms=5, lw=1.4, **look)
     axes.axhline(tolerance, color=_NEEDLE, lw=1, ls=":", label=f"tolerance, {tolerance:g}")
     axes.axvline(full / size, color=_NEEDLE, lw=1, label="full cache")
     axes.set_yscale("symlog", linthresh=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os import PathLike
@@ -89,7 +88,7 @@ class Report:
         snapshot = log.snapshot()
         report = cls(**_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._of(snapshot)
-        report.passes = {kind: (one.total, one.acted) for kind, one in log.passes.items() if one.total}
+        report.passes = log.counts()
         report.dropped = log.dropped
         return report
 
@@ -172,12 +171,8 @@ class Report:
         return text.table(self._rows())
 
     def _repr_html_(self) -> str:
-        image = None
         try:
-            if self.positions:
-                data = io.BytesIO()
-                self.plot().savefig(data, format="png", dpi=90)
-                image = base64.b64encode(data.getvalue()).decode()
+            image = base64.b64encode(plotting.png(self.plot())).decode() if self.positions else None
         except KVPatchError:  # without matplotlib the table stands alone
             image = None
         return text.html_table(self._rows(), image)

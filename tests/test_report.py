@@ -2,11 +2,13 @@
 
 import builtins
 import json
+import warnings
 
 import pytest
 import torch
 
 import kvpatch
+from kvpatch import plotting, report_text
 from kvpatch.report import Report, block
 from tests.helpers import tiny
 
@@ -21,6 +23,16 @@ def window():
     with kvpatch.patched(model, "window", k=[0.5, 0.25]) as patch:
         model.generate(ids, attention_mask=tiny.left_pad(ids, LENGTHS), max_new_tokens=5)
     return patch.report()
+
+
+def test_peak_by_hand(window):
+    """While the last layer is compressed: the first one's slots, the prompt's 2 x 20 tokens, and slots for what is kept."""
+    assert window.peak_nbytes == ((11 + 7) + 2 * 20 + (6 + 4)) * 2 * 2 * 8 * 4
+    model = tiny.make("llama_gqa")
+    with kvpatch.patched(model, "window", 8, block=4) as patch, torch.no_grad():
+        model(tiny.prompt(1, 40))
+    # a budget of 8 and a block of 4 in each of two layers; never the 40 tokens of one layer
+    assert patch.report().peak_nbytes < 40 * 2 * 2 * 8 * 4
 
 
 def test_numbers_by_hand(window):
@@ -197,3 +209,89 @@ def test_a_heat_map_of_budgets(tmp_path):
     assert (tmp_path / "budgets.png").stat().st_size > 1000
     with pytest.raises(kvpatch.KVPatchError, match=r"what='bugdets' is no picture; give 'kept' or 'budgets'"):
         report.plot(tmp_path / "x.png", what="bugdets")
+
+
+def test_plot_without_a_path_returns_the_figure(window):
+    from matplotlib.figure import Figure
+
+    for what in ("kept", "budgets"):
+        figure = window.plot(what=what)
+        assert isinstance(figure, Figure)
+        assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
+
+
+def test_a_notebook_shows_table_and_picture(window, monkeypatch):
+    page = window._repr_html_()
+    assert "<th style='text-align:left'>budget</th>" in page and "data:image/png;base64,iVBOR" in page
+    monkeypatch.setattr(plotting, "new_figure", _raise)
+    page = window._repr_html_()
+    assert page.startswith("<table>") and "<img" not in page
+    mine = Report("<b>mine</b>", "both", (2,), "torch", 0, 0, 0, [])
+    assert "&lt;b&gt;mine&lt;/b&gt;" in mine._repr_html_() and "<img" not in mine._repr_html_()
+
+
+def _raise(**_):
+    raise kvpatch.KVPatchError("Pictures need matplotlib")
+
+
+def test_reprs_are_one_line(window):
+    budget = "layer by layer: 0.5 of the prompt, 0.25 of the prompt"
+    assert repr(window) == f"<Report: window, {budget}; 3.50 KiB of 12 KiB in full (29%)>"
+    with kvpatch.patched(tiny.make("llama"), "h2o", 1, block=4) as patch:
+        assert repr(patch) == "<Patch of LlamaModel: h2o, 1 token, block=4>"
+
+
+@pytest.mark.parametrize(
+    ("policy", "k", "words"),
+    [
+        ("full", 0.5, ["full (never evicts)", "all tokens"]),
+        ("h2o", 1.0, ["h2o (never evicts)", "all tokens"]),
+        ("h2o", 1, ["h2o (evicts after the prompt and while generating)", " 1 token\n"]),
+        ("snapkv", 9, ["snapkv (evicts after the prompt)", " 9 tokens\n"]),
+    ],
+)
+def test_words(policy, k, words):
+    model = tiny.make("llama_gqa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of k=1
+        block = kvpatch.patched(model, policy, k)
+    with block as patch:
+        model.generate(tiny.prompt(1, 12), max_new_tokens=3, pad_token_id=0)
+    said = str(patch.report())
+    assert all(one in said for one in words)
+    assert "attention by          torch" in said and "GPU" not in said and "CUDA" not in said
+    never = policy == "full" or isinstance(k, float)
+    assert (": slots for coming tokens are allocated ahead)" in said) == never
+    assert ("the budget acted in all" in said) != never
+
+
+def test_bytes_in_words():
+    sizes = {0: "0 B", 1023: "1,023 B", 1024: "1 KiB", 3584: "3.50 KiB", 1_155_072: "1.10 MiB", 654 * 2**20: "654 MiB"}
+    assert {count: report_text.size(count) for count in sizes} == sizes
+    assert report_text.size(16 * 2**30 + 2**29) == "16.5 GiB"
+
+
+def test_backends_that_differ_are_told():
+    own = "triton: a score of your own"
+    ran = {"prompt": ("flash", "FlashAttention 2"), "decode": ("triton", ""), "statistics": ("torch", own)}
+    want = ["flash for prompt (FlashAttention 2)", "triton for decode", f"torch for statistics ({own})"]
+    assert report_text.backends(ran) == want
+    assert report_text.backends({"prompt": ("torch", "asked for"), "decode": ("torch", "asked for")}) == ["torch (asked for)"]
+
+
+def test_times_of_a_generate():
+    model = tiny.make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        model.generate(tiny.prompt(1, 12), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        seconds = patch.report().seconds
+        assert seconds["total"] == pytest.approx(seconds["first_token"] + 3 * seconds["per_token"])
+        assert " to the first token, " in str(patch.report()) and " for each further one" in str(patch.report())
+        with torch.no_grad():
+            model(tiny.prompt(1, 12))
+        assert patch.report().seconds == {} and "first token" not in str(patch.report())
+
+
+def test_every_policy_has_a_colour_of_its_own():
+    looks = {name: plotting.style(name) for name in kvpatch.list_policies()}
+    assert len({colour for colour, _ in looks.values()}) == len(looks)
+    assert plotting.style("mine") == plotting.style("mine") and plotting.style("mine")[0] not in dict(looks.values())

@@ -105,5 +105,5 @@ class Choice:
             passed.append(f"{name}: {reason}")
             if name == self.wanted and passed[-1] not in _said:
                 _said.add(passed[-1])
-                _LOG.warning("backend=%r leaves %s to another: %s.", name, task, reason)
+                _LOG.warning("[kvpatch] backend=%r leaves %s to another: %s.", name, task, reason)
         raise AssertionError("torch takes every case")

@@ -205,7 +205,8 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 def _check_rows(cache: TextState, n_B: list[int], last_B: Tensor) -> None:
     if min(n_B) == 0:
         raise KVPatchError(
-            f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch."
+            f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch, in "
+            "the collator or the dataset (an empty text), or pass use_cache=False with block=."
         )
     if cache.request.prompt_len is not None and not cache.settings.transparent and not bool(last_B.all()):
         raise KVPatchError(

@@ -4,23 +4,30 @@
 
 takes every option of `lm_eval`. In generate_until tasks the budget acts as in generate(). A log-likelihood task is one
 forward pass per request, where the budget acts only with a `block=` of fewer tokens than the request has; a share `k` then
-refers to context and continuation together. --use_cache finds stored responses by the request alone, so give each policy and
-budget a file of its own.
+refers to context and continuation together. The results' "config" has an entry "kvpatch" that says of each task if the budget
+acted, and a line of the log above the table says so too. --use_cache finds stored responses by the request alone, so give each
+policy and budget a file of its own.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+import difflib
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
 from ..handle import Patch
+from ..hooks.inputs import BUDGETS
+from ..hooks.settings import policy_of
 from ..patching import SETTINGS, patch
-from ..policies import Policy, get_policy
+from ..policies import Policy
+from ..policies.options import PolicyOptions
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -33,6 +40,10 @@ except ImportError as error:
     ) from error
 
 
+_Answers = TypeVar("_Answers")
+_NAMES = {setting: "kv_backend" if setting == "backend" else setting for setting in SETTINGS}
+
+
 @register_model("kvpatch")
 class KVPatchLM(HFLM):  # type: ignore[misc]
     """The harness' HFLM, patched until `lm.patch.remove()`.
@@ -42,50 +53,86 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: name, folder or model, as HFLM takes it.
-        policy: as `kvpatch.patched` takes it.
+        policy: as `kvpatch.patched` takes it; it has no default.
         k: as `kvpatch.patched` takes it.
         **kwargs: block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its `backend`,
             since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
 
     Raises:
-        KVPatchError: `kvpatch.patched` refuses the model or an option.
+        KVPatchError: `kvpatch.patched` refuses the model or an option, or a name is misspelt.
     """
 
     def __init__(
         self,
         pretrained: Any,
-        policy: str | Policy = "keyformer",
+        policy: str | Policy | None = None,
         k: Any = 0.5,
         **kwargs: Any,
     ) -> None:
-        chosen = policy if isinstance(policy, Policy) else get_policy(policy)
-        options = {name: kwargs.pop(name) for name in chosen.options() if name in kwargs}
-        names = {setting: "kv_backend" if setting == "backend" else setting for setting in SETTINGS}
-        options |= {setting: kwargs.pop(name) for setting, name in names.items() if name in kwargs}
-        super().__init__(pretrained, **kwargs)
+        own = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
+        _check_names(kwargs, own)
+        options = {name: kwargs.pop(name) for name in own if name in kwargs}
+        chosen = policy_of(policy, None, options, tuple(_NAMES.values()))
+        how = {setting: kwargs.pop(name) for setting, name in _NAMES.items() if name in kwargs}
+        try:
+            super().__init__(pretrained, **kwargs)
+        except TypeError as error:  # the model's class names an argument that nobody takes
+            unknown = [name for name in kwargs if f"'{name}'" in str(error)]
+            if not unknown:
+                raise
+            raise KVPatchError(
+                f"model_args has no {unknown[0]!r}: give arguments of lm_eval's hf model, policy, k, "
+                f"{', '.join(_NAMES.values())}, or options of policy {chosen.name!r}: {', '.join(chosen.options())}."
+            ) from error
         self._lengths: dict[tuple[int, ...], int] = {}
-        self.patch: Patch = patch(self.model, chosen, k, **options)
+        self._tasks: dict[str, dict[str, Any]] = {}
+        self.patch: Patch = patch(self.model, chosen, k, **how)
 
     @property
     def _evicts(self) -> bool:
         return self.patch.settings.acts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score requests as HFLM does; logs a warning if the budget has no effect because no block is set."""
-        self._warn_unfelt(len(requests))
-        return super().loglikelihood(requests, disable_tqdm)
+        """Score requests as HFLM does, and note of each task if the budget acted."""
+        run = super().loglikelihood
+        return self._noting(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts as HFLM does, with the same warning as `loglikelihood`."""
-        self._warn_unfelt(len(requests))
-        return super().loglikelihood_rolling(requests, disable_tqdm)
+        """Score whole texts as HFLM does, and note of each task if the budget acted."""
+        run = super().loglikelihood_rolling
+        return self._noting(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
 
-    def _warn_unfelt(self, count: int) -> None:
-        if self._evicts and self.patch.settings.block is None:
-            eval_logger.warning(
-                f"{count} log-likelihoods will not feel policy {self.patch.settings.policy.name!r}: a forward pass computes "
-                "all of its tokens before it evicts. Give block=, fewer tokens than a request has."
-            )
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate as HFLM does, and note of each task if the budget acted."""
+        run = super().generate_until
+        return self._noting(requests, ("decode",), lambda: run(requests, disable_tqdm))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task."""
+        settings = self.patch.settings
+        said = {"policy": settings.policy.name, "k": list(dict.fromkeys(settings.budget.per_layer)), "block": settings.block}
+        for task, found in self._tasks.items():
+            line = f"[kvpatch] {task}: the budget acted in {found['acted']} of its passes ({found['requests']} requests)"
+            none = self._evicts and found["acted"] == "none"
+            eval_logger.log(30 if none else 20, line + (": give block=, fewer tokens than a request has" if none else ""))
+        return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
+
+    def _noting(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
+        """Run the requests of some tasks, and note if the budget acted in passes of these kinds; tasks share the passes."""
+
+        def count() -> tuple[int, int]:
+            passes = [self.patch.passes.get(kind, (0, 0)) for kind in kinds]
+            return sum(total for total, _ in passes), sum(acted for _, acted in passes)
+
+        before = count()
+        answers = run()
+        total, acted = (after - earlier for after, earlier in zip(count(), before, strict=True))
+        word = "none" if not acted else "all" if acted == total else "some"
+        for task, number in Counter(str(one.task_name) for one in requests).items():
+            known = self._tasks.setdefault(task, {"requests": 0, "acted": word})
+            known["requests"] += number
+            known["acted"] = word if known["acted"] == word else "some"
+        return answers
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
@@ -119,6 +166,18 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         dtype = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             return self.model(inps, attention_mask=mask_BT.long().to(inps.device)).logits
+
+
+def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
+    """Raise KVPatchError for a name that nobody has and that is near to one of ours; all others go to HFLM."""
+    ours = ["policy", "k", *_NAMES.values(), *options]
+    theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
+    for name in given:
+        if name in ours or name in theirs:
+            continue
+        meant = ["k"] if name in BUDGETS else difflib.get_close_matches(name.lower(), ours, n=1, cutoff=0.75)
+        if meant:
+            raise KVPatchError(f"model_args has no {name!r}. Did you mean {meant[0]!r}?")
 
 
 def _stripped(tokens: Sequence[int]) -> tuple[int, ...]:

@@ -38,7 +38,8 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if changed is None:
         state.log.own_code(call, decoder.training)
     else:
-        state.log.begin(call["past_key_values"] or call["attention_mask"].cache, decoder.training, made_here)
+        cache = call["past_key_values"]
+        state.log.begin(call["attention_mask"].cache if cache is None else cache, decoder.training, made_here)
     return changed
 
 
@@ -72,6 +73,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         )
     cache.check_finished()
     mask = inputs.padding_mask(call.get("attention_mask"), B, Q > 1)
+    mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     table = functools.partial(state.adapter.rotary_table, decoder, tokens.device) if cache.settings.renumbered else None

@@ -97,6 +97,14 @@ def padding_mask(mask: object, B: int, prompt: bool) -> Tensor | None:
     return mask
 
 
+def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
+    """Let rows of nothing but padding be read like tokens, for a pass whose cache ends with it.
+
+    Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
+    """
+    return None if mask_BT is None else mask_BT.bool() | ~mask_BT.bool().any(-1, keepdim=True)
+
+
 def mask_columns(mask: object, new: int, seen: int) -> None:
     """Check generate()'s mask: it covers the given tokens, or these and the tokens that the cache has seen."""
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] not in (new, seen + new):

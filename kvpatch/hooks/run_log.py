@@ -119,6 +119,10 @@ class RunLog:
         if cache is not None and not cache.unfinished:
             self._unused(cache, cache.record)
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return by kind, of those that ran: (all passes, those in which the budget acted)."""
+        return {kind: (one.total, one.acted) for kind, one in self.passes.items() if one.total}
+
     def snapshot(self) -> Snapshot | None:
         """Return a snapshot of the cache of the last pass that had one."""
         cache = self._alive()

@@ -248,15 +248,53 @@ def test_the_harness_command_knows_the_model(recall, capsys, monkeypatch):
     assert "kvpatch (" in printed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"polcy": "h2o"}, r"model_args has no 'polcy'\. Did you mean 'policy'"),
+        ({"policy": "snapkv", "windw": 3}, r"model_args has no 'windw'\. Did you mean 'window'"),
+        ({"policy": "h2o", "blok": 16}, r"'blok'\. Did you mean 'block'"),
+        ({"policy": "h2o", "compression_ratio": 0.5}, r"Did you mean 'k'"),
+        ({"policy": "h2o", "window": 3}, r"Policy 'h2o' has no option 'window'"),
+    ],
+    ids=str,
+)
+def test_a_misspelt_argument_is_told_before_the_model_is_loaded(arguments, words):
+    with pytest.raises(kvpatch.KVPatchError, match=words):
+        KVPatchLM("no/such/model", **arguments)
+
+
+def test_an_argument_that_nobody_takes_is_told(recall):
+    folder = recall["pretrained"].name_or_path
+    with pytest.raises(kvpatch.KVPatchError, match="model_args has no 'zzz': give arguments of lm_eval's hf model"):
+        KVPatchLM(folder, device="cpu", policy="h2o", zzz=3)
+    lm = KVPatchLM(folder, device="cpu", policy="h2o", attn_implementation="eager")  # goes to the model, as with hf
+    lm.patch.remove()
+    assert lm.model.config._attn_implementation == "eager"
+
+
+def test_the_results_say_of_each_task_if_the_budget_acted(recall, caplog):
+    caplog.set_level("INFO")
+    for block, word, lines in ((None, "none", 1), (6, "all", 0)):
+        caplog.clear()
+        lm = KVPatchLM(**recall, batch_size=4, policy="h2o", k=0.2, block=block)
+        results = evaluate(lm, ["kvp_recall", "kvp_answer"], limit=2)
+        lm.patch.remove()
+        said = results["config"]["kvpatch"]
+        assert (said["policy"], said["k"], said["block"]) == ("h2o", [0.2], block)
+        assert said["tasks"]["kvp_recall"] == {"requests": 8, "acted": word}
+        assert said["tasks"]["kvp_answer"] == {"requests": 2, "acted": "all"}
+        assert f"[kvpatch] kvp_recall: the budget acted in {word} of its passes (8 requests)" in caplog.text
+        assert len(warned(caplog)) == lines
+
+
 def test_what_is_wrong_is_said_before_anything_runs(recall, monkeypatch, caplog):
     with pytest.raises(kvpatch.KVPatchError, match="Did you mean 'h2o'"):
         KVPatchLM("no/such/model", policy="h2oo")
     with pytest.raises(kvpatch.KVPatchError, match="not a share"):
-        KVPatchLM(**recall, k=1.5)
-    lm = KVPatchLM(**recall, batch_size=4, policy="h2o", k=0.5)
-    evaluate(lm, ["kvp_recall"], limit=1)
-    lm.patch.remove()
-    assert "4 log-likelihoods will not feel policy 'h2o'" in caplog.text
+        KVPatchLM(**recall, policy="h2o", k=1.5)
+    with pytest.raises(kvpatch.KVPatchError, match="needs a policy: name the one that suits the use"):
+        KVPatchLM("no/such/model", k=0.5)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.delitem(sys.modules, "kvpatch.evaluation.lm_eval")
     with pytest.raises(kvpatch.KVPatchError, match=r'pip install "lm-eval>=0.4.13"'):

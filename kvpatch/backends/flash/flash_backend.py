@@ -173,7 +173,7 @@ def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case
             raise
         except Exception as error:
             _refused[kernel.name, case] = str(error)
-            _LOG.warning("%s refused (%s); attention goes another way.", kernel.name, error)
+            _LOG.warning("[kvpatch] %s refused (%s); attention goes another way.", kernel.name, error)
             continue
         return out, lse.detach()
     raise Refused(f"No flash kernel took this prompt ({reason('prompt', case)}): use the torch backend.")
@@ -208,7 +208,8 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
         raise
     except Exception as error:
         _refused[kernel.name, None] = str(error)
-        _LOG.warning("%s refused (%s): attention over heads of different lengths goes head by head.", kernel.name, error)
+        said = "[kvpatch] %s refused (%s): attention over heads of different lengths goes head by head."
+        _LOG.warning(said, kernel.name, error)
         return None
     out = torch.empty_like(out_NGD)
     out[order] = out_NGD

@@ -97,7 +97,7 @@ def _load(name: str, wanted: set[str]) -> Any:
     except ModuleNotFoundError:  # flash_attn 2 raises this too for its own flash_attn.cute
         return None
     except Exception as error:  # an extension built for another torch, a compiler that finds no GPU
-        _LOG.warning("%s is installed but cannot be imported (%s); attention goes another way.", name, error)
+        _LOG.warning("[kvpatch] %s is installed but cannot be imported (%s); attention goes another way.", name, error)
         return None
     functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
     fits = all(callable(f) and wanted <= set(inspect.signature(f).parameters) for f in functions)
