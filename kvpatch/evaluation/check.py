@@ -1,94 +1,47 @@
 """Checks that the patch keeps its promises on a given model, on random ids, in seconds: `kvpatch check`, `check_model`.
 
-The checks do not ask the library which tokens it kept. Eviction is compared with the unpatched model under a hand-written 4-D
-attention mask, for a policy whose kept set is known in advance: the first and the newest tokens.
+Evictions are compared with the unpatched model whose attention modules get a mask that hides what was evicted (masked.py). For
+a window with sinks the hidden tokens are known in advance; for the policy that is asked for they are read from its cache.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import KVPatchError
 from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy, get_policy
+from ..policies.context import EvictionContext
+from .check_table import ROUNDINGS, CheckTable, Result
+from .masked import Evictions, masked_predictions, rounding_error
 from .teacher_forcing import feed, positions_of, predictions, wide
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of two logits that passes, by dtype, as a share of the largest logit, which counts as at least 1.
+Outcome = str | tuple[Tensor, Tensor, str]
+"""Outcome of a check: an error message, "" if there is no error; or actual and expected logits and a remark."""
 
-The tolerance of float64 is that large because some models compute softmax in float32 regardless of their dtype.
-"""
-
-Outcome = str | tuple[Tensor, Tensor] | None
-"""Outcome of a check: an error message, "" if there is no error; actual and expected logits; or None if not comparable."""
-
-_PROMPT, _NEW, _SINKS, _BUDGET = 40, 8, 4, 16
+_PROMPT, _LONGEST, _NEW, _SINKS, _BUDGET = 40, 640, 8, 4, 16
 
 
-@dataclass(frozen=True)
-class Result:
-    """Result of one check: its name, whether it passed, and the measured difference or the error message."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
-@dataclass(frozen=True)
-class CheckTable:
-    """Results of all checks of one model; `str` is a table of them.
-
-    Attributes:
-        results: one per check.
-        dtype: of the model.
-        tolerance: largest difference of logits of this dtype that passes, as a share of the largest logit.
-    """
-
-    results: tuple[Result, ...]
-    dtype: torch.dtype
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        """Tell whether all checks passed."""
-        return all(result.passed for result in self.results)
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self.results)
-
-    def __len__(self) -> int:
-        return len(self.results)
-
-    def __str__(self) -> str:
-        width = max(len(result.name) for result in self.results)
-        lines = [f"{'pass' if one.passed else 'FAIL'}  {one.name:{width}}  {one.detail}" for one in self.results]
-        return "\n".join([*lines, "", self.note])
-
-    @property
-    def note(self) -> str:
-        """Sentence about the tolerance."""
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"In {kind}, logits may differ by {self.tolerance:.0e} of the largest one."
-
-
-def check_model(model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, *, seed: int = 0) -> CheckTable:
-    """Check on a model, in seconds and on random ids, that a patch keeps its promises.
+def check_model(model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, *, seed: int = 0) -> CheckTable:
+    """Check on a model, in seconds and on random ids, that a patch keeps its promises, in the model's own dtype.
 
     Args:
         model: as `patched` takes it; hidden states are compared if it has no head.
-        policy: as `patched` takes it.
+        policy: as `patched` takes it; what it evicts is compared with the unpatched model under a mask that hides the same.
         k: as `patched` takes it.
         seed: of the random ids and of the policy.
 
     Returns:
         A table to print or iterate over; `.passed` tells whether all checks passed. An exception inside a check becomes its
-        result.
+        result, and so do scores that are NaN.
 
     Raises:
         KVPatchError: `patched` refuses the model or an option, before anything is measured.
@@ -117,25 +70,33 @@ class Checks:
             print(result.passed, result.name, result.detail)
     """
 
-    def __init__(self, model: Any, policy: str | Policy = "keyformer", k: Any = 0.5, seed: int = 0) -> None:
+    def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
         self.model, self.seed = model, seed
         self.policy, self.k = get_policy(policy) if isinstance(policy, str) else policy, k
-        with patched(model, self.policy, k, seed=seed):
+        with patched(model, self.policy, k, seed=seed) as patch:
             pass  # a wrong option ends here, before anything is measured
-        target = Target.find(model)
-        self.mask_has_positions = bool(target.attentions[0][1].aside(target.decoder))
-        limit = positions_of(model) or _PROMPT + _NEW
-        self.n = min(_PROMPT, limit - _NEW)
+        self.attentions = Target.find(model).attentions
+        self.n = self._prompt_length(patch.settings)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
         self.ids_BT = ids.to(model.device)
-        self.tolerance = TOLERANCE.get(model.dtype, 1e-1)
+        self.tolerance = ROUNDINGS * rounding_error(model, self.attentions, self.ids_BT, self._places())
+
+    def _prompt_length(self, settings: Any) -> int:
+        """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
+        score = self.policy.score
+        n = max(_PROMPT, 3 * (score.observed_rows if score is not None else 0))
+        evicting = [layer for layer in range(len(self.attentions)) if settings.budget.evicts(layer)]
+        while n < _LONGEST and evicting and all(settings.tokens(layer, n) >= n for layer in evicting):
+            n *= 2
+        return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 
     def run(self) -> list[Result]:
         """Run all checks in order; an exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.full),
             ("eviction is the same as masking", self.masking),
+            (f"what {self.policy.name} evicts is masked the same", self.evictions),
             ("a row of a padded batch is as it is alone", self.padding),
             ("the same seed gives the same logits", self.seeded),
             ("the model is as it was after the block", self.restored),
@@ -148,60 +109,72 @@ class Checks:
                 outcome = check()
         except Exception as error:  # an unknown model may raise anything; it belongs into the table
             return Result(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
-        if outcome is None:
-            return Result(name, True, "not compared: this model reads ALiBi from its padding mask, so it takes no other")
         if isinstance(outcome, str):
             return Result(name, not outcome, outcome or "bit for bit")
-        got, expected = outcome
+        got, expected, remark = outcome
         largest = max(1.0, float(expected.abs().max()))
         difference = float((got - expected).abs().max()) / largest
-        return Result(name, difference <= self.tolerance, f"off by {difference:.1e}, allowed {self.tolerance:.0e}")
+        return Result(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
-    def full(self) -> tuple[Tensor, Tensor]:
-        """Compare k=1.0 with the unpatched model."""
-        expected = self._feed(self.ids_BT)
+    def full(self) -> Outcome:
+        """Compare k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""
+        pads = self.n // 3
+        mask_BT = torch.ones_like(self.ids_BT)
+        mask_BT[1, :pads] = 0
+
+        def both() -> Tensor:
+            out = self.model(self.ids_BT, attention_mask=mask_BT, use_cache=True)
+            return torch.cat([self._feed(self.ids_BT), wide(predictions(out))[:, pads:]], 1)
+
+        expected = both()
         with patched(self.model, self.policy, 1.0, seed=self.seed):
-            return self._feed(self.ids_BT), expected
+            return both(), expected, ""
 
-    def masking(self) -> tuple[Tensor, Tensor] | None:
-        """Compare a window with sinks to one unpatched forward pass whose mask hides the evicted tokens."""
-        if self.mask_has_positions:
-            return None
+    def masking(self) -> Outcome:
+        """Compare a window with sinks, whose kept tokens are known in advance, with masking the others."""
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
-        with patched(self.model, "window", budget, sinks=sinks):
-            got = self._feed(self.ids_BT)
+        with patched(self.model, "window", budget, sinks=sinks) as patch:
+            got, bounds = self._feed(self.ids_BT), patch.settings.bounds
         total = self.ids_BT.shape[1]
         query, key = torch.arange(total)[:, None], torch.arange(total)[None]
-        seen = key <= query
+        seen_QT = key <= query
         # a generated token sees the tokens kept before it, and itself
-        kept = seen & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
-        text = self.model.config.get_text_config()
-        types, window = set(getattr(text, "layer_types", None) or ()), getattr(text, "sliding_window", None)
-        masks: Any = self._mask(kept)
-        if window is not None and len(types) > 1:  # sliding layers keep their window under any policy
-            masks = {"full_attention": masks, "sliding_attention": self._mask(seen & (key > query - window))}
-        elif window is not None and types != {"full_attention"}:
-            masks = self._mask(kept & (key > query - window))
-        places = {}
-        if "position_ids" in inspect.signature(type(self.model).forward).parameters:
-            places["position_ids"] = torch.arange(total, device=self.model.device)[None].expand(len(self.ids_BT), -1)
-        expected = self.model(self.ids_BT, attention_mask=masks, use_cache=False, **places)
-        return got, wide(predictions(expected)[:, self.n - 1 :])
+        kept_QT = seen_QT & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
+        layers = [(seen_QT if bound is not None else kept_QT)[None, None] for bound in bounds]
+        return got, self._masked(layers), ""
 
-    def _mask(self, seen_QT: Tensor) -> Tensor:
-        """Build the mask [B,1,Q,T] that is added to logits."""
-        smallest = torch.finfo(self.model.dtype).min
-        mask = torch.zeros(seen_QT.shape, dtype=self.model.dtype).masked_fill(~seen_QT, smallest)
-        return mask[None, None].expand(len(self.ids_BT), 1, -1, -1).to(self.model.device)
+    def evictions(self) -> Outcome:
+        """Compare the policy itself with masking what its cache does not hold."""
+        with patched(self.model, _strict(self.policy), self.k, seed=self.seed, strict=True):
+            self._feed(self.ids_BT)
+        watched = Evictions(self.n, self.ids_BT.shape[1])
+        with patched(self.model, self.policy, self.k, seed=self.seed):
+            got = feed(self.model, self.ids_BT, self.n, watch=watched.note).logits_BSV
+        few, many = watched.evicted()
+        count = f"{few} of" if few == many else f"{few} to {many} of"
+        total = self.ids_BT.shape[1]
+        none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "
+        remark = f"{count} {total} tokens evicted per head, " if many else none
+        return got, self._masked(watched.seen()), remark
 
-    def padding(self) -> tuple[Tensor, Tensor]:
+    def _masked(self, seen: list[Tensor]) -> Tensor:
+        return masked_predictions(self.model, self.attentions, self.ids_BT, seen, self._places())[:, self.n - 1 :]
+
+    def _places(self) -> dict[str, Tensor]:
+        """Return position_ids, if the model takes them."""
+        if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
+            return {}
+        T = self.ids_BT.shape[1]
+        return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
+
+    def padding(self) -> Outcome:
         """Compare a shorter row, left-padded beside a longer one, with the same row alone."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            return self._feed(self.ids_BT, mask)[1:], self._feed(self.ids_BT[1:, pads:], skipped=pads)
+            return self._feed(self.ids_BT, mask)[1:], self._feed(self.ids_BT[1:, pads:], skipped=pads), ""
 
     def seeded(self) -> str:
         """Compare two runs with the same seed."""
@@ -233,6 +206,23 @@ class Checks:
     def _feed(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
         """Return logits [B,1+_NEW,V] of the prompt's last token and of each further token, fed one by one."""
         return feed(self.model, ids_BT, self.n - skipped, mask_BT).logits_BSV
+
+
+def _strict(policy: Policy) -> Policy:
+    """Return the policy with a score that raises KVPatchError where a held token's value is NaN."""
+    if policy.score is None:
+        return policy
+
+    class Strict(type(policy.score)):  # type: ignore[misc]
+        def value(self, context: EvictionContext) -> Tensor:
+            value = super().value(context)
+            if bool((value.isnan() & (context.positions_BHT >= 0)).any()):
+                raise KVPatchError(f"the scores of policy {policy.name!r} are NaN, which would count as the lowest")
+            return value
+
+    score = copy.copy(policy.score)
+    object.__setattr__(score, "__class__", Strict)
+    return replace(policy, score=score)
 
 
 def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:

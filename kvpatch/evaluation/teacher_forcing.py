@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,18 @@ class Fed:
 
 
 @torch.no_grad()
-def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> Fed:
-    """Feed `ids_BT[:, :n]` in one forward pass and the rest one by one; `mask_BT` is 0 for left padding."""
+def feed(
+    model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None, watch: Callable[[Any], None] = lambda cache: None
+) -> Fed:
+    """Feed `ids_BT[:, :n]` in one forward pass and the rest one by one.
+
+    Args:
+        model: a causal language model.
+        ids_BT: token ids.
+        n: tokens of the prompt.
+        mask_BT: 0 for left padding.
+        watch: called with the cache after each pass.
+    """
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
@@ -43,6 +54,7 @@ def feed(model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None) -> F
             ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], past_key_values=past, use_cache=True, **extra
         )
         past = out.past_key_values
+        watch(past)
         logits.append(wide(predictions(out)[:, -1:]))
     return Fed(torch.cat(logits, 1), past)
 

@@ -1,0 +1,61 @@
+"""The table of results that `check_model` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+ROUNDINGS = 6
+"""Tolerance in units of masked.rounding_error: how far logits move if each layer's attention is off by its last digit."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one check: its name, whether it passed, and the measured difference or the error message."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class CheckTable:
+    """Results of all checks of one model; `str` is a table of them.
+
+    Attributes:
+        results: one per check.
+        dtype: of the model.
+        tolerance: largest difference of two logits that passes, as a share of the largest logit, which counts as at least 1.
+    """
+
+    results: tuple[Result, ...]
+    dtype: torch.dtype
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Tell whether all checks passed."""
+        return all(result.passed for result in self.results)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __str__(self) -> str:
+        width = max(len(result.name) for result in self.results)
+        lines = [f"{'pass' if one.passed else 'FAIL'}  {one.name:{width}}  {one.detail}" for one in self.results]
+        return "\n".join([*lines, "", self.note])
+
+    @property
+    def note(self) -> str:
+        """Sentence about the tolerance."""
+        kind = str(self.dtype).removeprefix("torch.")
+        coarse = f" That is coarse: {kind} rounds so much in this model that float32 would tell more." * (self.tolerance > 0.1)
+        return (
+            f"In {kind}, logits may differ by {self.tolerance:.0e} of the largest one: {ROUNDINGS} times what one rounding of "
+            f"each layer's attention changes in this model.{coarse}"
+        )

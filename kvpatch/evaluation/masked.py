@@ -1,0 +1,137 @@
+"""The unpatched model with a mask of each layer's own: attention without the tokens that a policy evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arch.adapter import Adapter
+from ..hooks.attention import parameters
+from .teacher_forcing import predictions, wide
+
+Attentions = list[tuple[nn.Module, Adapter]]
+
+
+class Evictions:
+    """Record of what each head holds, noted pass by pass; `n` tokens of `total` are the prompt."""
+
+    def __init__(self, n: int, total: int) -> None:
+        self.n, self.total = n, total
+        self.passes: list[list[Tensor]] = []
+
+    def note(self, cache: Any) -> None:
+        """Note the positions that each layer holds after a pass."""
+        self.passes.append([cache.positions(layer).cpu() for layer in range(len(cache.layers))])
+
+    def seen(self) -> list[Tensor]:
+        """Return what each query sees, bool [B,H,Q,T] per layer: all before it in the prompt, then what was held."""
+        causal = torch.ones(self.total, self.total, dtype=torch.bool).tril()
+        return [self._layer(causal, index) for index in range(len(self.passes[0]))]
+
+    def _layer(self, causal_QT: Tensor, index: int) -> Tensor:
+        rows = [one[index] for one in self.passes[:-1]]  # what the last pass left, no query sees
+        B, H = rows[0].shape[:2]
+        seen = causal_QT.expand(B, H, -1, -1).clone()
+        for step, positions_BHT in enumerate(rows):
+            held = torch.zeros(B, H, self.total + 1, dtype=torch.bool)
+            held.scatter_(-1, positions_BHT.clamp(min=-1) % (self.total + 1), True)  # -1, an empty slot, falls behind the end
+            seen[:, :, self.n + step] &= held[..., :-1]
+            seen[:, :, self.n + step, self.n + step] = True
+        return seen
+
+    def evicted(self) -> tuple[int, int]:
+        """Return the fewest and the most tokens that a head had evicted in the end."""
+        held = torch.cat([(positions >= 0).sum(-1).flatten() for positions in self.passes[-1]])
+        return self.total - int(held.max()), self.total - int(held.min())
+
+
+@torch.no_grad()
+def masked_predictions(
+    model: Any, attentions: Attentions, ids_BT: Tensor, seen: list[Tensor], places: dict[str, Tensor]
+) -> Tensor:
+    """Run the unpatched model in one pass; each layer's queries see what `seen` says, within the layer's sliding window.
+
+    Args:
+        model: not patched.
+        attentions: its attention modules with their adapters.
+        ids_BT: token ids.
+        seen: bool [B,H,Q,T] per layer, with KV heads H or 1; B may be 1.
+        places: position_ids, if the model takes them.
+
+    Returns:
+        Logits [B,T,V], or hidden states of a model without a head.
+    """
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
+    groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
+    with _masks(attentions, seen, groups):
+        return wide(predictions(model(ids_BT, use_cache=False, **places)))
+
+
+@contextmanager
+def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Iterator[None]:
+    hooks = []
+    try:
+        for (module, adapter), seen_BHQT, group in zip(attentions, seen, groups, strict=True):
+            mask = _Masked(adapter.sliding(module), seen_BHQT, group)
+            hooks.append(module.register_forward_pre_hook(mask, with_kwargs=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Masked:
+    """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
+
+    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int) -> None:
+        at = torch.arange(seen_BHQT.shape[-1])
+        self.seen = seen_BHQT if window is None else seen_BHQT & (at > at[:, None] - window)
+        if self.seen.shape[1] > 1:  # what a KV head holds, for the query heads that share it
+            self.seen = self.seen.repeat_interleave(group, 1)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = parameters(type(module))  # type: ignore[arg-type]
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
+        hidden, own = call.pop(names[0]), call.get(name)
+        call[name] = self._hidden(own, self.seen.to(hidden.device), hidden)
+        return (hidden,), call
+
+    def _hidden(self, own: Tensor | None, seen_BHQT: Tensor, hidden_BQE: Tensor) -> Tensor:
+        if own is not None and own.dtype == torch.bool:
+            return own & seen_BHQT if own[0, 0, 0, 0] else own | ~seen_BHQT  # a token sees itself: so it says what True means
+        own = torch.zeros_like(seen_BHQT, dtype=hidden_BQE.dtype) if own is None else own
+        mask = own.masked_fill(~seen_BHQT, torch.finfo(own.dtype).min)
+        return mask.expand(len(hidden_BQE), -1, -1, -1)
+
+
+@torch.no_grad()
+def rounding_error(model: Any, attentions: Attentions, ids_BT: Tensor, places: dict[str, Tensor]) -> float:
+    """Return how far logits move if every number of each layer's attention output is off by one unit in the last place.
+
+    That is what another order of summation may change. The result is a share of the largest logit, which counts as at least 1;
+    it is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def off(module: nn.Module, args: Any, out: Any) -> Any:
+        sign = torch.randint(0, 2, out[0].shape, generator=draw).to(out[0]) * 2 - 1
+        return out[0] * (1 + _unit(out[0].dtype) * sign), *out[1:]
+
+    expected = wide(predictions(model(ids_BT, use_cache=False, **places)))
+    hooks = [module.register_forward_hook(off) for module, _ in attentions]
+    try:
+        moved = wide(predictions(model(ids_BT, use_cache=False, **places)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return max(_unit(model.dtype), float((moved - expected).abs().max()) / max(1.0, float(expected.abs().max())))
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
