@@ -41,5 +41,5 @@ def test_an_environment_tells_its_steps(tmp_path):
     steps = [line for line in done.stdout.splitlines() if line.startswith('echo "[')]
     assert [step[6:11] for step in steps] == ["[1/3]", "[2/3]", "[3/3]"]
     assert "with CUDA" in steps[0] and "(3, 10)" in done.stdout
-    index = ["make", "-n", "demo", "TORCH_INDEX=https://example.org/cpu"]
-    assert "--extra-index-url https://example.org/cpu" in subprocess.run(index, cwd=tmp_path, capture_output=True, text=True).stdout
+    done = subprocess.run(["make", "-n", "demo", "TORCH_INDEX=URL"], cwd=tmp_path, capture_output=True, text=True)
+    assert "--extra-index-url URL" in done.stdout
