@@ -1,75 +1,69 @@
-# make test         the tests that are not slow, at most 6 minutes on two cores
-# make test-all     every test
-# make check        ruff, mypy and the documentation
-# make docs         the documentation, in docs/_build/html; a warning is an error
-# make demo         what policies keep, on the small models of tools/models
-# make soak         random sequences of everything on a patched model, for 30 minutes, and docs/reliability.md
-# make test-matrix  the tests under several versions of transformers and torch (several GB), and docs/reliability.md
-# make test-wheel   the sdist's tests, and the wheel in an environment of its own
-# make results      every experiment of tools/evaluation on those models, and docs/results.md
-# make mutation     docs/reliability.md: which small changes of the library no test notices
-# make reliability  the other sections of that page: memory, misuse, fuzzing
-# make upstream-tests TRANSFORMERS=PATH  transformers' own tests, unpatched and patched at 1.0, from a checkout of its repository
-# make peer-env     NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
-#
-# Every target makes .venv first. TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids torch's CUDA packages.
+# make help: every target. Each makes .venv first, which downloads torch.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+CPU_INDEX = https://download.pytorch.org/whl/cpu
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
-.PHONY: demo test test-slow test-all check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env
+.DEFAULT_GOAL = help
+.PHONY: help demo test test-slow test-all check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env
 
-demo: .venv/ok
+help:  ## this list
+	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
+	@echo
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | awk '{ name = $$1; sub(/^[^ ]* /, ""); printf "  %-15s %s\n", name, $$0 }'
+	@echo
+	@echo "The first target makes .venv. On Linux, pip's torch brings CUDA: more than 5 GB on disk. TORCH_INDEX as above takes the"
+	@echo "build for the CPU alone, about 0.9 GB; what the tests need takes 2 GB more."
+
+demo: .venv/ok  ## what eight policies keep, on two small models: half a minute
 	.venv/bin/kvpatch demo
 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
-test: .venv/ok .venv/torchao
+test: .venv/ok .venv/torchao  ## the tests that are not slow: at most 6 minutes on two cores
 	$(PYTEST) -m "not slow and not gpu"
 
-# what `make test` leaves out; tests marked gpu skip themselves where there is none
-test-slow: .venv/ok .venv/torchao
+test-slow: .venv/ok .venv/torchao  ## the other tests; those for a GPU skip themselves where there is none
 	$(PYTEST) -m "slow or gpu"
 
-test-all: .venv/ok .venv/torchao
+test-all: .venv/ok .venv/torchao  ## every test
 	$(PYTEST)
 
-check: .venv/ok docs
+check: .venv/ok docs  ## ruff, mypy and the documentation
 	.venv/bin/ruff check
 	.venv/bin/mypy
 
-docs: .venv/ok
+docs: .venv/ok  ## the documentation, in docs/_build/html; a warning is an error
 	.venv/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-soak: .venv/ok
+soak: .venv/ok  ## random sequences of everything on a patched model for 30 minutes, and docs/reliability.md
 	.venv/bin/python -m tools.reliability.soak --minutes 30 --processes 2 --write
 
-test-matrix: .venv/ok
+test-matrix: .venv/ok  ## the tests under several versions of transformers and torch (several GB), and docs/reliability.md
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.test_matrix --write
 
-# WHEEL="3.10 3.12" tries other Pythons too: see tools/reliability/wheel.py
-test-wheel: .venv/ok
+test-wheel: .venv/ok  ## the sdist's tests, and the wheel in an environment of its own; WHEEL="3.10 3.12" for other Pythons
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.wheel $(WHEEL)
 
-results: .venv/ok
+results: .venv/ok  ## every experiment of tools/evaluation on the small models, and docs/results.md
 	.venv/bin/python -m tools.evaluation.results --fresh
 
-# MUTATION="--sample 300" and such: see tools/reliability/mutation.py. cosmic-ray brings a lot, and only lists mutants here
-mutation: .venv/ok .mutation/packages/ok
+# cosmic-ray brings a lot, and only lists mutants here
+mutation: .venv/ok .mutation/packages/ok  ## docs/reliability.md: which small changes of the library no test notices; MUTATION="--sample 300" and such
 	.venv/bin/python -m tools.reliability.mutation $(MUTATION)
 
 .mutation/packages/ok: .venv/ok
 	$(PIP) --target .mutation/packages "cosmic-ray==8.7.0"
 	touch .mutation/packages/ok
 
-reliability: .venv/ok
+reliability: .venv/ok  ## the other sections of that page: memory, misuse, fuzzing
 	.venv/bin/python -m tools.reliability.memory
 	.venv/bin/python -m tools.reliability.fuzz --minutes 10 --write
 	.venv/bin/python -m tools.reliability.misuse --write
 
-upstream-tests: .venv/ok .upstream/packages/ok
+upstream-tests: .venv/ok .upstream/packages/ok  ## transformers' own tests, unpatched and patched: TRANSFORMERS=PATH, a checkout of its repository
 	.venv/bin/python -m tools.reliability.upstream "$(TRANSFORMERS)" --packages .upstream/packages --write
 
 # what transformers' tests import beside the development environment
@@ -78,7 +72,7 @@ upstream-tests: .venv/ok .upstream/packages/ok
 	touch .upstream/packages/ok
 
 # kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
-peer-env: .venv/ok .venv-kvpress/ok
+peer-env: .venv/ok .venv-kvpress/ok  ## NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 
 .venv-kvpress/ok:
 	$(PYTHON) -m venv --clear .venv-kvpress
@@ -91,10 +85,18 @@ peer-env: .venv/ok .venv-kvpress/ok
 	$(PIP) --no-deps "torchao==0.18.0"
 	touch .venv/torchao
 
+# The pinned versions need Python 3.11; 3.10 gets the newest ones that run there.
 .venv/ok: requirements-dev.txt pyproject.toml
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kvpatch is developed with Python 3.11 or newer: make PYTHON=python3.12')"
-	$(PYTHON) -m venv .venv
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
-	$(PIP) -r requirements-dev.txt "setuptools>=77"
-	$(PIP) --no-deps --no-build-isolation -e .
-	touch .venv/ok
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'kvpatch needs Python 3.10 or newer: make PYTHON=python3.12')"
+	@echo "making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "[1/3] torch$(if $(TORCH_INDEX), from $(TORCH_INDEX),: with CUDA on Linux, more than 5 GB on disk. For the CPU alone\
+	(0.9 GB) stop this and give TORCH_INDEX=$(CPU_INDEX))"
+	@.venv/bin/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
+	@echo "[2/3] what the tests and tools need: a minute or two without further lines"
+	@if .venv/bin/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; \
+	then $(PIP) -r requirements-dev.txt "setuptools>=77"; \
+	else sed 's/==[0-9.]*//' requirements-dev.txt > .venv/unpinned.txt && $(PIP) -r .venv/unpinned.txt "setuptools>=77"; fi
+	@echo "[3/3] kvpatch itself"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch .venv/ok

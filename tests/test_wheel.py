@@ -27,7 +27,7 @@ EXTRAS = {
         "triton",
     },
 }  # fmt: skip
-BROUGHT = {"safetensors", "triton"}  # by transformers, by torch (on Linux)
+BROUGHT = {"safetensors", "huggingface_hub", "triton"}  # two by transformers, one by torch (on Linux)
 MODULE_OF = {"flash_attn": "flash-attn", "lm_eval": "lm-eval"}
 
 

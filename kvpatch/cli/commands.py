@@ -58,7 +58,7 @@ def policies(json: given.Json = False) -> None:
     for one in POLICIES.values():
         options = ", ".join(f"{name}={value!r}" for name, value in one.options.items())
         rows.append((one.name, one.use, options, f"{one.paper} {one.link}".strip()))
-    print_rows(("policy", "use it when / what it keeps", "options", "paper"), rows)
+    print_rows(("policy", "when to use it, what it keeps", "options", "paper"), rows)
     print("\nEvery policy also takes sinks= (first tokens), recent= (newest ones) and protect= (a mask or token ids).")
 
 

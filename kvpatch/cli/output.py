@@ -55,13 +55,19 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: folded at words on a terminal, a line per row elsewhere. The first column is never folded."""
+    """Print a table: a line per row, but folded at words on a terminal.
+
+    The first column is never folded. Of more than three columns a terminal gets the others below one another.
+    """
     out = console()
     if not out.is_terminal:
         widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
         for row in (columns, *rows):
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
+    if len(columns) > 3:
+        columns = (columns[0], ", ".join(columns[1:]))
+        rows = [(name, "\n".join(filter(None, cells))) for name, *cells in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, style="cyan" if i == 0 else None, no_wrap=i == 0)

@@ -113,6 +113,9 @@ def test_lists_fit_eighty_columns(command, monkeypatch):
     assert all(len(line) <= 80 for line in lines)
     names = kvpatch.list_policies() if command == "policies" else kvpatch.list_architectures()
     assert {line.split(" ")[0] for line in lines} >= set(names)  # names are whole
+    assert "…" not in result.stdout
+    if command == "policies":
+        assert sum("https://arxiv.org/abs/2404.14469" in line for line in lines) == 1
 
 
 def test_a_line_for_whoever_waits(monkeypatch, capsys):
