@@ -1,6 +1,7 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
 from .allocation import Adaptive, Pyramid
+from .context import EvictionContext
 from .policy import Policy
 from .presets import POLICIES, adaptive, critical, get_policy, list_policies, pyramid, register_policy
 from .scopes import DeviationScope, Scope
@@ -11,6 +12,7 @@ __all__ = [
     "POLICIES",
     "Adaptive",
     "DeviationScope",
+    "EvictionContext",
     "Policy",
     "Pyramid",
     "Scope",
