@@ -67,13 +67,13 @@ def right(model: nn.Module) -> None:
     kvpatch.patched(model, "h2o", k="2GiB", recent=0.25)
     kvpatch.patched(model, "h2o", k=[0.5, 16, 16], sinks=4)
     kvpatch.patched(model, "snapkv", k=0.3, window=16)
-    kvpatch.patched(model, "keyformer", k=0.3, noise="none", tau=1.0)
+    kvpatch.patched(model, "keyformer", k=0.3, noise="none", tau=(1.0, 2.0))
 
 
 def wrong(model: nn.Module) -> None:
-    kvpatch.patched(model)  # error: call-arg
     kvpatch.patched(model, "h2o", blok=3)  # error: call-arg
     kvpatch.patched(model, "snapkv", windw=16)  # error: call-arg
+    kvpatch.patched(model, "keyformer", noise="gumble")  # error: arg-type
     kvpatch.patched(model, "h2o", k=None)  # error: arg-type
 """
 WITHOUT_OPTION_TYPES = inspect.signature(kvpatch.patched).parameters["policy_options"].annotation == "Any"
