@@ -81,16 +81,16 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
         unregister_policy,
     )
     from .report import Report
+else:  # unseen by them, or every misspelt name would be of type Any
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name where it is first used."""
-    if name == "policies":
-        return importlib.import_module(".policies", __name__)
-    if name not in _MODULE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE[name]}", __name__), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        """Import a public name where it is first used."""
+        if name == "policies":
+            return importlib.import_module(".policies", __name__)
+        if name not in _MODULE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+        value = globals()[name] = getattr(importlib.import_module(f".{_MODULE[name]}", __name__), name)
+        return value
 
 
 def __dir__() -> list[str]:

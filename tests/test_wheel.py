@@ -23,11 +23,11 @@ EXTRAS = {
     "lm-eval": {"lm-eval"},
     "flash": {"flash-attn"},
     "dev": {
-        "kvpatch", "accelerate", "hypothesis", "mypy", "numpy", "peft", "pytest", "pytest-xdist", "ruff", "tokenizers",
-        "triton",
+        "kvpatch", "accelerate", "furo", "hypothesis", "mypy", "myst-parser", "numpy", "peft", "pytest", "pytest-xdist",
+        "ruff", "sphinx", "sphinx-copybutton", "tokenizers", "triton",
     },
 }  # fmt: skip
-BROUGHT = {"safetensors", "huggingface_hub", "triton"}  # two by transformers, one by torch (on Linux)
+BROUGHT = {"huggingface_hub", "safetensors", "triton", "typing_extensions"}  # by transformers and torch
 MODULE_OF = {"flash_attn": "flash-attn", "lm_eval": "lm-eval"}
 
 

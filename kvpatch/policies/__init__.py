@@ -1,6 +1,7 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
 from .allocation import Adaptive, Pyramid
+from .context import EvictionContext
 from .policy import Policy
 from .presets import (
     POLICIES,
@@ -20,6 +21,7 @@ __all__ = [
     "POLICIES",
     "Adaptive",
     "DeviationScope",
+    "EvictionContext",
     "Policy",
     "Pyramid",
     "Scope",

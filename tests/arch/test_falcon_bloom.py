@@ -1,5 +1,7 @@
 """Falcon and BLOOM, tested like the five: nothing changes at k=1.0, evictions equal the oracle's, nothing stays behind."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +14,7 @@ from tests.helpers import sequences
 from tests.helpers.comparing import EVICTING, SMALL, certain
 from tests.helpers.running import no_dropout
 from tests.helpers.tiny import MORE, VOCAB, force, left_pad, make, prompt, snapshot
+from tests.helpers.training import agrees_with_naive_autograd, gradients
 from tests.invariants import test_blocks_equal_pieces, test_k_one_is_the_unpatched_model
 from tests.oracle import reference
 
@@ -94,25 +97,20 @@ def test_block_by_block(name, policy):
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("name", MORE)
 def test_gradients_agree_with_naive_autograd(name, checkpointing):
-    test_blocks_equal_pieces.test_gradients_agree_with_naive_autograd(name, "roco", checkpointing)
+    agrees_with_naive_autograd(functools.partial(make, name), "roco", checkpointing)
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_training_steps_inside_are_those_outside(name):
     """Also right after a pass of ours, which puts aside how the decoder builds its ALiBi."""
     model, ids = no_dropout(make(name)).train(), prompt(2, 20)
-
-    def gradients():
-        model.zero_grad()
-        model(ids, attention_mask=left_pad(ids, [20, 14]), labels=ids).loss.backward()
-        return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
-
-    want = gradients()
+    mask = left_pad(ids, [20, 14])
+    want = gradients(model, model(ids, attention_mask=mask, labels=ids).loss)
     with kvpatch.patched(model, "h2o", 0.5):
         model.eval()
         model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
         model.train()
-        got = gradients()
+        got = gradients(model, model(ids, attention_mask=mask, labels=ids).loss)
     for key in want:
         assert torch.equal(want[key], got[key]), key
 

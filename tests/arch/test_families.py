@@ -16,11 +16,12 @@ from kvpatch.arch.families import FAMILIES as ROWS
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
 from tests.helpers import sequences, tiny_families
-from tests.helpers.comparing import EVICTING, SMALL, agrees, draw
+from tests.helpers.comparing import EVICTING, SMALL, agrees
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import FAMILIES, ONE_WINDOW
-from tests.oracle import reference, reference_families
+from tests.helpers.training import agrees_with_naive_autograd, gradients
+from tests.oracle import reference_families
 
 THREE = ("gemma2", "gpt_oss", "qwen3")
 BOUNDED = tuple(name for name, (_, given) in FAMILIES.items() if "layer_types" in given)
@@ -90,15 +91,10 @@ def test_every_policy(name, policy):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_steps_inside_are_those_outside(name):
     model, ids = make(name).train(), prompt(2, 12)
-
-    def gradients():
-        model.zero_grad()
-        model(ids, attention_mask=left_pad(ids, [12, 8]), labels=ids).loss.backward()
-        return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
-
-    want = gradients()
+    mask = left_pad(ids, [12, 8])
+    want = gradients(model, model(ids, attention_mask=mask, labels=ids).loss)
     with kvpatch.patched(model, "h2o", 0.5):
-        got = gradients()
+        got = gradients(model, model(ids, attention_mask=mask, labels=ids).loss)
     assert want.keys() == got.keys()
     assert all(torch.equal(want[key], got[key]) for key in want)
 
@@ -108,26 +104,7 @@ def test_training_steps_inside_are_those_outside(name):
 @pytest.mark.parametrize("policy", ["roco", "critical_adakv"])
 @pytest.mark.parametrize("name", THREE)
 def test_gradients_agree_with_naive_autograd(name, policy, checkpointing):
-    options = SMALL.get(policy, {})
-    for weights in range(6):
-        model, ids = make(name, dtype=torch.float64, seed=weights), prompt(1, 20, seed=weights)
-        want = reference.run(
-            model, ids[0].tolist(), [], policy=policy, k=7, block=6, grad=True, draw=functools.partial(draw, 0), **options
-        )
-        if want.margin > 1e-6:
-            break
-    torch.nn.functional.cross_entropy(want.logits[:-1], ids[0, 1:]).backward()
-    naive = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad()
-    model.train()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(checkpointing)
-        model.enable_input_require_grads()
-    with kvpatch.patched(model, policy, 7, block=6, **options):
-        torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
-    for key, parameter in model.named_parameters():
-        if key in naive:
-            torch.testing.assert_close(parameter.grad, naive[key], atol=1e-5, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+    agrees_with_naive_autograd(functools.partial(make, name), policy, checkpointing)
 
 
 @pytest.mark.parametrize("name", [*THREE, "starcoder2", "exaone4", "opt", "gpt_bigcode"])

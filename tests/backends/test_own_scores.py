@@ -19,6 +19,7 @@ from kvpatch.policies.statistics import _sum as plain_sum
 from tests.backends.test_flash import install  # noqa: F401
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
+from tests.helpers.running import steps
 from tests.helpers.tiny import force, make, prompt
 from tests.invariants.test_backends_agree import DEVICE, alike
 
@@ -255,16 +256,8 @@ def test_compiled_steps_compute_it_too(own):
     model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 5, seed=3).to(DEVICE)
     torch._dynamo.reset()
 
-    def steps(name, compiled):
-        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, backend=name) as patch:
-            cache, outs = patch.new_cache(room=5), []
-            model(ids, past_key_values=cache)
-            step = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model
-            for t in range(5):
-                outs.append(step(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
-            return torch.stack(outs), [cache.positions(0).sort(-1).values]
-
-    want, got = steps("torch", False), steps("triton", True)
+    want = steps(model, policy, ids, more, backend="torch")
+    got = steps(model, policy, ids, more, backend="triton", compiled=True)
     torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
     assert same_tokens(got[1], want[1])
 

@@ -50,6 +50,16 @@ def read(model, policy, k, steps=0, record=False, room=None, **options):
     return cache
 
 
+def steps(model, policy, ids, fed, *, backend, compiled=False):
+    """Logits [T,B,V] of tokens that are fed one by one behind a prompt, compiled or not, and positions of the first layer."""
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, backend=backend) as patch:
+        cache = patch.new_cache(room=fed.shape[1])
+        model(ids, past_key_values=cache)
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model
+        outs = [step(fed[:, t : t + 1], past_key_values=cache).logits[:, -1] for t in range(fed.shape[1])]
+    return torch.stack(outs), [cache.positions(0).sort(-1).values]
+
+
 def logits_of(model, ids, mask=None, **kwargs):
     """Logits of one forward, with positions that leave padding out."""
     if mask is not None and model.config.model_type != "mpt":

@@ -10,6 +10,7 @@ from kvpatch.backends.dispatch import Choice
 from tests.helpers.comparing import SMALL, certain, same_tokens
 from tests.helpers.joined import Loop, same_kept
 from tests.helpers.marks import slow_but
+from tests.helpers.running import steps
 from tests.helpers.tiny import force, make, prompt
 
 CUDA = torch.cuda.is_available()
@@ -123,18 +124,9 @@ def test_compiled_steps_on_the_kernels(policy):
     model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 6, seed=3).to(DEVICE)
     torch._dynamo.reset()
 
-    def steps(name, compiled):
-        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, backend=name) as patch:
-            cache, outs = patch.new_cache(room=6), []
-            model(ids, past_key_values=cache)
-            step = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model
-            for t in range(6):
-                outs.append(step(more[:, t : t + 1], past_key_values=cache).logits[:, -1])
-            return torch.stack(outs), [cache.positions(0).sort(-1).values]
-
-    want = steps("torch", False)
+    want = steps(model, policy, ids, more, backend="torch")
     with torch._dynamo.config.patch(error_on_recompile=True):
-        got = steps("triton", True)
+        got = steps(model, policy, ids, more, backend="triton", compiled=True)
     torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=0)
     assert same_tokens(got[1], want[1])
 

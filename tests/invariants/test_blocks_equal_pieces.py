@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvpatch
-from tests.helpers.comparing import EVICTING, SMALL, draw
+from tests.helpers.comparing import EVICTING, SMALL
 from tests.helpers.running import logits_of, no_dropout
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
-from tests.oracle import reference
+from tests.helpers.training import agrees_with_naive_autograd
 
 
 @pytest.mark.spread
@@ -89,27 +89,4 @@ def test_generate_in_chunks_that_are_whole_blocks(policy):
 @pytest.mark.parametrize("policy", ["roco", "keyformer", "critical_adakv"])
 @pytest.mark.parametrize("name", FIVE)
 def test_gradients_agree_with_naive_autograd(name, policy, checkpointing):
-    """The oracle keeps autograd through every row and key; what to evict it decides on numbers alone, as the library does."""
-    options = SMALL.get(policy, {})
-    for weights in range(6):
-        model, ids = make(name, dtype=torch.float64, seed=weights), prompt(1, 24, seed=weights)
-        want = reference.run(
-            model, ids[0].tolist(), [], policy=policy, k=7, block=6, grad=True, draw=functools.partial(draw, 0), **options
-        )
-        if want.margin > 1e-6:
-            break
-    loss = torch.nn.functional.cross_entropy(want.logits[:-1], ids[0, 1:])
-    loss.backward()
-    naive = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad()
-    no_dropout(model).train()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(checkpointing)
-        model.enable_input_require_grads()
-    with kvpatch.patched(model, policy, 7, block=6, **options):
-        mine = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])  # the model's own loss is float32
-        mine.backward()
-    torch.testing.assert_close(mine, loss.detach(), atol=1e-5, rtol=0)
-    for key, parameter in model.named_parameters():
-        if key in naive:
-            torch.testing.assert_close(parameter.grad, naive[key], atol=1e-5, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+    agrees_with_naive_autograd(functools.partial(make, name), policy, checkpointing)

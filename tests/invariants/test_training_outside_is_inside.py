@@ -5,13 +5,12 @@ import torch
 
 import kvpatch
 from tests.helpers.tiny import FIVE, make, prompt
+from tests.helpers.training import gradients
 
 
 def step(model, ids):
-    model.zero_grad()
     loss = model(ids, labels=ids).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients(model, loss)
 
 
 @pytest.mark.parametrize("name", FIVE)

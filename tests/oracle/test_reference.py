@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from tests.helpers.training import gradients
 from tests.oracle import reference
 from tests.oracle.reference import Row, run, run_turns
 from tests.oracle.reference_models import Decoder, decoder_of
@@ -1194,9 +1195,7 @@ def test_gradients_are_those_of_the_model_under_a_mask(name: str) -> None:
     window = getattr(model.config, "sliding_window", None) or 10**6
     ours = run(model, ids[:14], ids[14:], policy="streaming_llm", k=6, grad=True)
     weight = torch.randn(ours.logits.shape, dtype=torch.float64)
-    (ours.logits * weight).sum().backward()
-    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
+    grads = gradients(model, (ours.logits * weight).sum())
     mask = torch.full((20, 20), torch.finfo(torch.float64).min, dtype=torch.float64)
     for t in range(20):
         for i in (*(range(t) if t < 14 else (*range(4), t - 2, t - 1)), t):
@@ -1205,8 +1204,7 @@ def test_gradients_are_those_of_the_model_under_a_mask(name: str) -> None:
     model.set_attn_implementation("sdpa")  # the eager one has its softmax in float32
     logits = model(torch.tensor([ids]), attention_mask=mask[None, None], use_cache=False).logits[0]
     torch.testing.assert_close(ours.logits, logits, rtol=0, atol=1e-6)
-    (logits * weight).sum().backward()
-    theirs = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    theirs = gradients(model, (logits * weight).sum())
     assert set(grads) == set(theirs)
     for key, grad in theirs.items():
         torch.testing.assert_close(grads[key], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=key)

@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -257,11 +258,10 @@ def test_a_clone_that_another_thread_tears_is_refused():
             del type(layer).__deepcopy__
 
 
-def test_a_block_is_left_while_another_thread_generates():
-    """That thread gets an error, or what it would have got; its cache is never filled by the model's own attention."""
-    model, ids = make("llama_gqa"), prompt(1, 20)
-    before = snapshot(model)
-    inside, go_on, steps = threading.Event(), threading.Event(), []
+@contextmanager
+def generating_elsewhere(model, ids):
+    """Another thread generates, and waits in its fifth pass until the function that is yielded is called for the result."""
+    inside, go_on, steps, results = threading.Event(), threading.Event(), [], []
 
     def wait(*_):
         steps.append(1)
@@ -269,41 +269,40 @@ def test_a_block_is_left_while_another_thread_generates():
             inside.set()
             assert go_on.wait(PATIENCE)
 
+    def finish():
+        go_on.set()
+        thread.join()
+        return results[0]
+
     hook = model.model.layers[0].mlp.register_forward_pre_hook(wait)
-    handle = kvpatch.patch(model, "h2o", 0.5)
-    results = []
     thread = threading.Thread(target=lambda: results.extend(in_threads(lambda: generate(model, ids))))
     thread.start()
     assert inside.wait(PATIENCE)
-    handle.remove()
-    go_on.set()
-    thread.join()
-    hook.remove()
-    assert isinstance(results[0], KVPatchError) and "not patched" in str(results[0])
+    try:
+        yield finish
+    finally:
+        go_on.set()
+        hook.remove()
+
+
+def test_a_block_is_left_while_another_thread_generates():
+    """That thread gets an error, or what it would have got; its cache is never filled by the model's own attention."""
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    before = snapshot(model)
+    handle = kvpatch.patch(model, "h2o", 0.5)
+    with generating_elsewhere(model, ids) as finish:
+        handle.remove()
+        got = finish()
+    assert isinstance(got, KVPatchError) and "not patched" in str(got)
     assert snapshot(model) == before
 
 
 def test_a_block_is_entered_while_another_thread_generates():
     model, ids = make("llama_gqa"), prompt(1, 20)
     want = generate(model, ids)
-    inside, go_on, steps = threading.Event(), threading.Event(), []
-
-    def wait(*_):
-        steps.append(1)
-        if len(steps) == 5:
-            inside.set()
-            assert go_on.wait(PATIENCE)
-
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(wait)
-    results = []
-    thread = threading.Thread(target=lambda: results.extend(in_threads(lambda: generate(model, ids))))
-    thread.start()
-    assert inside.wait(PATIENCE)
-    with kvpatch.patched(model, "h2o", 0.5):
-        go_on.set()
-        thread.join()
-    hook.remove()
-    assert isinstance(results[0], KVPatchError) and "filled outside the block" in str(results[0])
+    with generating_elsewhere(model, ids) as finish, kvpatch.patched(model, "h2o", 0.5):
+        got = finish()
+    assert isinstance(got, KVPatchError) and "filled outside the block" in str(got)
     assert torch.equal(generate(model, ids), want)
 
 

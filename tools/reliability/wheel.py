@@ -6,7 +6,7 @@
 A Python is a version, found on PATH or among pyenv's, or a path. Each gets an environment of its own, in which torch comes
 first: the pinned one, or --torch. Where the package index has no CPU build of it for a Python, torch comes with several
 gigabytes of CUDA packages unless TORCH_INDEX names an index without. So the Pythons that are found but not named are tried
-without torch only: the wheel is installed, compiled and imported. Needs setuptools 77 or newer.
+without torch: the wheel is installed and compiled, and what needs no torch is run. Needs setuptools 77 or newer.
 """
 
 import argparse
@@ -116,6 +116,12 @@ def environment(python: Path, folder: Path, *installs: Iterable[str]) -> tuple[P
     return own, made
 
 
+def listings(command: Path, folder: Path) -> list[Step]:
+    """The commands that load no model."""
+    asked = [("--help",), *((name, "--help") for name in COMMANDS), ("policies",), ("architectures",)]
+    return [step(" ".join(["kvpatch", *words]), command, *words, cwd=folder) for words in asked]
+
+
 def whole(python: Path, wheel: Path, torch: str, folder: Path) -> list[Step]:
     """Install the wheel with what it needs, and use it as its user would."""
     index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
@@ -125,10 +131,9 @@ def whole(python: Path, wheel: Path, torch: str, folder: Path) -> list[Step]:
     command = own.with_name("kvpatch")
     model = run(own, "-c", MODEL, cwd=folder).stdout.strip().splitlines()[-1]
     return [
+        *listings(command, folder),
         step("pip check", own, "-m", "pip", "check", cwd=folder),
         step("import", own, "-c", WITHOUT_TORCH + "; assert kvpatch.patched and kvpatch.list_policies()", cwd=folder),
-        *(step(f"kvpatch {name} --help", command, name, "--help", cwd=folder) for name in COMMANDS),
-        *(step(f"kvpatch {name}", command, name, cwd=folder) for name in ("policies", "architectures")),
         step("kvpatch check MODEL", command, "check", model, cwd=folder),
         step("a policy of one's own", own, "-c", OWN_POLICY, cwd=folder),
         step("kvpatch demo", command, "demo", cwd=folder),
@@ -136,14 +141,15 @@ def whole(python: Path, wheel: Path, torch: str, folder: Path) -> list[Step]:
 
 
 def bare(python: Path, wheel: Path, folder: Path) -> list[Step]:
-    """Install the wheel alone, compile all of it and import what needs no torch."""
-    own, made = environment(python, folder / "environment", ["--no-deps", str(wheel)])
+    """Install the wheel without torch, compile all of it and run what needs none."""
+    own, made = environment(python, folder / "environment", ["--no-deps", str(wheel)], ["typer", "rich"])
     if not made.passed:
         return [made]
     where = run(own, "-c", "import kvpatch; print(kvpatch.__path__[0])", cwd=folder).stdout.strip()
     return [
         step("compile", own, "-W", "error", "-m", "compileall", "-q", "-f", where, cwd=folder),
         step("import without torch", own, "-c", WITHOUT_TORCH, cwd=folder),
+        *listings(own.with_name("kvpatch"), folder),
     ]
 
 
