@@ -5,6 +5,7 @@ matplotlib is imported when a picture is drawn; no window is opened and no globa
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -17,6 +18,27 @@ from torch import Tensor
 from .errors import KVPatchError
 
 _BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
+_LOOKS = {
+    "full": ("#000000", "*"),
+    "random": ("#737373", "x"),
+    "window": ("#1f77b4", "s"),
+    "dilated_window": ("#9ecae1", "s"),
+    "streaming_llm": ("#17becf", "s"),
+    "key_attention": ("#c5b0d5", "o"),
+    "h2o": ("#9467bd", "o"),
+    "scissorhands": ("#8c564b", "o"),
+    "tova": ("#bcbd22", "o"),
+    "roco": ("#e377c2", "o"),
+    "keyformer": ("#ff7f0e", "o"),
+    "snapkv": ("#2ca02c", "^"),
+    "critical_snapkv": ("#98df8a", "v"),
+    "pyramidkv": ("#00695c", "^"),
+    "critical_pyramidkv": ("#80cbc4", "v"),
+    "adakv": ("#d62728", "^"),
+    "critical_adakv": ("#ff9896", "v"),
+    "key_norm": ("#393b79", "D"),
+}
+_OTHERS = ("#637939", "#8c6d31", "#843c39", "#7b4173", "#5254a3", "#ad494a", "#a55194", "#6b6ecf")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 
 
@@ -47,6 +69,14 @@ def new_figure(**options: Any) -> Any:
     figure = Figure(**options)
     FigureCanvasAgg(figure)
     return figure
+
+
+def style(policy: str) -> tuple[str, str]:
+    """Return the color and the marker of a policy, the same in every picture of the project.
+
+    A policy that has none of its own gets one that depends on its name alone.
+    """
+    return _LOOKS.get(policy) or (_OTHERS[zlib.crc32(policy.encode()) % len(_OTHERS)], "P")
 
 
 def every_head(kept_LHT: Tensor, title: str) -> Any:
@@ -129,10 +159,10 @@ def divergence(
     """
     axes = new_figure(figsize=(8.5, 5), layout="constrained").add_subplot()
     size, unit = (2**30, "GiB") if full >= 2**30 else (2**20, "MiB") if full >= 2**20 else (2**10, "KiB")
-    for i, (name, points) in enumerate(curves.items()):
-        look: dict[str, Any] = {"color": f"C{i % 10}", "ls": "-", "marker": "osD^v"[i // 10 % 5]}
-        if name == chance:
-            look, name = {"color": "black", "ls": "--", "marker": "x"}, f"{name} (chance)"
+    for name, points in curves.items():
+        colour, marker = style(name)
+        look: dict[str, Any] = {"color": colour, "ls": "--" if name == chance else "-", "marker": marker}
+        name = f"{name} (chance)" if name == chance else name
         axes.plot([nbytes / size for nbytes, _ in points], [nats for _, nats in points], label=name, ms=5, lw=1.4, **look)
     axes.axhline(tolerance, color=_NEEDLE, lw=1, ls=":", label=f"tolerance, {tolerance:g}")
     axes.axvline(full / size, color=_NEEDLE, lw=1, label="full cache")
