@@ -343,7 +343,7 @@ def test_the_page_is_made_from_lines_alone_and_again_the_same(toy, tmp_path, mon
     page.write(tables, tmp_path)
     first = (tmp_path / "results.md").read_text()
     assert "| T1 | worse | `window` below `full`, score | **-0.100 [-0.100, -0.100]** | 3 of 3 | agrees |" in first
-    assert "### odd\n\n`score`: made up. Full cache: 0.200" in first
+    assert "### Odd\n\n`score`: made up. Full cache: 0.200" in first
     assert "| `window` | 0.100" in first
     assert "![A toy](results/toy.png)" in first
     assert (tmp_path / "results" / "toy.png").is_file()

@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from kvpatch.arch import adapter_of, list_architectures
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.teacher_forcing import wide
-from kvpatch.plotting import new_figure, save
+from kvpatch.plotting import new_figure, save, style
 from tools.evaluation import perturbation
 
 from .rows import rows_of
@@ -145,6 +146,11 @@ def by_model(table: Any, points: Mapping[str, float]) -> Lines:
     return {model: _line(part, ("full", 1.0), points) for model, part in parts.items()}
 
 
+def recipes(table: Any) -> dict[str, str]:
+    """The recipe of each model; models of one recipe are drawn alike."""
+    return {line["model"]: line["recipe"] for line in table.lines}
+
+
 def by_setting(table: Any, k: Any, points: Mapping[str, float]) -> Lines:
     """The same of every setting at budget k."""
     return {name: _line(table, (name, k), points) for name in table.names}
@@ -155,17 +161,29 @@ def _line(table: Any, cell: tuple[str, Any], points: Mapping[str, float]) -> lis
     return sorted((x, one.mean) for x, one in found if one is not None)
 
 
-def plot(lines: Lines, path: Path, across: str, up: str, log: bool = False) -> None:
-    axes = new_figure(figsize=(7, 4.6), layout="constrained").add_subplot()
+def plot(
+    lines: Lines, path: Path, title: str, across: str, up: str, *, kinds: Mapping[str, str] | None = None, log: bool = False
+) -> None:
+    """Draw a line per model or setting. kinds: what each line is one of, such as the models' recipes; None for settings."""
+    axes = new_figure(figsize=(8, 4.6), layout="constrained").add_subplot()
+    seen = list(dict.fromkeys(kinds.values())) if kinds else []
     for label, points in lines.items():
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", ms=3, label=label)
+            kind = kinds[label] if kinds else label
+            colour, marker = (f"C{seen.index(kind)}", "osD^vP"[seen.index(kind) % 6]) if kinds else style(label)
+            dashes = "--" if label.startswith("critical") else "-"
+            named = axes.get_legend_handles_labels()[1]
+            axes.plot(
+                *zip(*points, strict=True), marker=marker, ms=4, color=colour, ls=dashes, label="_" if kind in named else kind
+            )
+    axes.set_title(title, loc="left", fontsize=12)
     axes.set_xlabel(across)
-    axes.set_ylabel(up)
+    axes.set_ylabel(textwrap.fill(up, 46))
     if log:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
-    axes.figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    axes.figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     save(axes.figure, path)

@@ -8,7 +8,7 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import plots
+from . import pictures as drawn
 from .ablate import FAMILIES, label
 from .claims import by_recipe, order, table_of
 from .papers import CLAIMS
@@ -20,6 +20,7 @@ from .tasks import get_task
 INTRODUCTION = """\
 # Results
 
+{short}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
 each) look things up in some two hundred tokens; three write Python. What they show exactly is which tokens a policy drops and
@@ -125,10 +126,15 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def write(tables: dict[str, Table], docs: Path) -> None:
-    """docs/results.md and docs/results/*.png."""
+    """docs/results.md, docs/results/means.jsonl and docs/results/*.png."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
-    text = INTRODUCTION.format(intervals=INTERVALS, versions=_versions(tables))
+    ranked = [one for one in SECTIONS if one.ranked and one.task in tables]
+    means = {one.task: drawn.means(tables[one.task], get_task(one.task), one.parts) for one in ranked}
+    drawn.write(means, pictures / "means.jsonl")
+    drawn.draw(means, pictures, get_task)
+    short = drawn.in_short(means["recall"]) if "recall" in means else ""
+    text = INTRODUCTION.format(short=short, intervals=INTERVALS, versions=_versions(tables))
     blocks = [text, CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     for section in SECTIONS:
         if section.task in tables:
@@ -183,7 +189,6 @@ def _section(section: Section, table: Table, task: Task, pictures: Path) -> str:
     said = remarks(table)
     lines += [*said, ""] if said else []
     if section.ranked:
-        plots.curves(table, task, pictures / f"{task.name}.png")
         lines += [f"![{section.title}](results/{task.name}.png)", ""]
     with TemporaryDirectory() as folder:  # so that all it draws is found, also where an earlier page left its pictures
         task.pictures(table, Path(folder))
@@ -194,8 +199,8 @@ def _section(section: Section, table: Table, task: Task, pictures: Path) -> str:
 
 
 def _part(section: Section, table: Table, task: Task, part: dict[str, Any]) -> list[str]:
-    name = ", ".join(str(value) for value in part.values())
-    lines = [f"### {name}", ""] if name else []
+    name = drawn.title(section.task, part)
+    lines = [f"### {name[0].upper()}{name[1:]}", ""] if name else []
     for metric in (task.metric, *section.metrics):
         full = table.mean(("full", 1.0), metric)
         lines += [f"`{metric}`: {task.metrics[metric]}." + (f" Full cache: {shown(full)}." if full else ""), ""]

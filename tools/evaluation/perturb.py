@@ -150,7 +150,8 @@ class Perturbation(Observing):
         if table.budgets:
             k = table.budgets[len(table.budgets) // 2]
             lines = by_setting(table, k, {f"layer_{i}_l1": i for i in range(DEEP)})
-            plot(lines, out / "perturbation-layers.png", "layer", f"perturbation of the layer's output at k = {k}")
+            path, up = out / "perturbation-layers.png", "||o - o^||_1 of a layer's heads together"
+            plot(lines, path, f"How far each layer's output moves, k = {k}", "layer", up)
 
 
 def right(chunk: list[Sample], guess_BS: Tensor) -> list[float]:

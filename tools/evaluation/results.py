@@ -3,6 +3,7 @@
     make results                               all of it; with two processes about an hour
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
+    python -m tools.evaluation.results --pictures         its pictures alone, from docs/results/means.jsonl
 
 One process per model and task, one thread each: the same figures on any number of cores. Lines go to
 out/results/MODEL/TASK.jsonl; without --fresh a run goes on where another stopped.
@@ -22,7 +23,7 @@ import typer
 
 from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
-from tools.evaluation import page, runs
+from tools.evaluation import page, pictures, runs
 from tools.evaluation.lines import read
 from tools.evaluation.table import Table
 from tools.evaluation.task import PYTHON, Request
@@ -89,8 +90,12 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget the lines that are there")] = False,
     page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
+    pictures_only: Annotated[bool, typer.Option("--pictures", help="draw the means of docs/results again")] = False,
 ) -> None:
     """Measure every task on the shipped models and write docs/results.md."""
+    if pictures_only:
+        pictures.draw(pictures.read(docs / "results/means.jsonl"), docs / "results")
+        return
     with short_errors():
         chosen = list(SIZES) if only is None else only.split(",")
         for name in chosen:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpatch.errors import KVPatchError
 
-from .observe import Observing, by_model, kv_heads, look, plot
+from .observe import Observing, by_model, kv_heads, look, plot, recipes
 from .rows import alike
 from .task import FULL, Request, Sample, Setting, Subject
 
@@ -120,4 +120,7 @@ class Robustness(Observing):
     def pictures(self, table: Any, out: Path) -> None:
         """Figure 3: the mean curve, a line per model."""
         lines = by_model(table, {f"std_{m}": m for m in POINTS})
-        plot(lines, out / "robustness-curve.png", "later queries", "deviation of the attention from them", log=True)
+        plot(
+            lines, out / "robustness-curve.png", "How a token's attention varies, a line per model",
+            "later queries looked at", "standard deviation of the attention from them", kinds=recipes(table), log=True,
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpatch.errors import KVPatchError
 
-from .observe import Observing, by_model, plot, watch
+from .observe import Observing, by_model, plot, recipes, watch
 from .rows import alike
 from .task import Request, Sample, Setting, Subject
 
@@ -117,4 +117,7 @@ class Sparsity(Observing):
     def pictures(self, table: Any, out: Path) -> None:
         """Figure 3b: the attention that the top p per cent hold, a line per model."""
         lines = by_model(table, {f"top_{p}": p for p in POINTS})
-        plot(lines, out / "sparsity-mass.png", "the keys that a row attends to most, %", "share of its attention")
+        plot(
+            lines, out / "sparsity-mass.png", "Attention on the keys that get most, a line per model",
+            "keys that a row attends to most, %", "share of the row's attention", kinds=recipes(table),
+        )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The pictures of docs/results.md: one look per policy, drawn from the means that the page shows, against what is held."""
+
+from pathlib import Path
+
+import pytest
+
+import kvpatch
+from kvpatch import plotting
+from tools.evaluation import pictures, plots
+from tools.evaluation.page import SECTIONS
+from tools.evaluation.pictures import Panel
+from tools.evaluation.tasks import get_task
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "results.md").read_text(encoding="utf-8")
+STORED = pictures.read(DOCS / "results/means.jsonl")
+
+
+def test_every_policy_has_a_look_of_its_own():
+    looks = {name: plotting.style(name) for name in kvpatch.list_policies()}
+    assert len(set(looks.values())) == len(looks)
+    assert len({colour for colour, _ in looks.values()}) == len(looks)
+    assert plotting.style("mine") == plotting.style("mine")
+
+
+def test_what_is_held_when_the_last_answer_is_due():
+    panel = Panel("words", {}, ((100, 20),))
+    assert panel.held("snapkv", 0.5, "prompt") == pytest.approx(70 / 120)  # the question and answers are kept
+    assert panel.held("h2o", 0.5, "both") == pytest.approx(50 / 120)
+    assert panel.held("h2o", 5, "decode") == pytest.approx(105 / 120)
+    assert panel.held("full", 1.0, "both") == 1.0
+    assert Panel("words").held("h2o", 0.3, "both") == 0.3
+
+
+def test_every_ranked_section_has_a_picture_of_its_parts():
+    for section in SECTIONS:
+        if section.ranked:
+            panels = pictures.PICTURES[section.task].panels
+            assert [panel.part for panel in panels] == list(section.parts), section.task
+            assert {one.panel for one in STORED[section.task]} == {panel.title for panel in panels}
+
+
+def test_pictures_show_the_means_of_the_page():
+    for task, every in STORED.items():
+        for one in every:
+            if one.name != plots.CHANCE:
+                assert f"{one.mean:.3f} [{one.low:.3f}, {one.high:.3f}]" in PAGE, (task, one)
+
+
+def test_the_page_opens_with_what_a_reader_came_for():
+    assert PAGE.startswith("# Results\n\n" + pictures.in_short(STORED["recall"]))
+
+
+def test_labels_are_whole(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    pictures.draw(STORED, tmp_path)
+    assert len(drawn) == len(STORED)
+    for figure in drawn:
+        figure.canvas.draw()
+        width, height = figure.canvas.get_width_height()
+        for axes in figure.axes:
+            for text in (axes.xaxis.label, axes.yaxis.label, axes.title, axes._left_title, *figure.texts):
+                box = text.get_window_extent()
+                assert box.x0 >= -1 and box.x1 <= width + 1 and box.y0 >= -1 and box.y1 <= height + 1, text.get_text()
+
+
+def test_words_of_a_task_stand_on_the_axis(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: found.append(figure.axes[0].get_ylabel()))
+    pictures.draw({"recall": STORED["recall"]}, tmp_path)
+    assert get_task("recall").metrics["right"] in " ".join(found[0].split())
