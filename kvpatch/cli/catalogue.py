@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import KVPatchError, suggest
+from ..errors import KVPatchError, named, suggest
 
 COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}
 """Options that every policy has, with the default of most."""
@@ -150,10 +150,9 @@ def check_policy(name: str, options: dict[str, Any] | None = None) -> None:
     """
     if (combined := _COMBINED.fullmatch(name)) is not None:
         return check_policy(combined[1])
-    entry = POLICIES.get(name.strip().casefold())
-    if entry is None:
-        meant = suggest(name.casefold(), POLICIES)
-        raise KVPatchError(f"Unknown policy {name!r}.{meant} Known: {', '.join(POLICIES)}.")
+    if (known_as := named(name, POLICIES)) is None:
+        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+    entry = POLICIES[known_as]
     known = entry.options | COMMON
     for option in options or ():
         if option not in known:

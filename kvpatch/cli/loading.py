@@ -24,28 +24,29 @@ _BUDGET = re.compile(r"\s*\d*\.?\d+(e-?\d+)?\s*(%|[KMGT]?i?B)?\s*", re.IGNORECAS
 MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
-def parse_k(text: str) -> Any:
-    """Parse `-k`: digits are tokens, a number with a dot is a share, commas make a list with one entry per layer.
+def check_budget(text: str) -> None:
+    """Raise KVPatchError unless a text, or each part of a comma-separated one, has the form of a budget."""
+    for part in text.split(","):
+        if part.strip() and not _BUDGET.fullmatch(part):
+            raise KVPatchError(
+                f"-k {part.strip()} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, or a "
+                "size such as 2GiB."
+            )
 
-    Anything else of a budget's form, such as "2GiB" or "50%", is left to the library.
+
+def parse_k(text: str) -> Any:
+    """Parse `-k`: what the library's `parse_k` takes, or a comma-separated list with one of these per layer.
 
     Raises:
-        KVPatchError: the text has not the form of a budget.
+        KVPatchError: the text is no budget.
     """
+    check_budget(text)
+    from ..policies import budgets
+
     if "," in text:
-        return [parse_k(part) for part in text.split(",") if part.strip()]
-    if not _BUDGET.fullmatch(text):
-        raise KVPatchError(
-            f"-k {text} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, or a size such as "
-            "2GiB."
-        )
-    text = text.strip()
-    if text.isdigit():
-        return int(text)
-    try:
-        return float(text) if "." in text else text
-    except ValueError:
-        return text
+        parts = [part for part in text.split(",") if part.strip()]
+        return [budgets.parse_k(part, f"k[{i}]") for i, part in enumerate(parts)]
+    return budgets.parse_k(text)
 
 
 def check_dtype(dtype: str) -> str:

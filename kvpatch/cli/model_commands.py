@@ -13,19 +13,12 @@ import typer
 from ..errors import KVPatchError
 from . import options as given
 from .catalogue import BACKENDS, DEFAULT_POLICY, POSITIONS, SCHEDULES, check_choice, check_policy
-from .loading import Source, parse_k, read_prompt
+from .loading import Source, check_budget, parse_k, read_prompt
 from .options import model_and_files, one_model, parse_options
-from .output import note, print_json, print_rows, short_errors
+from .output import print_json, print_rows, short_errors
 
 KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
 COMPARED = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv"
-
-
-def _budget(text: str) -> Any:
-    """Parse `-k` and say what 1 means. Raises KVPatchError for a text that has not the form of a budget."""
-    if text.strip() == "1":
-        note("kvpatch: -k 1 keeps one token per head; -k 1.0 keeps everything.")
-    return parse_k(text)
 
 
 def _policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
@@ -35,15 +28,6 @@ def _policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
     from ..policies import get_policy
 
     return get_policy(name).with_options(schedule, **options)
-
-
-def _checked(k: Any) -> Any:
-    """Return a parsed budget. Raises KVPatchError for one out of range, before a model is loaded."""
-    from ..policies.budgets import check_k
-
-    for i, one in enumerate(k if isinstance(k, list) else [k]):
-        check_k(one, f"k[{i}]" if isinstance(k, list) else "k")
-    return k
 
 
 def generate(  # noqa: PLR0913 - typer: an option is a parameter
@@ -83,7 +67,8 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     A model with a chat template gets the prompt as a user's message.
     """
     with short_errors():
-        options, size = parse_options(option), _budget(k)
+        options = parse_options(option)
+        check_budget(k)
         check_choice("positions", positions, POSITIONS)
         check_choice("backend", backend, BACKENDS)
         files = [one for one in (file, prompt_file) if one is not None]
@@ -97,7 +82,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
                 raise KVPatchError(f"The prompt is given twice: {files[0]} and {files[1]}.")
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
-        chosen, size = _policy(policy, schedule, options), _checked(size)
+        chosen, size = _policy(policy, schedule, options), parse_k(k)
         text = read_prompt(files[0]) if prompt is None else prompt
         from .generating import Sampling, run
 
@@ -121,10 +106,11 @@ def check(  # noqa: PLR0913 - as above
 ) -> None:
     """Check on your own model, in seconds and on random ids, that the patch keeps its promises."""
     with short_errors():
-        options, size = parse_options(option), _budget(k)
+        options = parse_options(option)
+        check_budget(k)
         source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
         source.check()
-        chosen, size = _policy(policy, None, options), _checked(size)
+        chosen, size = _policy(policy, None, options), parse_k(k)
         from ..evaluation.check import check_model
 
         table = check_model(source.model(), policy=chosen, k=size, seed=seed)
@@ -187,9 +173,7 @@ def compare(  # noqa: PLR0913 - as above
     with short_errors():
         check_choice("schedule", schedule, SCHEDULES)
         options, texts = parse_options(option), ",".join(budgets or [KS])
-        for part in texts.split(","):
-            if part.strip():
-                _budget(part)
+        check_budget(texts)
         name, files = model_and_files(model, files, model_option, prompt_file)
         if continuation_file is not None and len(files) > 1:
             raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(files)}.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +20,35 @@ WIDE = 10_000
 """Width of an output that is no terminal: nothing is folded there, so that grep sees whole rows."""
 
 
+_PREFIX = "[kvpatch]"
+
+
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Turn a KVPatchError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    """Turn a KVPatchError into one line on stderr and exit code 2, and Ctrl-C into exit code 130.
+
+    A warning of the library becomes a line too, without the place in the code.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning(warnings.showwarning)
+            yield
     except KVPatchError as error:
         print(f"kvpatch: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("kvpatch: interrupted.", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        if str(message).startswith(_PREFIX):
+            note(f"kvpatch: {str(message).removeprefix(_PREFIX).strip()}")
+        else:
+            others(message, *where, **more)
+
+    return show
 
 
 def console(stderr: bool = False) -> Console:

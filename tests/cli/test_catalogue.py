@@ -44,7 +44,7 @@ def test_the_default_is_for_a_question_in_the_prompt():
     assert "question" in catalogue.POLICIES["snapkv"].use
 
 
-@pytest.mark.parametrize("name", ["h2o", "SnapKV", "critical(adaptive(roco))", " pyramid(h2o) "])
+@pytest.mark.parametrize("name", ["h2o", "SnapKV", "Ada-KV", "critical(adaptive(roco))", " pyramid(h2o) "])
 def test_names_that_are_known(name):
     catalogue.check_policy(name)
 

@@ -80,7 +80,8 @@ def test_generate_in_json_and_from_the_command_line(folder, prompt):  # noqa: F8
 
 def test_k_of_one_is_said(folder, prompt):  # noqa: F811
     arguments = ("generate", folder, prompt, "--max-new-tokens", 2, "--policy", "h2o", "-k")
-    assert "-k 1 keeps one token per head; -k 1.0 keeps everything" in run(*arguments, "1").stderr
+    said = run(*arguments, "1").stderr
+    assert said == "kvpatch: k=1 keeps one token per KV head. If all are meant, k=1.0 keeps everything.\n"
     assert run(*arguments, "1.0").stderr == run(*arguments, "2").stderr == ""
 
 
