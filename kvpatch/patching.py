@@ -54,7 +54,7 @@ class patched:
         seed: seed of the policy's random numbers.
         strict: raise an error that names the layer and the positions where queries, keys, values, attention or scores are NaN
             or infinite. A debugging aid: it synchronizes with the device in every layer and turns the fast paths of decode
-            steps off. Without it a NaN score counts as the lowest.
+            steps off. Without it a NaN score counts as the lowest, and the first at a prompt's end is logged.
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,7 @@ def end_prompt(call: Call, past: int) -> None:
     elif bool(over_B.any()):
         empty = slots.positions[:, :, : slots.used] < 0
         context = call.eviction_context(newest(call), -1)
+        context.watch = functools.partial(_watch, call)
         if call.policy.over_heads is not None:
             assert slots.limits is not None
             context.keep_BH1 = None  # heads share by score alone
@@ -162,6 +165,36 @@ def limit(call: Call) -> None:
         for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
     )
     slots.limits = cache.limits(sizes, device)
+    _say_cuts(call)
+
+
+def _say_cuts(call: Call) -> None:
+    """Warn of sizes that were cut to fit the smallest budget of a row that evicts."""
+    settings, stays = call.settings, call.policy.schedule == "prompt"
+    rows = [(b, n) for b, n in zip(_budgets(call), call.now.budget_n_B, strict=True) if n > b or not stays]
+    if not rows:
+        return
+    budget, n = min(rows)
+    for name, size, fits, needs in call.policy.scope.misfits(budget, call.score):
+        give = f"Give {name}={fits} or less, or k={needs} or more." if fits else f"Give k={needs} or more."
+        settings.notices.say(
+            name,
+            f"{name}={size} is cut to {fits}: the budget is {budget} tokens per head "
+            f"(k={settings.budget.per_layer[call.layer]}, a prompt of {n}). {give}",
+        )
+
+
+def _watch(call: Call, value_BHT: Tensor) -> None:
+    """Warn of scores that are NaN. Called at a prompt's end alone, where the host waits for the device anyway."""
+    notices = call.settings.notices
+    if "nan" in notices.said or call.settings.strict:
+        return
+    if bool((value_BHT.isnan() & (call.slots.positions[:, :, : call.slots.used] >= 0)).any()):
+        notices.say(
+            "nan",
+            f"policy {call.policy.name!r} gave NaN scores in layer {call.layer}, which count as the lowest: what is kept there "
+            "is decided by protection and position. patched(..., strict=True) raises where the first NaN arises.",
+        )
 
 
 def _budgets(call: Call) -> list[int]:

@@ -98,6 +98,42 @@ class EvictingCache(TextState):
         vars(new).update(copy.deepcopy(own, memo))
         return new
 
+    @writable
+    def select_rows(self, rows: int | list[int] | Tensor) -> EvictingCache:
+        """Return a new cache of these rows alone, such as a conversation that leaves a batch; this one stays as it is.
+
+        Only these rows are copied. `concatenate` brings them back to a batch.
+
+        Args:
+            rows: a row, int64 indices, or a bool mask [B].
+
+        Raises:
+            KVPatchError: the cache is empty or has no such row.
+
+        Example:
+            own = cache.select_rows(2)
+        """
+        checks.filled(self.seen_B is not None)
+        index = checks.rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
+        self.catch_up()
+        with self.reading("select_rows()"):
+            new = self._sharing()
+            new._map_rows("select_rows()", lambda tensor: tensor[index, ...])
+        shared = {id(layer.limits): one.limits for layer, one in zip(self.layers, new.layers, strict=True)}
+        for layer, one in zip(self.layers, new.layers, strict=True):
+            one.limits = shared[id(layer.limits)]
+        new.record = copy.copy(self.record)
+        return new
+
+    def _sharing(self) -> EvictingCache:
+        """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
+        new, memo = copy.copy(self), {id(self.make_table): self.make_table}
+        own = {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
+        own |= dict.fromkeys(("layers", "shared", "now"))
+        vars(new).update(copy.deepcopy(own, memo))
+        new.layers, new.shared = [layer.sharing() for layer in self.layers], self.shared
+        return new
+
     @staticmethod
     @writable
     def concatenate(caches: Sequence[EvictingCache], consume: bool = False) -> EvictingCache:

@@ -41,19 +41,20 @@ def beams(beam_idx: object, seen_B: Tensor | None) -> None:
     _in_range("beam_idx", index, 0, B)
 
 
-def rows(indices: object, seen_B: Tensor | None) -> None:
-    """Check the rows to keep: indices, or a mask over the batch."""
+def rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
+    """Return the rows to keep as a tensor: indices, or a mask over the batch. name, method: for the error message."""
     given = torch.as_tensor(indices) if isinstance(indices, list) and indices else indices
-    index = _index("indices", given, (torch.int64, torch.int32, torch.bool))
+    index = _index(name, given, (torch.int64, torch.int32, torch.bool))
     if seen_B is None:
-        return
+        return index
     B = len(seen_B)
     if index.dtype == torch.bool and len(index) != B:
-        raise KVPatchError(f"indices is a mask of {len(index)} rows, but the cache has {B}: give an entry for each.")
+        raise KVPatchError(f"{name} is a mask of {len(index)} rows, but the cache has {B}: give an entry for each.")
     if not (index.any() if index.dtype == torch.bool else len(index)):
-        raise KVPatchError("batch_select_indices would leave no row: let the cache go, or reset() it.")
+        raise KVPatchError(f"{method} would leave no row: let the cache go, or reset() it.")
     if index.dtype != torch.bool:
-        _in_range("indices", index, -B, B)
+        _in_range(name, index, -B, B)
+    return index
 
 
 def _index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:

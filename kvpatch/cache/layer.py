@@ -7,6 +7,7 @@ next free one. Nothing else moves. Below budget, or if decode steps evict nothin
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,12 @@ class SlotLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         return self.positions.shape[0] if self.is_initialized else -1
+
+    def sharing(self) -> SlotLayer:
+        """Return a copy that shares the tensors, to be replaced by `map_rows` before either layer writes to them."""
+        new = copy.copy(self)
+        new.mode, new.state, new.undo_log = copy.copy(self.mode), dict(self.state), deque(maxlen=UNDO_STEPS)
+        return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change` to every tensor whose first axis is the batch."""

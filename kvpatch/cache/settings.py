@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget
 from ..policies.parallel import WHOLE, Parallel
+from .notices import Notices
 
 SLIDING = get_policy("window")
 
@@ -26,7 +27,8 @@ class CacheSettings:
     bounds: for each layer with a sliding window among layers without one, that window (tokens), which it holds under any
     policy; None for other layers. parallel: KV heads of this process, if several processes share a model. strict: names of
     the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
-    distances are between columns of the batch, padding included (sliding windows, ALiBi by default).
+    distances are between columns of the batch, padding included (sliding windows, ALiBi by default). notices: what the patch
+    has warned of.
     """
 
     policy: Policy
@@ -39,6 +41,7 @@ class CacheSettings:
     parallel: Parallel = WHOLE
     strict: tuple[str, ...] = ()
     counts_columns: bool = False
+    notices: Notices = field(default_factory=Notices)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,6 +95,24 @@ class Scope:
         deviation = min(share(self.deviation, budget), free - recent)
         newest = max(recent, observed) if score.protects_window else recent
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
+
+    def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
+        """Yield each size in tokens that `limits` would cut: its name, itself, what fits `budget`, and a budget that fits it.
+
+        Shares of the budget are not sizes of the user's; `protect=` is refused rather than cut.
+        """
+        sinks = min(self.sinks, budget)
+        newest = min(share(self.recent, budget), budget - sinks)
+        window = score.observed_rows if score.protects_window else 0
+        # each with what is protected beside it
+        for name, size, beside in (
+            ("sinks", self.sinks, 0),
+            ("window", window, sinks),
+            ("recent", self.recent, sinks),
+            ("protected", self.deviation, sinks + newest),
+        ):
+            if isinstance(size, int) and size > budget - beside:
+                yield name, size, budget - beside, beside + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
         """Return the protected tokens as a bool mask [B,H,T], or None if there are none."""

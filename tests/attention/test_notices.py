@@ -1,0 +1,103 @@
+"""What is said once per patch: protected sizes above the budget, and scores that are NaN."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch import Policy, Score
+from tests.helpers.tiny import force, left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "kvpatch.cache.notices"]
+
+
+CLAMPED = [
+    ("snapkv", 24, {}, 60, r"\[kvpatch\] window=32 is cut to 24: the budget is 24 tokens per head (k=24, a prompt of 60). "
+                           r"Give window=24 or less, or k=33 or more."),
+    ("snapkv", 0.4, {"sinks": 4}, 60, r"window=32 is cut to 20: the budget is 24 tokens per head (k=0.4, a prompt of 60). "
+                                      r"Give window=20 or less, or k=37 or more."),
+    ("h2o", 16, {"recent": 64}, 60, "recent=64 is cut to 16: the budget is 16"),
+    ("h2o", 16, {"sinks": 64}, 60, "sinks=64 is cut to 16: the budget is 16"),
+    ("h2o", 16, {"sinks": 10, "recent": 7}, 60, "recent=7 is cut to 6: the budget is 16"),
+    ("roco", 16, {"protected": 9}, 60, "protected=9 is cut to 6: the budget is 16"),
+    ("h2o", 16, {"recent": 64}, 10, "recent=64 is cut to 16"),  # generated tokens are evicted later
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "k", "options", "n", "words"), CLAMPED)
+def test_a_size_above_the_budget_is_said_once_with_the_one_that_fits(policy, k, options, n, words, caplog):
+    model, ids = make("llama_gqa"), prompt(2, n)
+    for _ in range(2):
+        caplog.clear()
+        with kvpatch.patched(model, policy, k, **options):
+            model(ids)
+            force(model, ids, prompt(2, 2, seed=3))
+        (line,) = said(caplog)
+        assert line.startswith("[kvpatch] ") and words.removeprefix(r"\[kvpatch\] ") in line
+
+
+FITTING = [
+    ("snapkv", 24, {"window": 24}, 60), ("snapkv", 32, {}, 20), ("snapkv", 1.0, {}, 20), ("h2o", 16, {"recent": 1.0}, 60),
+    ("h2o", 16, {"sinks": 10, "recent": 6}, 60), ("roco", 12, {}, 60), ("window", 3, {}, 60), ("full", 1, {}, 60),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "k", "options", "n"), FITTING)
+def test_what_fits_is_not_spoken_of(policy, k, options, n, caplog):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, k, **options):
+        force(model, prompt(1, n), prompt(1, 2, seed=3))
+    assert said(caplog) == []
+
+
+def test_the_shortest_row_is_named(caplog):
+    model, ids = make("llama_gqa"), prompt(2, 100)
+    with kvpatch.patched(model, "snapkv", 0.5):
+        force(model, ids, prompt(2, 1, seed=3), left_pad(ids, [100, 40]))
+    assert said(caplog) == [
+        "[kvpatch] window=32 is cut to 20: the budget is 20 tokens per head (k=0.5, a prompt of 40). Give window=20 or less, "
+        "or k=33 or more."
+    ]
+
+
+@dataclass(frozen=True)
+class Nan(Score):
+    where: int = 5
+
+    def value(self, context):
+        return torch.where(context.positions_BHT == self.where, torch.nan, 1.0)
+
+
+def test_nan_scores_are_said_once(caplog):
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    for _ in range(2):
+        caplog.clear()
+        with kvpatch.patched(model, Policy("mine", Nan()), 0.5):
+            model(ids)
+            force(model, ids, prompt(1, 3, seed=2))
+        (line,) = said(caplog)
+        assert line.startswith("[kvpatch] ") and "policy 'mine' gave NaN scores" in line and "strict=True" in line
+
+
+def test_numbers_are_not_spoken_of(caplog):
+    model, ids = make("llama_gqa"), prompt(2, 40)
+    for policy in (Policy("mine", Nan(-1)), Policy("mine", Nan(99)), "h2o", "keyformer", "roco"):
+        with kvpatch.patched(model, policy, 12):
+            force(model, ids, prompt(2, 3, seed=2), left_pad(ids, [40, 30]))
+    assert said(caplog) == []
+
+
+def test_a_decode_step_does_not_wait_for_the_check(monkeypatch):
+    """NaN is looked for at a prompt's end alone, where the device is waited for anyway."""
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    with kvpatch.patched(model, "h2o", 0.5):
+        cache = model(ids).past_key_values
+        monkeypatch.setattr(torch.Tensor, "isnan", lambda self: 1 / 0)
+        model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
