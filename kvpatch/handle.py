@@ -108,10 +108,9 @@ class Patch:
         Raises:
             KVPatchError: nothing has run yet.
         """
-        log = self._state.log
-        if not log.number:
+        if not self.passes:
             raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
-        return Report.last(log)
+        return Report.last(self._state.log)
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """Characters for shares of kept tokens, from none to all in eighths."""
 _WHEN = {"prompt": "after the prompt", "decode": "while generating", "both": "after the prompt and while generating"}
+_ASKED = "asked for"
 _ON_CPU = ("triton: kernels run on a GPU", "flash: flash kernels run on CUDA devices, not on cpu")
 
 
@@ -116,15 +117,15 @@ def _count(number: int, what: str) -> str:
 
 
 def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return lines on the backends that ran: one where all tasks agree, or where there is no GPU, else one per backend."""
-    names = {name for name, _ in ran.values()} or {"torch"}
-    if names == {"torch"} and any(part in _ON_CPU for _, why in ran.values() for part in why.split("; ")):
-        return ["torch"]
+    """Return lines on the backends that ran: one where all agree, or where nothing else could be, else one per backend."""
+    reasons = {part for _, why in ran.values() for part in why.split("; ")}
+    if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
+        return [f"torch ({_ASKED})" if _ASKED in reasons else "torch"]
     groups: dict[tuple[str, str], list[str]] = {}
     for task, chosen in ran.items():
         groups.setdefault(chosen, []).append(task)
     tasks = {chosen: f" for {', '.join(own)}" if len(groups) > 1 else "" for chosen, own in groups.items()}
-    return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups] or ["torch"]
+    return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups]
 
 
 def times(seconds: Mapping[str, float]) -> str:

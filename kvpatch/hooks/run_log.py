@@ -43,7 +43,7 @@ class RunLog:
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
-        self.number = self.newest = 0  # passes, and the last of them that had a cache
+        self.number = self.newest = 0  # uses of caches, counted, and the last one
         self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
         self._warned: set[str] = set()
         self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line
@@ -101,6 +101,8 @@ class RunLog:
             self._catch_up(cache, record)
         if record.timing is not None:
             record.timing.end, record.timing.steps = end, record.columns - record.base
+        if record.number:
+            self._last(record)  # an assistant's cache may have had the last pass
 
     def release(self, cache: EvictingCache, record: TextRecord) -> None:
         """Keep a snapshot of a cache that is about to be freed, if the last pass was its own."""
@@ -155,10 +157,15 @@ class RunLog:
             passes = self.passes[kind]
             passes.total += count
             passes.acted += count * acted
-            self.number += count
             if record is not None:
-                record.number = self.newest = self.number
-                self._cache = record.cache
+                self._last(record)
+
+    def _last(self, record: TextRecord) -> None:
+        """Note that a cache is the last one that was used: it is reported on."""
+        with self._lock:
+            self.number += 1
+            record.number = self.newest = self.number
+            self._cache = record.cache
 
     def _unused(self, cache: EvictingCache, record: Record | None) -> None:
         """Note a prompt that nothing goes on from: its cache was made for it, and is not used again."""

@@ -260,3 +260,12 @@ def test_a_trainer_shows_in_the_report(block, tmp_path, caplog):
     assert report.passes == {"training": (2, acted), "no_cache": (2, acted)}
     assert f"training: 2 passes, the budget acted in {'all' if block else 'none'}" in str(report)
     assert len(said(caplog)) == (0 if block else 2)
+
+
+def test_an_assistants_cache_is_not_reported_on():
+    """A draft of one token at a time uses its cache last; the report is on the cache of the call."""
+    model, ids = make("llama_gqa"), prompt(1, N)
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        model.generate(ids, **options, assistant_early_exit=1)
+        assert patch.report().held().tolist() == [[[12, 12]]] * 2
