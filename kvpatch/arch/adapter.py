@@ -218,7 +218,12 @@ def list_architectures() -> tuple[str, ...]:
 
 def adapter_of(module: nn.Module) -> Adapter | None:
     """Return the adapter that serves `module`, or None if it is not a known attention module."""
-    return REGISTRY.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    return REGISTRY.get(qualified_name(module))
+
+
+def qualified_name(module: nn.Module) -> str:
+    """Return the name under which a module's class is registered, "package.module.ClassName"."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def dtype_bytes(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
-from .adapter import Adapter, Core, Forward, adapter_of, source_module
+from .adapter import Adapter, Core, Forward, qualified_name, source_module
 
 NAME = "kvpatch"
 
@@ -70,10 +70,13 @@ class InterfaceAdapter(Adapter):
     def run(
         self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
     ) -> Any:
-        call = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}
+        call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
+            nonlocal attended
             self.compare(attn, asked)
+            _refuse_shapes(attn, k, v, self.kv_shape(attn), attended)
+            attended = True
             return core(q, k, v).unflatten(-1, (q.shape[1], -1))
 
         return own(hidden_BQE, **call, kvpatch=attend)
@@ -117,7 +120,7 @@ class InterfaceAdapter(Adapter):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
         for module in model.modules():
-            if adapter_of(module) is self and attends_both_ways(module):
+            if qualified_name(module) in self.classes and attends_both_ways(module):
                 raise encoder_refused(model, module)
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
@@ -142,6 +145,26 @@ class InterfaceAdapter(Adapter):
                     f"{type(attn).__name__} asks for {name}={theirs!r}, but its adapter {self.name!r} says {mine!r}: set "
                     f"{what}= of its InterfaceAdapter."
                 )
+
+
+def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int], attended: bool) -> None:
+    """Raise KVPatchError for attention whose cache is not one set of keys and values of one size per layer."""
+    name = type(attn).__name__
+    if attended:
+        raise KVPatchError(
+            f"{name} attends more than once in a forward, as differential attention does, but a cache under a budget holds one "
+            "set of keys and values per layer: kvpatch does not serve it."
+        )
+    if k.shape[-1] != said[1] or said[0] % k.shape[1]:  # processes of a tp_plan share the heads
+        raise KVPatchError(
+            f"{name} has {k.shape[1]} KV heads of {k.shape[-1]} numbers, but its adapter says {said[0]} of {said[1]}: override "
+            "kv_shape in a subclass of InterfaceAdapter."
+        )
+    if k.shape[-1] != v.shape[-1]:
+        raise KVPatchError(
+            f"{name} has keys of {k.shape[-1]} numbers per head and values of {v.shape[-1]}, as latent attention does, but a "
+            "cache under a budget holds both in one size: kvpatch does not serve it."
+        )
 
 
 def attends_both_ways(module: nn.Module) -> bool:

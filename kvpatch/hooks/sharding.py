@@ -78,6 +78,11 @@ def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]
 
 def check_layers(layers: list[int]) -> None:
     """Raise KVPatchError if only some of the decoder's layers are on this process. layers: their numbers, ascending."""
+    if len(set(layers)) < len(layers):
+        raise KVPatchError(
+            f"Attention modules of this model share a layer_idx ({layers}): it passes through its layers more than once per "
+            "token, with a cache for each time, which kvpatch does not serve."
+        )
     if layers != list(range(len(layers))):
         raise KVPatchError(
             f"Of this model's layers only {layers} are on this process (pipeline parallel), but a budget counts all of them: "

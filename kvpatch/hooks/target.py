@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..arch import Adapter, adapter_of, attends_both_ways, encoder_refused, list_architectures, routes_through_interface
+from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_bytes, dtype_of
+from ..arch.automatic import AutomaticAdapter, automatic_rows
+from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..backends.protocol import Case
 from ..errors import KVPatchError
 from ..policies import Policy
@@ -51,17 +53,21 @@ class Target:
         """Find the attention modules, the decoder and its generate() methods, and check that they can be patched.
 
         Args:
-            model: a decoder, perhaps inside of other modules.
-            auto: see `patched`.
+            model: the model.
+            auto: whether an automatic row may serve a family that has none.
 
         Raises:
             KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.
         """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
-        found = [(module, adapter) for module in model.modules() if (adapter := adapter_of(module)) is not None]
+        known = ((module, adapter_of(module)) for module in model.modules())
+        found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:
-            raise _unknown(model)
+            refuse_other_kinds(model)
+            found = [*automatic_rows(model)] if auto else []
+        if not found:
+            raise unknown(model)
         for module in model.modules():
             if "_kvpatch" in vars(module):
                 raise already_patched(module)
@@ -90,7 +96,13 @@ class Target:
 
     def check_projection(self) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, which two-stage selection needs."""
-        for _, adapter in self.attentions:
+        for module, adapter in self.attentions:
+            if isinstance(adapter, AutomaticAdapter):
+                raise KVPatchError(
+                    "Two-stage selection weighs values by the output projection, which the automatic row of "
+                    f"{adapter.name} does not name: register a row, {row_of(module)}, where o_proj is that projection, or use "
+                    "the policy without critical."
+                )
             if adapter.projection is None and type(adapter).output is Adapter.output:
                 raise KVPatchError(
                     f"Two-stage selection weighs values by the output projection, but in {adapter.name} more than that stands "
@@ -159,39 +171,6 @@ class Target:
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         return 2 * heads * head_dim * dtype_bytes(self.decoder)
-
-
-def _unknown(model: nn.Module) -> KVPatchError:
-    """Make the error for a model without an adapter: what to type instead, or the reason that nothing can be."""
-    name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
-    attentions = _innermost_attentions(model)
-    for module in attentions:
-        if routes_through_interface(module) and not attends_both_ways(module):
-            cls = type(module)
-            family = cls.__module__.split(".")[-2]
-            return KVPatchError(
-                f"No adapter for {name}. {known} To add one, register a row, for its attention goes through transformers' "
-                f"attention interface: kvpatch.register_arch(kvpatch.InterfaceAdapter({family!r}, "
-                f"'{cls.__module__}.{cls.__qualname__}')); then let kvpatch.check_model(model) compare it with the unpatched "
-                "model."
-            )
-    if attentions and all(map(attends_both_ways, attentions)):
-        return encoder_refused(model, attentions[0])
-    if not attentions and type(model).__module__.startswith("transformers."):
-        return KVPatchError(
-            f"{name} has no attention modules, and so no keys and values to put on a budget. Give a model that attends. {known}"
-        )
-    return KVPatchError(
-        f"No adapter for {name}. {known} To add one, subclass kvpatch.Adapter (project, output, kv_shape; see "
-        "kvpatch/arch/llama.py) and call kvpatch.register_arch(MyAdapter())."
-    )
-
-
-def _innermost_attentions(model: nn.Module) -> list[nn.Module]:
-    """Return modules with "attention" in their class name, except those that contain another one."""
-    named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
-    holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
-    return [module for module in model.modules() if module in named - holders]
 
 
 def _check_decoder(decoder: nn.Module) -> None:

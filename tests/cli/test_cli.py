@@ -69,11 +69,6 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def untimed(text):
-    """A report without its times, which differ from run to run."""
-    return [line for line in text.splitlines() if not line.startswith("time ")]
-
-
 @pytest.mark.parametrize(
     ("text", "k"), [("0.5", 0.5), ("1.0", 1.0), ("1024", 1024), ("2GiB", "2GiB"), ("2.5GiB", "2.5GiB"), ("50%", 0.5)]
 )

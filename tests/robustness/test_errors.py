@@ -204,7 +204,7 @@ def test_bad_models():
     with pytest.raises(KVPatchError, match="T5Model is an encoder-decoder"), kvpatch.patched(t5, "h2o"):
         pass
     mamba = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(KVPatchError, match=r"MambaForCausalLM has no attention modules.*Known architectures: llama, "):
+    with pytest.raises(KVPatchError, match=r"MambaForCausalLM keeps a recurrent state, not keys and values: there is nothing"):
         kvpatch.patch(mamba, "h2o")
     crossed = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=16, n_head=2, n_layer=1, add_cross_attention=True))
     with pytest.raises(KVPatchError, match="cross-attention"), kvpatch.patched(crossed, "h2o"):

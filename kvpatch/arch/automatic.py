@@ -1,0 +1,162 @@
+"""Automatic rows: families without a row whose attention goes through transformers' attention interface.
+
+The row is derived from the attention module by the names that other families use. Before it serves a model it has to pass the
+checks of `kvpatch check` on the model's tiny twin (twin.py); the verdict is remembered for the twin.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import KVPatchError
+from .adapter import qualified_name
+from .interface import InterfaceAdapter, attends_both_ways, routes_through_interface
+from .refusals import holder_of, innermost_attentions, row_of, unknown
+from .twin import PARAMETERS, make_twin
+
+_LOG = logging.getLogger(__name__)
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
+_VERDICTS: dict[tuple[type, str], InterfaceAdapter | KVPatchError] = {}
+_TRIAL: ContextVar[InterfaceAdapter | None] = ContextVar("trial", default=None)
+
+
+class AutomaticAdapter(InterfaceAdapter):
+    """Adapter derived from an attention module. It names no output projection, since nothing checks that it is a plain one."""
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        heads, head_dim = super().kv_shape(attn)
+        return heads, getattr(attn, "qk_head_dim", None) or head_dim
+
+
+def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
+    """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.
+
+    Raises:
+        KVPatchError: the attention goes another way, or the row did not pass.
+    """
+    attentions = _causal_attentions(model)
+    if not attentions:
+        raise unknown(model)
+    name, classes = type(model).__name__, sorted({type(module).__name__ for module in attentions})
+    if len(classes) > 1:
+        raise KVPatchError(
+            f"{name} has attention of several classes ({', '.join(classes)}), for which no row can be derived: write an "
+            "adapter (kvpatch.Adapter) that names them."
+        )
+    trial = _TRIAL.get()
+    if trial is not None and qualified_name(attentions[0]) in trial.classes:
+        return [(module, trial) for module in attentions]
+    decoder: Any = holder_of(model, attentions) or model
+    derive(attentions, decoder).check(decoder)
+    row = _verdict(model, decoder, attentions)
+    return [(module, row) for module in attentions]
+
+
+def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
+    """Return the row that passed, or raise the error that says why none did; judge it if this is the first time."""
+    try:
+        twin = make_twin(decoder, attentions)
+    except Exception as error:  # a class of any shape
+        twin = _itself(model, decoder, attentions[0], error)
+    key = type(decoder), str(twin.config.to_json_string(use_diff=False) if hasattr(twin, "config") else id(type(model)))
+    if key not in _VERDICTS:
+        verdict = _VERDICTS[key] = _judge(model, decoder, twin, attentions)
+        if isinstance(verdict, InterfaceAdapter):
+            _LOG.warning(
+                f"[kvpatch] {type(model).__name__} has no row; its attention goes through transformers' attention interface, "
+                f"passed the checks and is served by an automatic row ({verdict.name})."
+            )
+    verdict = _VERDICTS[key]
+    if isinstance(verdict, KVPatchError):
+        raise KVPatchError(str(verdict))
+    return verdict
+
+
+def _itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
+    """Return the model to be checked itself, if it is small."""
+    if sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS:
+        return decoder
+    raise KVPatchError(
+        f"No adapter for {type(model).__name__}, and no tiny twin of {type(decoder).__name__} could be built to check an "
+        f"automatic row ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Register the row, "
+        f"{row_of(attn)}, and let kvpatch.check_model(model) compare it with the unpatched model."
+    ) from error
+
+
+def _judge(
+    model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
+) -> InterfaceAdapter | KVPatchError:
+    """Return the first row that passes, or the error that names the first failure of the plain one."""
+    import kvpatch  # the checks are a layer above: taken by their public name
+
+    failures = []
+    # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone
+    for from_mask, slides in ((False, False), (True, False), (False, True), (True, True)):
+        row = derive(attentions, decoder, positions_from_mask=from_mask, slides=slides)
+        try:
+            with _on_trial(row), torch.random.fork_rng(devices=[]):
+                table = kvpatch.check_model(twin, "h2o", 0.5)
+        except KVPatchError as error:
+            return KVPatchError(f"No adapter for {type(model).__name__}, and no automatic row serves it: {error}")
+        failures += [(result.detail, result.name) for result in table if not result.passed]
+        if table.passed:
+            return row
+    name, (own, why) = type(model).__name__, failures[0]
+    if own.startswith("KVPatchError: "):  # it says itself what stands in the way
+        return KVPatchError(f"No adapter for {name}, and no automatic row serves it: {own.removeprefix('KVPatchError: ')}")
+    return KVPatchError(
+        f"No adapter for {name}, and an automatic row did not pass the checks ({why}: {own}): its attention does more than a "
+        f"row can say, or a row has to say it: {row_of(attentions[0])[:-2]}, ...)). kvpatch.check_model(model) compares it "
+        "with the unpatched model."
+    )
+
+
+@contextmanager
+def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
+    token = _TRIAL.set(row)
+    try:
+        yield
+    finally:
+        _TRIAL.reset(token)
+
+
+def derive(
+    attentions: list[Any], decoder: Any, *, positions_from_mask: bool = False, slides: bool = False
+) -> InterfaceAdapter:
+    """Derive a row from the attention modules of a decoder, by the names that other families use."""
+    attn, config = attentions[0], attentions[0].config
+    limit = getattr(config, "max_position_embeddings", None)
+    tables = (m for name, m in decoder.named_modules() if isinstance(m, nn.Embedding) and "position" in name)
+    return AutomaticAdapter(
+        type(attn).__module__.split(".")[-2],
+        qualified_name(attn),
+        projection=None,
+        scale=next((name for name in ("scaling", "scale") if hasattr(attn, name)), "scaling"),
+        slides=slides or any(getattr(one, "sliding_window", None) is not None for one in attentions),
+        softcap="attn_logit_softcapping" if hasattr(attn, "attn_logit_softcapping") else None,
+        sinks="sinks" if any(isinstance(getattr(one, "sinks", None), torch.Tensor) for one in attentions) else None,
+        dropout=next((f"config.{name}" for name in _DROPOUT if hasattr(config, name)), "attention_dropout"),
+        learned=isinstance(limit, int) and any(table.num_embeddings >= limit for table in tables),
+        positions_from_mask=positions_from_mask,
+    )
+
+
+def _causal_attentions(model: Any) -> list[nn.Module]:
+    """Return the attention modules of the text decoder that call the attention interface."""
+    config: Any = getattr(model, "config", None)
+    text = type(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else object
+    return [
+        module
+        for module in innermost_attentions(model)
+        if routes_through_interface(module)
+        and not attends_both_ways(module)
+        and isinstance(getattr(module, "config", None), text)
+    ]
+

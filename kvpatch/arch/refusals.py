@@ -1,0 +1,84 @@
+"""Models without an adapter: the reason that nothing can serve them, or what to type so that something does."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import KVPatchError
+from .adapter import list_architectures
+from .interface import attends_both_ways, encoder_refused, routes_through_interface
+
+_CROSS = ("encoder_attn", "crossattention", "cross_attn")
+
+
+def refuse_other_kinds(model: nn.Module) -> None:
+    """Raise KVPatchError for a model that is no causal decoder with keys and values in every layer: no adapter can serve it."""
+    name, attentions = type(model).__name__, innermost_attentions(model)
+    if "diffusion" in type(model).__module__:
+        raise KVPatchError(
+            f"{name} writes by diffusion: it reads whole blocks of text in both directions, again and again. kvpatch serves "
+            "models that generate one token after another."
+        )
+    if any(getattr(type(module), "_is_stateful", False) for module in model.modules()):
+        if any(map(routes_through_interface, attentions)):
+            raise KVPatchError(
+                f"{name} is a hybrid: some of its layers keep a recurrent state, not keys and values, and a budget over the "
+                "others is not served yet."
+            )
+        raise KVPatchError(f"{name} keeps a recurrent state, not keys and values: there is nothing to evict.")
+    if attentions and all(map(attends_both_ways, attentions)):
+        raise encoder_refused(model, attentions[0])
+    if attentions and any(vars(module).get("is_decoder") is False for module in model.modules()):
+        raise KVPatchError(
+            f"{name} attends in both directions (is_decoder=False of its configuration): an encoder reads its text at once "
+            "and keeps no cache that could be put on a budget. Give a causal decoder."
+        )
+    crossed = next((at for at, module in model.named_modules() if _crosses(at, module)), None)
+    if crossed is not None:
+        raise KVPatchError(
+            f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
+            "attend to their own text alone."
+        )
+
+
+def _crosses(name: str, module: nn.Module) -> bool:
+    last = name.rpartition(".")[2]
+    return last in _CROSS or "crossattention" in type(module).__name__.lower()
+
+
+def unknown(model: nn.Module) -> KVPatchError:
+    """Make the error for a model without an adapter: the row or the adapter to write."""
+    name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
+    for module in innermost_attentions(model):
+        if routes_through_interface(module) and not attends_both_ways(module):
+            return KVPatchError(
+                f"No adapter for {name}. {known} To add one, register a row, for its attention goes through transformers' "
+                f"attention interface: {row_of(module)}; then let kvpatch.check_model(model) compare it with the unpatched "
+                "model."
+            )
+    return KVPatchError(
+        f"No adapter for {name}. {known} To add one, subclass kvpatch.Adapter (project, output, kv_shape; see "
+        "kvpatch/arch/llama.py) and call kvpatch.register_arch(MyAdapter())."
+    )
+
+
+def row_of(attn: nn.Module) -> str:
+    """Return the line that registers a row for the class of an attention module."""
+    cls = type(attn)
+    family = cls.__module__.split(".")[-2]
+    return f"kvpatch.register_arch(kvpatch.InterfaceAdapter({family!r}, '{cls.__module__}.{cls.__qualname__}'))"
+
+
+def innermost_attentions(model: nn.Module) -> list[nn.Module]:
+    """Return modules with "attention" in their class name, except those that contain another one."""
+    named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
+    holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
+    return [module for module in model.modules() if module in named - holders]
+
+
+def holder_of(model: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
+    """Return the innermost model of transformers that contains all `parts`, or None."""
+    wanted = {id(part) for part in parts}
+    holders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()})
+    return max(holders, key=lambda holder: -sum(1 for _ in holder.modules()), default=None)

@@ -1,0 +1,131 @@
+"""The tiny twin of a model: the same class and attention, few layers and small widths, with random weights."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+PARAMETERS = 30_000_000
+"""Parameters that a twin may have, so that checking it takes seconds."""
+
+_LAYERS, _WIDTH, _INNER, _VOCAB, _EXPERTS, _WINDOW = 2, 64, 64, 128, 4, 8
+_LIMITS = (  # the first that fits; the last so that a layer that looks at few tokens of a long text shows it on a short one
+    (("pattern", "_every_"), sys.maxsize),
+    (("_token_id", "_token_index"), _VOCAB - 1),
+    (("vocab_size",), _VOCAB),
+    (("intermediate", "ffn", "d_ff", "n_inner"), _INNER),
+    (("n_group", "topk_group"), 1),
+    (("per_tok", "top_k", "topk", "moe_k"), 2),
+    (("experts",), _EXPERTS),
+    (("window", "chunk", "block_size"), _WINDOW),
+)
+
+
+def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
+    """Make a tiny random model of the class of `decoder` on the CPU; the random state is left as it was.
+
+    It computes in float64 where its attention does, so that rounding hides nothing, and has a layer like each of `attentions`.
+
+    Raises:
+        ValueError: the twin would be large or lacks a kind of layer. The model's class may raise anything else.
+    """
+    kind, config = type(decoder), shrunk(decoder.config)
+    capped = any("softcap" in key and value for key, value in vars(config).items())  # which some versions' sdpa leaves out
+    config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) and not capped else "eager"
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > PARAMETERS:
+        raise ValueError(f"a twin of {kind.__name__} would have {size:,} parameters")
+    default = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        try:
+            torch.set_default_dtype(torch.float32)
+            torch.manual_seed(0)
+            twin = kind(config).eval()
+        finally:
+            torch.set_default_dtype(default)
+        for parameter in twin.parameters():
+            _fill(parameter)
+        twin = (twin if config._attn_implementation == "eager" else twin.double()).requires_grad_(False)
+        twin(torch.zeros(1, 4, dtype=torch.int64), use_cache=False)  # a twin that cannot run is none
+    known = {kind_of(module) for module in twin.modules()}
+    if not {kind_of(module) for module in attentions} <= known:
+        raise ValueError(f"a twin of {kind.__name__} lacks some of its kinds of attention layers")
+    return twin
+
+
+def kind_of(attn: nn.Module) -> tuple[Any, ...]:
+    """Return what tells kinds of attention layers apart: the class, and attributes that are flags, texts or None."""
+    flags = ((name, value) for name, value in vars(attn).items() if value is None or isinstance(value, bool | str))
+    return type(attn), *sorted((one for one in flags if one[0] != "training" and not one[0].startswith("_")), key=str)
+
+
+def _fill(parameter: nn.Parameter) -> None:
+    """Draw weights so large that attention is far from uniform, where a mistake would hardly show."""
+    if parameter.ndim >= 2:
+        parameter.normal_(0.0, 0.8 * parameter.shape[-1] ** -0.5)
+    else:
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def shrunk(config: Any) -> Any:
+    """Copy a configuration with few layers, heads and experts and small widths; what shapes attention stays.
+
+    Head sizes, scales, caps, sinks and rotary parameters stay; sliding windows become so short that they matter.
+    """
+    own = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
+    names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
+    layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    few_layers, (few_kv, few_heads) = _kinds(own, layers), _few_heads(heads, kv_heads or heads)
+    if own.get("num_kv_shared_layers"):  # the last layers, which take the keys of those before
+        few_layers, own["num_kv_shared_layers"] = min(2 * few_layers, layers), few_layers
+    for key, value in own.items():
+        if isinstance(value, list | tuple) and len(value) == layers:
+            own[key] = [_small(key, one) for one in value[:few_layers]]
+        elif isinstance(value, dict) and value and all(map(_is_layer, value)):
+            own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
+        else:
+            own[key] = _small(key, value)
+    own[names["num_hidden_layers"]], own[names["num_attention_heads"]] = few_layers, few_heads
+    if kv_heads is not None:
+        own[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
+    if (config.to_dict().get("sliding_window") or 0) >= getattr(config, "max_position_embeddings", sys.maxsize):
+        own["sliding_window"] = config.sliding_window  # it never acts
+    free = isinstance(own.get("head_dim"), int)  # else heads times their size make the width
+    own[names["hidden_size"]] = _WIDTH if free else few_heads * (config.hidden_size // heads)
+    new = type(config).from_dict(own)
+    if hasattr(new, "_experts_implementation"):
+        new._experts_implementation = "eager"
+    return new
+
+
+def _is_layer(key: object) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.isdigit())
+
+
+def _kinds(own: dict[str, Any], layers: int) -> int:
+    """Return the number of first layers among which each kind of layer occurs, at least two."""
+    count = min(_LAYERS, layers)
+    for value in own.values():
+        if isinstance(value, list | tuple) and len(value) == layers:
+            count = max([count, *(value.index(one) + 1 for one in value)])
+        elif isinstance(value, dict) and value and all(map(_is_layer, value)):
+            count = max(count, min(map(int, value)) + 1)
+    return count
+
+
+def _few_heads(heads: int, kv_heads: int) -> tuple[int, int]:
+    """Return few KV heads and query heads that share them as the given ones do."""
+    group = max(heads // kv_heads, 1)
+    few = min(kv_heads, 4 if group == 1 else 2)
+    return few, few * min(group, 4)
+
+
+def _small(key: str, value: Any) -> Any:
+    """Return a small number for a name: widths and experts, and how many tokens a layer looks at."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    return min(value, next((limit for parts, limit in _LIMITS if any(part in key for part in parts)), value))

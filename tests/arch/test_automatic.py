@@ -1,0 +1,138 @@
+"""Families without a row: the automatic row that serves them, or the sentence that says why nothing does."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+
+import kvpatch
+from kvpatch.arch import automatic
+from kvpatch.arch.twin import make_twin
+from kvpatch.hooks.target import Target
+from tests.helpers.marks import slow_but
+from tests.helpers.tiny import force, left_pad, prompt, snapshot
+from tests.helpers.tiny_families import EXPERTS, GQA
+
+
+@pytest.fixture(autouse=True)
+def _nothing_judged(monkeypatch):
+    monkeypatch.setattr(automatic, "_VERDICTS", {})
+
+
+def sketch(kind, **given):
+    """A model of its family's default configuration without numbers: only its tiny twin is run."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given)).eval()
+
+
+def glm4_moe():
+    torch.manual_seed(0)
+    experts = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = Glm4MoeConfig(**{**GQA, **experts}, head_dim=8)
+    model = Glm4MoeForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.25)
+    return model
+
+
+def test_a_family_without_a_row_is_served(caplog):
+    model, ids, fed = glm4_moe(), prompt(2, 20), prompt(2, 4, seed=2)
+    mask, before, random = left_pad(ids, [20, 13]), snapshot(model), torch.get_rng_state()
+    want, _ = force(model, ids, fed, mask)
+    with caplog.at_level(logging.INFO, "kvpatch"), kvpatch.patched(model, "h2o", 1.0):
+        got, cache = force(model, ids, fed, mask)
+    torch.testing.assert_close(got, want, atol=3e-5, rtol=0)
+    lines = [record.getMessage() for record in caplog.records if "automatic row" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("[kvpatch] Glm4MoeForCausalLM has no row;")
+    with kvpatch.patched(model, "h2o", 5):
+        assert force(model, ids, fed)[1].held(1).eq(5).all()
+        assert len([record for record in caplog.records if "automatic row" in record.getMessage()]) == 1, "judged once"
+    assert snapshot(model) == before and torch.equal(torch.get_rng_state(), random)
+    assert "glm4_moe" not in kvpatch.list_architectures()
+
+
+def test_without_automatic_rows_it_is_refused_with_its_row():
+    with pytest.raises(kvpatch.KVPatchError, match=r"register a row.*InterfaceAdapter\('glm4_moe', 'transformers\.models"):
+        Target.find(glm4_moe(), auto=False)
+
+
+def test_two_stage_selection_needs_a_row_that_names_the_projection():
+    with pytest.raises(kvpatch.KVPatchError, match=r"automatic row of glm4_moe does not name: register a row"):
+        kvpatch.patch(glm4_moe(), "critical_snapkv", 0.5)
+
+
+# family: what its default configuration lacks to be built
+SERVED = {
+    "afmoe": {}, "aria_text": {}, "beam": {}, "biogpt": {}, "cohere2_moe": {}, "ctrl": {}, "cwm": {}, "ernie4_5_moe": {},
+    "exaone_moe": {}, "flex_olmo": {}, "glm4_moe": {}, "granitemoeshared": {}, "hunyuan_v1_moe": {"head_dim": 64},
+    "hyperclovax": {}, "jais2": {}, "jetmoe": {}, "laguna": {}, "mellum": {}, "minimax_m2": {}, "ministral3": {},
+    "modernbert-decoder": {}, "moshi": {}, "nanochat": {}, "phimoe": {}, "solar_open": {}, "vaultgemma": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", slow_but(("cwm", "vaultgemma"), SERVED))
+def test_served_by_an_automatic_row(kind):
+    target = Target.find(sketch(kind, **SERVED[kind]))
+    assert all(isinstance(adapter, automatic.AutomaticAdapter) for _, adapter in target.attentions)
+    assert len(target.attentions) == target.decoder.config.num_hidden_layers
+
+
+RECURRENT = r"keeps a recurrent state, not keys and values: there is nothing to evict\."
+ENCODER = r"attends in both directions \(is_\w+=False of .*: an encoder reads its text at once"
+CROSSED = r"attends to what an encoder read, too \(.*is cross-attention\): kvpatch serves decoders that attend to their own"
+LATENT = r"has keys of \d+ numbers per head and values of \d+, as latent attention does.*does not serve it\."
+OTHER_LAYERS = r"has layers of type \w+, whose state is no cache of all keys and values"
+REFUSED = {
+    "mamba": RECURRENT, "mamba2": RECURRENT, "falcon_mamba": RECURRENT, "rwkv": RECURRENT, "xlstm": RECURRENT,
+    "bert": ENCODER, "roberta": ENCODER, "electra": ENCODER, "roformer": ENCODER, "rembert": ENCODER,
+    "bart": CROSSED, "marian": CROSSED, "trocr": CROSSED, "mllama": CROSSED, "blt": CROSSED,
+    "falcon_h1": "is a hybrid: some of its layers", "nemotron_h": "is a hybrid", "jamba": "is a hybrid",
+    "qwen3_next": "is a hybrid", "deepseek_v4": "is a hybrid", "recurrent_gemma": "is a hybrid",
+    "deepseek_v3": LATENT, "youtu": LATENT, "minicpm3": LATENT, "mimo_v2_flash": LATENT,
+    "llama4": OTHER_LAYERS, "minimax": OTHER_LAYERS, "lfm3": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
+    "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
+    "hrm_text": r"passes through its layers more than once per token",
+    "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
+}  # fmt: skip
+FAST = ("mamba", "rwkv", "bert", "roformer", "bart", "mllama", "falcon_h1", "deepseek_v3", "llama4", "diffllama", "doge")
+
+
+@pytest.mark.parametrize("kind", slow_but(FAST, REFUSED))
+def test_refused_with_what_it_is(kind):
+    model = sketch(kind)
+    with pytest.raises(kvpatch.KVPatchError, match="(?s)" + REFUSED[kind]) as caught:
+        Target.find(model)
+    assert type(model).__name__[:4] in str(caught.value)
+    if kind != "doge":
+        assert not re.search(r"register_arch|subclass|write an adapter", str(caught.value))
+
+
+class Pair(nn.Module):
+    """A model that is no PreTrainedModel around attention that calls the interface: no twin can be built of its class."""
+
+    def __init__(self, inner, config):
+        super().__init__()
+        self.layers, self.config = inner.model.layers, config
+
+
+def test_a_large_model_without_a_twin_is_refused_with_what_to_type():
+    with torch.device("meta"):
+        model = Pair(sketch("cwm", num_hidden_layers=2), AutoConfig.for_model("cwm"))
+    with pytest.raises(kvpatch.KVPatchError, match=r"no tiny twin of Pair could be built.*Register the row, kvpatch\.register"):
+        Target.find(model)
+
+
+def test_a_twin_keeps_what_shapes_attention():
+    sketched = sketch("vaultgemma")
+    attentions = [module for module in sketched.modules() if type(module).__name__ == "VaultGemmaAttention"]
+    twin = make_twin(sketched.model, attentions)
+    big, small = sketched.config, twin.config
+    for name in ("head_dim", "attn_logit_softcapping", "query_pre_attn_scalar"):
+        assert getattr(big, name) == getattr(small, name)
+    assert set(small.layer_types) == set(big.layer_types) and small.sliding_window == 8
+    assert sum(parameter.numel() for parameter in twin.parameters()) < 2_000_000
