@@ -79,6 +79,13 @@ def wrong(model: nn.Module) -> None:
 WITHOUT_OPTION_TYPES = inspect.signature(kvpatch.patched).parameters["policy_options"].annotation == "Any"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's folder; mypy's cache in it holds torch and transformers after the first run."""
+    pytest.importorskip("mypy")
+    return tmp_path_factory.mktemp("user")
+
+
 def marked(text: str, folder: Path) -> dict[int, str]:
     """Line -> code of mypy's errors in a file of a user's, under the oldest Python that the package supports."""
     file = folder / "user.py"
@@ -97,13 +104,11 @@ def expected(text: str) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_public_names_are_typed(tmp_path):
-    pytest.importorskip("mypy")
-    assert marked(PUBLIC, tmp_path) == expected(PUBLIC)
+def test_public_names_are_typed(folder):
+    assert marked(PUBLIC, folder) == expected(PUBLIC)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(WITHOUT_OPTION_TYPES, reason="patched() does not say which options policies have")
-def test_a_misspelt_option_is_marked(tmp_path):
-    pytest.importorskip("mypy")
-    assert marked(OPTIONS, tmp_path) == expected(OPTIONS)
+def test_a_misspelt_option_is_marked(folder):
+    assert marked(OPTIONS, folder) == expected(OPTIONS)

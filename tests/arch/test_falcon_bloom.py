@@ -142,13 +142,10 @@ def test_attention_dropout_is_refused_while_training(name):
 @given(data=st.data(), name=st.sampled_from(tuple(MORE)), rows=st.integers(1, 3), n=st.integers(2, 30))
 def test_any_sequence(tmp_path_factory, data, name, rows, n):
     _, policy, k, options = data.draw(sequences.settings_of_a_patch())
-    deeds = data.draw(st.lists(st.tuples(st.sampled_from(sequences.DEEDS), st.integers(1, 6)), max_size=9))
+    deeds = data.draw(sequences.DEEDS)
     model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        texts = sequences.Texts(model, patch, rows, n, path)
-        for deed, number in deeds:
-            texts.do(deed, number)
-        texts.check()
+        sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
 @pytest.mark.parametrize("heads", [4, 6, 32])

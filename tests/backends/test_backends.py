@@ -77,7 +77,7 @@ def test_a_gpu_gets_the_fastest_that_can(task, monkeypatch):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_who_is_asked_for_is_taken_or_said_once(task, caplog, monkeypatch):
+def test_a_requested_backend_is_taken_or_its_refusal_logged_once(task, caplog, monkeypatch):
     monkeypatch.setattr(dispatch, "_said", set())
     double = Case("cuda", torch.float64, 128)
     assert Choice("torch").of(task, double) == "torch" and not caplog.text
@@ -86,7 +86,7 @@ def test_who_is_asked_for_is_taken_or_said_once(task, caplog, monkeypatch):
     assert caplog.text.count("backend='triton'") == (task != "prompt")
 
 
-def test_only_what_can_run_may_be_asked_for(monkeypatch):
+def test_a_backend_that_cannot_run_is_refused(monkeypatch):
     model = make("llama_gqa")
     with pytest.raises(kvpatch.KVPatchError, match=r"backend='flash' cannot run here: flash kernels run on CUDA.*'auto'"):
         kvpatch.patch(model, "h2o", backend="flash")

@@ -194,7 +194,7 @@ VALUES = [*itertools.product(NAMED, (reversed_value, wrapped_value))]
 
 
 @pytest.mark.parametrize(("name", "make_value"), slow_but([("gumbel", wrapped_value)], VALUES))
-def test_a_value_of_ones_own_is_asked(name, make_value):
+def test_a_value_of_a_subclass_is_computed(name, make_value):
     policy = reversing(name, make_value)
     report = alike("llama_gqa", policy, steps=4)
     assert NAMED[name].stored == name and policy.score.stored is None
@@ -240,7 +240,7 @@ def test_every_record_names_a_sum_that_kernels_know():
     assert set(triton_backend.KNOWN) | {"observed"} == set(decode.STATISTICS)
 
 
-def test_what_is_asked_for_and_left_is_said(caplog):
+def test_a_requested_backend_that_is_not_taken_is_logged(caplog):
     dispatch._said.clear()
     with caplog.at_level(logging.WARNING, "kvpatch"):
         alike("llama_gqa", Policy("own", Cubes()), steps=2)

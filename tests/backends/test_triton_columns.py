@@ -97,7 +97,7 @@ def test_column_statistics(prompt):
     assert (few == many).double().mean() > 0.9  # the count is pinned down nearly everywhere
 
 
-def test_every_row_gives_away_one():
+def test_the_probabilities_of_every_row_sum_to_one():
     prompt = make(300, B=2, H=1, G=4, padding=[(0, 77), (290, 300)], dtype=HALF)
     got = run(prompt, ["sum"])["sum"].sum(-1)
     want = 4.0 * (prompt.rows_BQ >= 0).sum(1, keepdim=True).expand_as(got)
@@ -150,7 +150,7 @@ def test_an_infinite_normaliser_takes_a_row_out(empty):
         assert_close(got[name], want[name], tolerance)
 
 
-def test_columns_that_nobody_sees_are_zero():
+def test_columns_without_a_visible_query_are_zero():
     prompt = make(150, B=2, past=60, padding=[(0, 100), (0, 0)])
     got, unseen = run(prompt), ~twins.visible(prompt).any(2)
     assert unseen.any()

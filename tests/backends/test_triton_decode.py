@@ -385,7 +385,7 @@ def test_what_the_next_token_cannot_see_goes_first(sliding, leaves):
     assert int(slots.slot) == int(at[0] if leaves else at[1])
 
 
-def test_a_head_with_room_evicts_nobody():
+def test_a_head_with_room_evicts_nothing():
     """Whatever the scores say, and the next token takes its first empty slot."""
     rng = torch.Generator().manual_seed(0)
     slots, new = filled(1, 2, 1, 64, 12, F32, rng, used=[5, 5]), token(1, 2, 1, 64, F32, rng)

@@ -8,7 +8,8 @@ from tests.helpers.comparing import EVICTING, WINDOWED, combined, sorted_positio
 from tests.helpers.tiny import MODELS, prompt, sound
 from tests.oracle.test_oracle_parts import fits
 
-DEEDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save")
+KINDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save")
+DEEDS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 6)), max_size=9)
 
 
 @st.composite
@@ -72,6 +73,11 @@ class Texts:
             self.patch.save_cache(self.cache, self.path)
             self.cache = self.patch.load_cache(self.path)
         sound(self.cache)
+
+    def follow(self, deeds):
+        for deed, number in deeds:
+            self.do(deed, number)
+        self.check()
 
     def check(self):
         """One more token, beside every row's text through a cache of its own."""

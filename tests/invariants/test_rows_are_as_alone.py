@@ -83,16 +83,13 @@ def path(tmp_path_factory):
     chosen=settings_of_a_patch(),
     rows=st.integers(1, 3),
     n=st.integers(2, 30),
-    deeds=st.lists(st.tuples(st.sampled_from(sequences.DEEDS), st.integers(1, 6)), max_size=9),
+    deeds=sequences.DEEDS,
 )
 def test_any_sequence_of_one_cache(path, chosen, rows, n, deeds):
     name, policy, k, options = chosen
     model = make(name, dtype=torch.float64)
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        texts = sequences.Texts(model, patch, rows, n, path)
-        for deed, number in deeds:
-            texts.do(deed, number)
-        texts.check()
+        sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
 @pytest.mark.parametrize("policy", kvpatch.list_policies())

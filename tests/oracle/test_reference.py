@@ -445,7 +445,7 @@ def test_tova_keeps_one_set_or_one_per_head() -> None:
     assert run(table, [0] * 3, [], policy="tova", k=1, heads="each").kept == [[[[2], [0]]]]
 
 
-def test_a_dead_token_goes_first() -> None:
+def test_a_token_outside_the_sliding_window_is_evicted_first() -> None:
     """Window 3: after the prompt of 4 the next query, 4, sees 2 and 3 only. 0 and 1 are dead, whatever their score."""
     p = [[1.0], [0.8, 0.2], [0.8, 0.1, 0.1], [0.0, 0.8, 0.1, 0.1], [0.0, 0.0, 0.8, 0.1, 0.1]]
     x = [[math.log(value) if value else 9.0 for value in row] for row in p]  # 9: must never be looked at

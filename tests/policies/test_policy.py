@@ -47,7 +47,7 @@ def test_options(part, option, refused, allowed):
             part(**{option: value}).check()
 
 
-def test_a_share_above_one_is_told_as_tokens():
+def test_a_share_above_one_advises_a_number_of_tokens():
     with pytest.raises(KVPatchError, match=r"recent=12\.5 is more than the whole budget; write 12 for 12 tokens"):
         Scope(recent=12.5).check()
 

@@ -119,7 +119,7 @@ def test_patched_and_patch_take_the_same():
 
 
 @pytest.mark.parametrize("name", ["policy", *SETTINGS])
-def test_a_slip_in_an_argument_is_told(name):
+def test_a_misspelt_argument_gets_a_suggestion(name):
     for slip in (name[:-1], name.upper(), f"{name}s"):
         with pytest.raises(KVPatchError, match=rf"patched\(\) has no option '{slip}'\. Did you mean '{name}'\?"):
             kvpatch.patch(make("llama_gqa"), **{slip: None})

@@ -244,7 +244,7 @@ def test_of_two_threads_that_begin_at_once_one_is_refused():
         assert torch.equal(logits, model(ids, past_key_values=handle.new_cache()).logits)
 
 
-def test_a_clone_that_another_thread_tears_is_refused():
+def test_a_clone_during_a_change_by_another_thread_is_refused():
     model, ids, more = make("llama_gqa"), prompt(1, 20), prompt(1, 1, seed=2)
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()

@@ -110,7 +110,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("name", "change", "words"), LIES, ids=[f"{n}: {w[:40]}" for n, _, w in LIES])
-def test_a_lie_with_a_right_checksum_is_found(name, change, words, seeds, tmp_path):
+def test_a_false_statement_under_a_right_checksum_is_found(name, change, words, seeds, tmp_path):
     said = _lied(name, change, seeds, tmp_path)
     assert said is not None
     assert re.search(words, said), said
@@ -168,7 +168,7 @@ def test_places_that_are_no_file(seeds, tmp_path):
             seeds[0].patch.load_cache(path)
 
 
-def test_the_kinds_do_something(seeds):
+def test_every_kind_of_damage_changes_the_file(seeds):
     for kind in KINDS.values():
         assert any(kind(seeds[0].file, random.Random(n)) != seeds[0].file for n in range(5))
     assert headed(seeds[0].file, random.Random(1)) != seeds[0].file

@@ -41,13 +41,13 @@ def _logits(model):
         return model(prompt(2, 12)).logits
 
 
-def test_there_are_enough_and_each_has_a_name():
+def test_misuses_are_many_and_their_names_unique():
     assert len(ROWS) >= 80
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_misuse_is_told_and_changes_nothing(row: Misuse, model, before, tmp_path):
+def test_a_misuse_raises_its_error_and_changes_nothing(row: Misuse, model, before, tmp_path):
     world, stack = enter(model, tmp_path, row.on)
     with stack:
         inside, clone = snapshot(model), world.cache and world.cache.clone()

@@ -264,7 +264,7 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
 
 
 @pytest.mark.parametrize("name", slow_but(FAST, MUTANTS))
-def test_a_sabotage_is_noticed(name, tmp_path, worker):
+def test_a_mutant_fails_its_test(name, tmp_path, worker):
     file, before, after, tests = MUTANTS[name]
     copy_to(tmp_path)
     path = tmp_path / "kvpatch" / file

@@ -86,7 +86,7 @@ def _context(score, *, protected=0, keep=None, state=None, norms=None, group=1):
     )  # fmt: skip
 
 
-def test_a_head_of_nan_has_no_say_in_the_layer_s_mean():
+def test_a_head_of_nan_is_left_out_of_the_layer_s_mean():
     tova = kvpatch.get_policy("tova")
     score = torch.rand(1, 3, 9)
     broken = score.clone()
@@ -209,7 +209,7 @@ def test_the_kernels_choose_the_same_victims(policy, negative):
 
 
 @pytest.mark.parametrize("hop", ["queries", "keys", "values"])
-def test_strict_names_the_layer_the_hop_and_the_position(hop):
+def test_strict_names_the_layer_the_tensor_and_the_position(hop):
     """A token whose projection is infinite, in the prompt and in a decode step; the layer's cache is as before."""
     model = make("llama_gqa")
     name = {"queries": "q_proj", "keys": "k_proj", "values": "v_proj"}[hop]

@@ -61,7 +61,7 @@ def test_decode_lines_are_whole():
     assert (h2o["holds"], full["holds"]) == (False, None)  # 33 of 64 tokens are 0.516
 
 
-def test_the_floor_takes_its_turn_beside_policies_that_evict(monkeypatch):
+def test_the_floor_is_measured_beside_policies_that_evict(monkeypatch):
     costs = {"first": 4.0, "floor": 2.0, "last": 3.0}
     monkeypatch.setattr(bench_decode, "forward", lambda model, ids, past: (past, costs[model]))
     past = bench_models.forward(bench_models.build("llama", 8, tiny=True), torch.ones(1, 8, dtype=torch.long))[0]

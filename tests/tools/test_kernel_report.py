@@ -50,7 +50,7 @@ report.main(["encode"])
 """
 
 
-def test_a_spill_shows_and_a_wrong_name(tmp_path):
+def test_spilled_registers_and_unknown_kernels_are_reported(tmp_path):
     """The same kernel with 32 registers a thread; a name that no row begins with."""
     done = python("-c", STARVED, cache=tmp_path)
     assert done.stdout.split() == ["True"] * 4, done.stderr

@@ -66,7 +66,7 @@ def test_every_policy_keeps_half_of_the_prompt_and_then_everything(worker, case)
     assert [at.item() for _, q, at in seen if q == 1] == [160, 160, 161, 161]
 
 
-def test_a_token_is_told_where_it_stands():
+def test_the_peer_receives_the_position_of_each_token():
     """A compressed cache of the peer's knows only how many tokens it holds."""
     given = {}
 
