@@ -10,8 +10,8 @@ PAGE = ROOT / "docs/reliability.md"
 FOLDER = ROOT / "docs/reliability"  # pictures
 INTRO = """# Reliability
 
-What is done so that a patched model never computes something other than it should without saying so. Each section is written
-by the command that measures it.
+What is done so that a patched model never computes something other than it should without saying so. What becomes of
+interrupts, full memory, broken files and threads is in [what works](guides/works-with.md#when-something-goes-wrong).
 """
 # in the order of the page: a section's heading, and the command that writes it
 SECTIONS = {
@@ -23,6 +23,51 @@ SECTIONS = {
     "Misuse": "python -m tools.reliability.misuse --write",
     "transformers' own tests": "make upstream-tests TRANSFORMERS=PATH",
 }
+
+FACTS = {
+    "Soak": (
+        r"sequences \| (\d+).*?calls \| (\d+).*?failures \| (\d+)",
+        "**{} random sequences, {} calls**, with exceptions thrown in between, each beside a reference implementation: "
+        "{} failures.",
+    ),
+    "Memory": (
+        r"\| h2o \| ([\d,]+) steps \|[^\n]*\| \+0\.00 \|[^\n]*\| \+0\.00 \|",
+        "**Over {} decode steps** under a budget neither the number of tensors nor their bytes grow.",
+    ),
+    "Fuzzing the loader": (
+        r"([\d,]+) files.*?(\d+) crashes",
+        "**{} broken cache files:** {} crashes; what loads goes on within its budget.",
+    ),
+    "Mutation testing": (
+        r"Of the (\d+) .*?, ([\d.]+%) were",
+        "**{} small changes of policies, cache and attention:** the tests notice {}.",
+    ),
+    "Versions": (
+        r"\A(?!.*\| fail).*?\| (5[\d.]+) \| .*\n\| (5[\d.]+) \|",
+        "**transformers {} to {}**, and several versions of torch: the tests pass.",
+    ),
+    "Misuse": (
+        r"(\d+) misuses",
+        "**{} mistakes of a caller:** each is an error that says what to type instead, and the model is bit for bit as before.",
+    ),
+    "transformers' own tests": (
+        r"transformers ([\d.]+)",
+        "**The tests of transformers {}** of five architectures give the same results patched, but for one that asks for the "
+        "name of the cache's class.",
+    ),
+}
+"""Of each section what a reader came for: a pattern for the figures in it, and the sentence that they fill in."""
+
+
+def in_short(known: dict[str, str]) -> list[str]:
+    """One line for each section that is there, with its figures and the command that writes it."""
+    lines = []
+    for name, (pattern, words) in FACTS.items():
+        found = re.search(pattern, known.get(name, ""), re.DOTALL)
+        if name in known:
+            said = f" {words.format(*found.groups())}" if found else ""
+            lines.append(f"- [{name}](#{_anchor(name)}):{said} (`{SECTIONS[name]}`)")
+    return lines
 
 
 def sections(text: str) -> dict[str, str]:
@@ -38,9 +83,8 @@ def put(text: str, path: Path = PAGE) -> None:
         raise ValueError(f"Sections {list(given)} are not those of the page: {list(SECTIONS)}.")
     known = (sections(path.read_text()) if path.is_file() else {}) | given
     there = [name for name in SECTIONS if name in known]
-    contents = [f"- [{name}](#{_anchor(name)}): `{SECTIONS[name]}`" for name in there]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([INTRO, *contents, "", *(f"## {name}\n\n{known[name]}\n" for name in there)]))
+    path.write_text("\n".join([INTRO, *in_short(known), "", *(f"## {name}\n\n{known[name]}\n" for name in there)]))
 
 
 def _anchor(heading: str) -> str:
