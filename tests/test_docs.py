@@ -188,3 +188,14 @@ def test_pages_that_code_cites_exist():
         for path in (ROOT / folder).rglob("*.py"):
             for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
                 assert (ROOT / page).is_file(), f"{path.relative_to(ROOT)}: {page}"
+
+
+def test_every_part_of_the_package_is_in_the_table_of_layers():
+    table = TEXT["architecture.md"].split("## Layers")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\| (.+?) \|", table, re.MULTILINE))
+    words = " ".join(named)
+    for path in (ROOT / "kvpatch").iterdir():
+        if (path.is_dir() and any(path.glob("*.py"))) or (path.suffix == ".py" and not path.name.startswith("__")):
+            assert f"`{path.name}{'/' if path.is_dir() else ''}`" in words, path.name
+    for name in re.findall(r"`([\w.]+/?)`", words):
+        assert (ROOT / "kvpatch" / name).exists(), name
