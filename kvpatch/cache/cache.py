@@ -22,6 +22,11 @@ class EvictingCache(TextState):
         cache = patch.new_cache()
         model(document, past_key_values=cache)
         answers = [model.generate(question, past_key_values=cache.clone()) for question in questions]
+
+    A question needs a clone of its own, for a cache goes on with the text that it has read. generate() raises an error if its
+    input_ids are longer than that text and differ from it within the newest prompt. It cannot tell where the ids of that
+    prompt are not known (inputs_embeds, loaded and joined caches), nor for new tokens alone: given to the model itself, or to
+    generate() under an attention_mask over both.
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -127,7 +132,7 @@ class EvictingCache(TextState):
 
     def _sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
-        new, memo = copy.copy(self), {id(self.make_table): self.make_table}
+        new, memo = copy.copy(self), {id(one): one for one in (self.make_table, self.turns.ids)}
         own = {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
         own |= dict.fromkeys(("layers", "shared", "now"))
         vars(new).update(copy.deepcopy(own, memo))
@@ -171,6 +176,7 @@ class EvictingCache(TextState):
             self.shared = None if self.shared is None else change(self.shared)
             counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
+            turns.ids = None if turns.ids is None else change(turns.ids)
             if turns.open:  # needed by the rest of the prompt
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
@@ -251,4 +257,6 @@ class EvictingCache(TextState):
             self.seen_B = self.seen_B - count
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # the next pass makes it anew
+            if self.turns.ids is not None:
+                self.turns.ids = self.turns.ids[:, : max(self.get_seq_length() - self.turns.start, 0)]
             self._fit()

@@ -48,6 +48,7 @@ def begin(
     if cache.settings.by_columns and now.behind:
         _count_gaps(cache, now)
     if prompt:
+        _note_ids(cache, now, input_ids, seen)
         _begin_prompt(cache, now, before)
     elif not any(layer.record_past for layer in cache.layers):
         _clear_undo_logs(cache)
@@ -61,6 +62,19 @@ def begin(
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
     cache.counters.steps += Q - prompt
+
+
+def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
+    """Keep the newest prompt's ids, by which generate() tells another text (hooks/inputs.py same_text)."""
+    turns, before = cache.turns, cache.turns.ids
+    if not turns.open:
+        turns.start, before = seen, None
+    elif before is None:  # an earlier piece has no ids
+        return
+    turns.ids = None
+    if input_ids is not None and not cache.scratch and not cache.rows.joined and not cache.settings.transparent:
+        ids = input_ids[:, : now.prompt].masked_fill(now.positions_BQ[:, : now.prompt] < 0, -1)
+        turns.ids = ids if before is None else torch.cat([before, ids], 1)
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: Tensor) -> None:

@@ -44,11 +44,17 @@ class Request:
 
 @dataclass
 class Turns:
-    """Prompts read so far. begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended."""
+    """Prompts read so far.
+
+    begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended. ids: its token ids [B,Q], -1 in
+    padding; None if they are not known. start: columns before them.
+    """
 
     count: int = 0
     begin_B: list[int] = field(default_factory=lambda: [0])
     open: bool = False
+    ids: Tensor | None = None
+    start: int = 0
 
 
 class DeviceCounters:

@@ -28,7 +28,10 @@ PREPARE = "_prepare_cache_for_generation"
 
 
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
-    """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens."""
+    """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens.
+
+    A caller's cache that has read another text raises an error: see inputs.same_text.
+    """
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(type(self).generate, self) if previous is None else previous
@@ -48,6 +51,8 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
         if columns is not None and not drafts:
             inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
+            if past is cache and not _virtual_tokens(self):
+                inputs.same_text(_ids(args, kwargs), kwargs.get("attention_mask"), cache)
         try:
             if drafts:
                 _draft(cache, columns)
@@ -187,6 +192,14 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
     asked = kwargs.get("use_cache")
     return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
+
+
+def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return generate()'s token ids; None if it got embeddings."""
+    if kwargs.get("inputs_embeds") is not None:
+        return None
+    given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"))
+    return next((one for one in given if one is not None), None)
 
 
 def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -114,6 +114,29 @@ def mask_columns(mask: object, new: int, seen: int) -> None:
         )
 
 
+def same_text(ids: object, mask: object, cache: EvictingCache) -> None:
+    """Raise KVPatchError if generate()'s input_ids go on from another text than the cache has read.
+
+    They hold the whole text if no mask says otherwise and they are longer than what was seen; then they must agree with the
+    newest prompt's ids, where these are known. ids, mask: arguments of generate().
+    """
+    known, start, seen = cache.turns.ids, cache.turns.start, cache.get_seq_length()
+    if known is None or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return
+    alone = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != ids.shape[1]
+    if alone or ids.shape[1] <= seen or len(ids) != len(known):
+        return
+    wrong = (ids[:, start : start + known.shape[1]].to(known.device) != known) & (known >= 0)
+    if not bool(wrong.any()):
+        return
+    row, column = wrong.nonzero()[0].tolist()
+    raise KVPatchError(
+        f"input_ids differ from what the cache has read at column {start + column} of row {row}: it has read another text, "
+        "such as an earlier question, and goes on with that. Give each question a copy made before the first one, "
+        "past_key_values=cache.clone(); to go on, give the whole text so far."
+    )
+
+
 def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
     """Check position_ids. learned: positions index a table, in which negative ones do not exist."""
     if given is None:

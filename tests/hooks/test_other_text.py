@@ -1,0 +1,89 @@
+"""generate() with a cache that has read another text than its input_ids begin with."""
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch import KVPatchError
+from tests.helpers.tiny import left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+OPTIONS = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+def texts(B=1):
+    context, one, other = prompt(B, 20), prompt(B, 5, seed=2), prompt(B, 14, seed=3)
+    other[:, 0] = (one[:, 0] + 1) % 90 + 1
+    return context, torch.cat([context, one], 1), torch.cat([context, other], 1)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "streaming_llm"])
+@pytest.mark.parametrize("prefilled", [True, False])
+def test_a_second_question_needs_a_copy(policy, prefilled):
+    model, (context, one, other) = make("llama_gqa"), texts()
+    with kvpatch.patched(model, policy, 10, **({"window": 4} if policy == "snapkv" else {})) as patch:
+        cache = patch.new_cache()
+        if prefilled:
+            model(context, past_key_values=cache)
+            want = model.generate(other, past_key_values=cache.clone(), **OPTIONS)
+        first = model.generate(one, past_key_values=cache, **OPTIONS)
+        kept = cache.clone()
+        words = r"input_ids differ from what the cache has read at column 20 of row 0.*past_key_values=cache\.clone\(\)"
+        with pytest.raises(KVPatchError, match=words):
+            model.generate(other, past_key_values=cache, **OPTIONS)
+        assert cache.get_seq_length() == kept.get_seq_length(), "nothing has changed"
+        longer = torch.cat([first, prompt(1, 3, seed=5)], 1)
+        again = model.generate(longer, past_key_values=cache, **OPTIONS)
+        assert torch.equal(again, model.generate(longer, past_key_values=kept, **OPTIONS))
+        if prefilled:
+            fresh = patch.new_cache()
+            model(context, past_key_values=fresh)
+            assert torch.equal(model.generate(other, past_key_values=fresh, **OPTIONS), want)
+
+
+def test_what_goes_on_is_let_through():
+    """New tokens alone under a mask over both, a padded batch, other pad tokens, rows that moved, and rolled back drafts."""
+    model, context = make("llama_gqa"), prompt(2, 20)
+    mask = left_pad(context, [20, 13])
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        cache = patch.new_cache()
+        out = model.generate(context, attention_mask=mask, past_key_values=cache, **OPTIONS)
+        seen = cache.get_seq_length()
+        new, both = prompt(2, 40, seed=4), torch.ones(2, seen + 40, dtype=torch.long)
+        both[:, :20] = mask
+        model.generate(new, attention_mask=both, past_key_values=cache.clone(), **OPTIONS)
+        repadded = torch.cat([out, new], 1)
+        repadded[1, :7] = 3
+        whole = torch.cat([mask, torch.ones(2, repadded.shape[1] - 20, dtype=torch.long)], 1)
+        model.generate(repadded, attention_mask=whole, past_key_values=cache.clone(), **OPTIONS)
+        turned = cache.clone()
+        turned.reorder_cache(torch.tensor([1, 0]))
+        model.generate(repadded[[1, 0]], attention_mask=whole[[1, 0]], past_key_values=turned.clone(), **OPTIONS)
+        with pytest.raises(KVPatchError, match="at column 7 of row 0"):
+            model.generate(repadded, attention_mask=whole.fill_(1), past_key_values=turned, **OPTIONS)
+        model.generate(repadded[1:], attention_mask=whole[1:], past_key_values=cache.select_rows(1), **OPTIONS)
+        for how in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+            rows = context if "num_beams" in how else context[:1]
+            first = model.generate(rows, past_key_values=patch.new_cache(), **how, **OPTIONS)
+            assert first.shape == (len(rows), 24)
+
+
+def test_a_cache_at_everything_does_as_the_model_does():
+    """At k=1.0 a patched model does what the unpatched one does, also with another text."""
+    model, (context, one, other) = make("llama_gqa"), texts()
+    plain = model(context).past_key_values
+    model.generate(one, past_key_values=plain, **OPTIONS)
+    want = model.generate(other, past_key_values=plain, **OPTIONS)
+    with kvpatch.patched(model, "h2o", 1.0):
+        cache = model(context).past_key_values
+        model.generate(one, past_key_values=cache, **OPTIONS)
+        assert torch.equal(model.generate(other, past_key_values=cache, **OPTIONS), want)
+
+
+def test_a_stream_of_prompts_keeps_the_last_ones_ids_alone():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "streaming_llm", 10) as patch:
+        cache = patch.new_cache()
+        for seed in range(5):
+            model(prompt(1, 8, seed=seed), past_key_values=cache)
+        assert cache.turns.ids.tolist() == prompt(1, 8, seed=4).tolist() and cache.turns.start == 32
