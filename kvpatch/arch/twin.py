@@ -16,7 +16,7 @@ _LIMITS = (  # the first that fits; the last so that a layer that looks at few t
     (("pattern", "_every_"), sys.maxsize),
     (("_token_id", "_token_index"), _VOCAB - 1),
     (("vocab_size",), _VOCAB),
-    (("intermediate", "ffn", "d_ff", "n_inner"), _INNER),
+    (("intermediate", "ffn", "ff_dim", "d_ff", "n_inner"), _INNER),
     (("n_group", "topk_group"), 1),
     (("per_tok", "top_k", "topk", "moe_k"), 2),
     (("experts",), _EXPERTS),
@@ -80,8 +80,6 @@ def shrunk(config: Any) -> Any:
     names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
     layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     few_layers, (few_kv, few_heads) = _kinds(own, layers), _few_heads(heads, kv_heads or heads)
-    if own.get("num_kv_shared_layers"):  # the last layers, which take the keys of those before
-        few_layers, own["num_kv_shared_layers"] = min(2 * few_layers, layers), few_layers
     for key, value in own.items():
         if isinstance(value, list | tuple) and len(value) == layers:
             own[key] = [_small(key, one) for one in value[:few_layers]]

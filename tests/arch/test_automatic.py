@@ -70,8 +70,10 @@ def test_two_stage_selection_needs_a_row_that_names_the_projection():
 SERVED = {
     "afmoe": {}, "aria_text": {}, "beam": {}, "biogpt": {}, "cohere2_moe": {}, "ctrl": {}, "cwm": {}, "ernie4_5_moe": {},
     "exaone_moe": {}, "flex_olmo": {}, "glm4_moe": {}, "granitemoeshared": {}, "hunyuan_v1_moe": {"head_dim": 64},
-    "hyperclovax": {}, "jais2": {}, "jetmoe": {}, "laguna": {}, "mellum": {}, "minimax_m2": {}, "ministral3": {},
+    "hyperclovax": {}, "jais2": {}, "laguna": {}, "mellum": {}, "minimax_m2": {}, "ministral3": {},
     "modernbert-decoder": {}, "moshi": {}, "nanochat": {}, "phimoe": {}, "solar_open": {}, "vaultgemma": {},
+    "emu3": {}, "flint": {}, "gemma4": {}, "gemma4_text": {}, "glm4_moe_lite": {}, "granite_swa": {}, "granitemoe_swa": {},
+    "hy_v3": {}, "kolibri1": {}, "minimax_m3_vl_text": {},
 }  # fmt: skip
 
 
@@ -96,6 +98,8 @@ REFUSED = {
     "deepseek_v3": LATENT, "youtu": LATENT, "minicpm3": LATENT, "mimo_v2_flash": LATENT,
     "llama4": OTHER_LAYERS, "minimax": OTHER_LAYERS, "lfm3": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
     "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
+    "gemma3n_text": r"15 of 35 layers use the keys and values of layers before them",
+    "jetmoe": r"JetMoeAttention has 4 KV heads of 128 numbers, but its adapter says 2 of 128",
     "hrm_text": r"passes through its layers more than once per token",
     "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
 }  # fmt: skip
@@ -108,7 +112,7 @@ def test_refused_with_what_it_is(kind):
     with pytest.raises(kvpatch.KVPatchError, match="(?s)" + REFUSED[kind]) as caught:
         Target.find(model)
     assert type(model).__name__[:4] in str(caught.value)
-    if kind != "doge":
+    if kind not in ("doge", "jetmoe"):  # a row or an adapter might serve these
         assert not re.search(r"register_arch|subclass|write an adapter", str(caught.value))
 
 
