@@ -70,7 +70,8 @@ def architectures(json: given.Json = False) -> None:
             print_json({"name": name, "models": models})
         return
     print_rows(("architecture", "models"), [*ARCHITECTURES.items()])
-    print("\nAnother architecture takes a row or a short adapter: see kvpatch.register_arch.")
+    print("\n`kvpatch check MODEL` tells whether yours works. Another architecture takes a row or a short adapter: see")
+    print("kvpatch.register_arch.")
 
 
 @app.command()

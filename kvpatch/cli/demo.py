@@ -39,10 +39,10 @@ _CLOSING = (
     "It says nothing about speed: at this size a step is Python's own time, not attention."
 )
 _KEYFORMER = (
-    "Every fact stands there once, so nothing points at it before the question: of those asked for later, the newest half "
-    "holds half. Where facts are mentioned more than once (docs/results.md, recall, fifteen such models, k=0.1 to 0.4), roco "
-    "answers 40% of later questions, keyformer 37% and the window 25%; keyformer is for those, and for long generation. With "
-    "the question in the prompt keyformer answers 60%, snapkv 97%."
+    "Every fact stands there once, so nothing points at it before the question: for those asked later, to keep the newest "
+    "tokens is as good a guess as any. Where facts are mentioned more than once (docs/results.md, recall, fifteen such models, "
+    "k=0.1 to 0.4), roco answers 40% of later questions, keyformer 37% and the window 25%; keyformer is for those, and for "
+    "long generation. With the question in the prompt keyformer answers 60%, snapkv 97%."
 )
 _CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own text before you choose: kvpatch compare MODEL FILE."
 
