@@ -22,7 +22,7 @@ N = 24  # tokens of a prompt
 HERE = str(Path(kvpatch.__file__).parent)
 AT_HAND = {
     "now", "choice", "rotary", "make_table", "limits_of", "stack", "stack_due", "calls", "ahead", "free_at", "heads_at",
-    "geometry", "output_rows", "marks", "changes", "_places", "_sequences", "settings", "request", "span", "traced",
+    "geometry", "output_rows", "operations", "changes", "_places", "_sequences", "settings", "request", "span", "traced",
     "recording", "record", "meter", "parts", "was_read", "ids", "start",
 }  # fmt: skip
 
@@ -37,9 +37,18 @@ def _trace(each, names):
 
     def call(frame, event, arg):
         code = frame.f_code
-        return local if code.co_filename.startswith(HERE) and (names is None or code.co_name in names) else None
+        if not code.co_filename.startswith(HERE) or (names is not None and code.co_name not in names):
+            return None
+        return None if _in_destructor(frame) else local
 
     return call
+
+
+def _in_destructor(frame):
+    """Tell if `__del__` runs this frame: Python prints an exception there and goes on."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def lines(run, names=None):
