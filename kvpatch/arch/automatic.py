@@ -19,7 +19,7 @@ from ..errors import KVPatchError
 from .adapter import qualified_name
 from .interface import InterfaceAdapter, attends_both_ways, routes_through_interface
 from .refusals import holder_of, innermost_attentions, row_of, unknown
-from .twin import PARAMETERS, make_twin
+from .twin import PARAMETERS, make_twin, shrunk
 
 _LOG = logging.getLogger(__name__)
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
@@ -72,12 +72,12 @@ def _refuse_shared(name: str, attentions: list[nn.Module]) -> None:
 
 def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
     """Return the row that passed, or raise the error that says why none did; judge it if this is the first time."""
-    try:
-        twin = make_twin(decoder, attentions)
-    except Exception as error:  # a class of any shape
-        twin = _itself(model, decoder, attentions[0], error)
-    key = type(decoder), str(twin.config.to_json_string(use_diff=False) if hasattr(twin, "config") else id(type(model)))
+    key = type(decoder), _described(decoder)
     if key not in _VERDICTS:
+        try:
+            twin = make_twin(decoder, attentions)
+        except Exception as error:  # a class of any shape
+            twin = _itself(model, decoder, attentions[0], error)
         verdict = _VERDICTS[key] = _judge(model, decoder, twin, attentions)
         if isinstance(verdict, InterfaceAdapter):
             _LOG.warning(
@@ -88,6 +88,14 @@ def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> Int
     if isinstance(verdict, KVPatchError):
         raise KVPatchError(str(verdict))
     return verdict
+
+
+def _described(decoder: Any) -> str:
+    """Describe the twin of a decoder, or the decoder itself if it has none."""
+    try:
+        return shrunk(decoder.config).to_json_string(use_diff=False)
+    except Exception:  # a configuration of any shape
+        return str(getattr(decoder, "config", ""))
 
 
 def _itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:

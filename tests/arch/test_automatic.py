@@ -40,6 +40,14 @@ def glm4_moe():
     return model
 
 
+def test_a_family_is_judged_once(monkeypatch):
+    built, real = [], automatic.make_twin
+    monkeypatch.setattr(automatic, "make_twin", lambda *given: built.append(given) or real(*given))
+    for model in (glm4_moe(), glm4_moe()):
+        assert Target.find(model).attentions
+    assert len(built) == 1
+
+
 def test_a_family_without_a_row_is_served(caplog):
     model, ids, fed = glm4_moe(), prompt(2, 20), prompt(2, 4, seed=2)
     mask, before, random = left_pad(ids, [20, 13]), snapshot(model), torch.get_rng_state()
