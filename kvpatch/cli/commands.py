@@ -70,8 +70,8 @@ def architectures(json: given.Json = False) -> None:
             print_json({"name": name, "models": models})
         return
     print_rows(("architecture", "models"), [*ARCHITECTURES.items()])
-    print("\n`kvpatch check MODEL` tells whether yours works. Another architecture takes a row or a short adapter: see")
-    print("kvpatch.register_arch.")
+    print("\nA model that is not listed is checked when it is first used, and served if its attention goes through")
+    print("transformers' attention interface; others take an adapter (kvpatch.register_arch). `kvpatch check MODEL` tells.")
 
 
 @app.command()
