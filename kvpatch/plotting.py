@@ -111,6 +111,7 @@ def every_head(kept_LHT: Tensor, title: str) -> Any:
     )
     axes.set_yticks([H * layer + (H - 1) / 2 for layer in range(L)], [f"layer {layer}" for layer in range(L)])
     axes.set_xlabel("token of the text")
+    axes.set_ylabel("a line per KV head")
     axes.set_title(title, loc="left", fontsize=11)
     return axes.figure
 

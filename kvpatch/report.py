@@ -258,7 +258,9 @@ class Report:
         if what not in ("kept", "budgets"):
             raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
         budget = text.budget(self.policy, self.schedule, self.budget)
-        title = f"{self.policy}, {budget}: {text.size(self.nbytes)} of {text.size(self.full_nbytes)} ({self.share:.0%})"
+        sizes = f"{text.size(self.nbytes)} of {text.size(self.full_nbytes)}, {self.share:.0%}"
+        drawn = "Tokens" if what == "kept" else "Number of tokens"
+        title = f"{drawn} that each KV head holds\n{self.policy}, {budget}: {sizes}"
         kept = self.kept(row)
         figure = plotting.every_head(kept, title) if what == "kept" else plotting.budgets(kept.sum(-1), title)
         if path is None:

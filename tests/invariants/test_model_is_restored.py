@@ -32,7 +32,7 @@ def test_an_error_inside_the_block_restores_the_model_too():
 def test_a_failed_installation_leaves_nothing_behind(monkeypatch):
     model = make("llama")
     before = snapshot(model)
-    monkeypatch.setattr(kvpatch.patching, "wrap_generate", lambda *_: 1 / 0)
+    monkeypatch.setattr(kvpatch.hooks.install, "wrap_generate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kvpatch.patch(model, "h2o", 0.3)
     assert snapshot(model) == before

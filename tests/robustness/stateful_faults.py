@@ -39,11 +39,11 @@ PASS = [
     (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
     (Call, "eviction_context"), (Policy, "eviction_keys"),
-    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_settle"),
+    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
-    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "note"), (layer, "record"), (head_offsets.HeadOffsets, "pack"),
+    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"), (head_offsets.HeadOffsets, "pack"),
     (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (PatchState, "count"),
 ]  # fmt: skip
