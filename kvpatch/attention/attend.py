@@ -44,13 +44,13 @@ def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bou
 
 
 def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    call = _bound(cache, layer, q, k, bound_adapter)
-    if call.now.traced:
-        return _run(call, q, k, v)
+    if cache.now is not None and cache.now.traced:
+        return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
     try:
-        return _run(call, q, k, v)
+        return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
     finally:
-        call.leave()
+        if layer in cache.calls:
+            cache.calls[layer].leave()
 
 
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Call:
 
     def leave(self) -> None:
         """Let the cache go between passes: it holds its calls, and must be freed when its last user lets it go."""
-        del self.cache
+        vars(self).pop("cache", None)
 
     def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
         """Return this call for stacked layers: `slots` has their rows, layer_B [B] the layer of each row."""

@@ -19,7 +19,7 @@ from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import DeviceCounters, TextState
 from kvpatch.hooks import decoder, install
-from kvpatch.hooks.state import PatchState
+from kvpatch.hooks.run_log import RunLog
 from kvpatch.policies.context import Limits
 from kvpatch.policies.policy import Policy
 from kvpatch.policies.scopes import Scope
@@ -43,9 +43,10 @@ PASS = [
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
-    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"), (head_offsets.HeadOffsets, "pack"),
-    (DeviceCounters, "advance"), (passes, "begin"), (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (PatchState, "count"),
+    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"),
+    (head_offsets.HeadOffsets, "pack"), (DeviceCounters, "advance"), (passes, "begin"),
+    (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
+    (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (RunLog, "begin"),
 ]  # fmt: skip
 ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (head_offsets.HeadOffsets, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
