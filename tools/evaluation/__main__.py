@@ -20,9 +20,8 @@ import typer
 
 from kvpatch import get_policy
 from kvpatch.cli.commands import parse_options, short_errors
-from kvpatch.cli.loading import parse_k
 from kvpatch.errors import KVPatchError, suggest
-from kvpatch.policies.budgets import check_k
+from kvpatch.policies.budgets import check_k, parse_k
 from tools.evaluation import plots, runs, summary
 from tools.evaluation.table import Table
 from tools.evaluation.task import Request, Task
@@ -115,7 +114,7 @@ def main(
         request = Request(
             models=listed(model),
             policies=listed(policies),
-            budgets=None if given is None else tuple(parse_k(k) for k in given),
+            budgets=None if given is None else tuple(parse_k(k, "--budgets") for k in given),
             count=samples,
             seeds=seeds,
             batch=batch,
