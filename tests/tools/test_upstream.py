@@ -34,7 +34,7 @@ def test_the_page_names_what_differs_and_why(monkeypatch, tmp_path):
     assert "| llama: `T::test_b` | as it should be |" in text
     assert "| llama: `T::test_d` | unknown |" in text
     put(text, tmp_path / "page.md")
-    assert "(#transformers-own-tests): (`make upstream-tests" in (tmp_path / "page.md").read_text()
+    assert "(#transformers-own-tests): **The tests of transformers" in (tmp_path / "page.md").read_text()
 
 
 def test_what_differs_without_a_cause_is_an_error(monkeypatch, tmp_path, capsys):
