@@ -27,15 +27,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
         from .. import __version__
 
         python = ".".join(map(str, sys.version_info[:3]))
-        print(f"kvpatch {__version__} (torch {version('torch')}, transformers {version('transformers')}, Python {python})")
+        print(f"kvpatch {__version__} ({_installed('torch')}, {_installed('transformers')}, Python {python})")
         raise typer.Exit
+
+
+def _installed(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"no {package}"
 
 
 @app.callback()

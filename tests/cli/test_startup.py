@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_the_version_names_what_a_report_of_a_bug_needs():
     assert result.exit_code == 0
     assert result.stdout.startswith(f"kvpatch {kvpatch.__version__} (torch ")
     assert "transformers" in result.stdout and "Python" in result.stdout
+
+
+def test_the_version_of_what_is_missing(monkeypatch):
+    def version(package):
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and "(no torch, no transformers, " in result.stdout
 
 
 def test_completion_is_offered():
