@@ -147,3 +147,11 @@ def test_noise_goes_by_the_tokens_of_a_padded_turn():
                 model(token, past_key_values=cache)
             noise.append([sorted(layer.state["noise"][layer.positions >= 0].tolist()) for layer in cache.layers])
     assert noise[0] == noise[1]
+
+
+@pytest.mark.parametrize(("policy", "chooses"), [("snapkv", False), ("adakv", False), ("tova", True)])
+def test_the_window_s_attention_is_dropped_once_nothing_chooses_by_it(model, policy, chooses):
+    with kvpatch.patched(model, policy, 0.5) as patch:
+        cache = patch.new_cache()
+        model(prompt(2, N), past_key_values=cache)
+    assert [("observed" in layer.state) for layer in cache.layers] == [chooses] * 2
