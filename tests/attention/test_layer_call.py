@@ -62,18 +62,16 @@ def test_a_case_names_a_window_and_a_past_only_where_they_count():
 
 
 def test_a_score_that_layers_share_grows_with_the_text():
-    """Past the room that it gets ahead: a quarter of the text and 64 tokens."""
+    """By steps, and by a later prompt that is longer than the room it gets ahead."""
     model, options = make("llama_gqa"), {"shared": True, "noise": "none"}
-    ids, fed = prompt(1, 8), prompt(1, 90, seed=2)
-    with kvpatch.patched(model, "keyformer", 0.5, **options) as patch:
-        cache = patch.new_cache()
-        model(ids, past_key_values=cache)
-        for token in fed.split(1, 1):
-            model(token, past_key_values=cache)
-    cache.check_invariants()
-    assert 98 < cache.shared.shape[-1] <= 98 + 98 // 4 + 65
-    held = cache.positions(0)
-    assert (cache.shared.gather(-1, held.sort(-1).values[..., 1:] + 1) > 0).all()
+    with kvpatch.patched(model, "keyformer", 9, **options) as patch:
+        cache, seen = patch.new_cache(), 0
+        for count in (300, 1, 1, 200, 1):
+            model(prompt(1, count), past_key_values=cache)
+            seen += count
+            cache.check_invariants()
+            assert seen < cache.shared.shape[-1] <= seen + 1 + seen // 4 + 64
+            assert (cache.shared[..., seen] > 0).all()  # the newest token attends to itself
 
 
 def test_a_layer_below_its_budget_evicts_only_where_other_processes_may(model):
