@@ -38,7 +38,7 @@ def end_prompt(call: Call, past: int) -> None:
         held_BH, fixed_BH = everyone.heads(held_BH), everyone.heads(fixed_BH)
         H = held_BH.shape[1]
     keep_BH = fixed_BH + torch.tensor(budget_B, device=held_BH.device)[:, None]
-    over_B = (held_BH.sum(-1) > keep_BH.sum(-1)) if call.policy.over_heads else (held_BH > keep_BH).any(-1)
+    over_B = held_BH.sum(-1) > keep_BH.sum(-1)  # heads that do not share hold equally many
     over_B &= not now.keeps_all
     count_BH, order = held_BH if call.policy.over_heads else torch.minimum(held_BH, keep_BH), None
     if now.keeps_all:

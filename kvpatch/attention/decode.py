@@ -67,7 +67,7 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
 
 def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
     """Add the new token's probabilities to the scores and name the slots for the next token."""
-    if p_BHGT is not None and call.observes:
+    if p_BHGT is not None:
         _observe(call, p_BHGT, positions_BHT, newest_B11, t)
     if call.evicting:
         _evict(call, newest_B11, t)

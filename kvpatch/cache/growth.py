@@ -25,11 +25,6 @@ class Layout:
     capacities: list[int]
     filled: list[int] | None = None
 
-    @property
-    def ragged(self) -> bool:
-        """True if each head has a segment of its own size."""
-        return self.filled is not None
-
 
 def slack(tokens: int) -> int:
     """Return the number of spare slots for a head of so many tokens."""

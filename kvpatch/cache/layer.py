@@ -412,7 +412,6 @@ class SlotLayer(CacheLayerMixin):
 
     def forget_places(self) -> None:
         """Drop what was derived from the previous free slots: a kernel has named the next ones in place."""
-        self.contiguous = False
         if not self.traced:
             self.named_by_kernels()
             self.mode.count(1)

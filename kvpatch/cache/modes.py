@@ -10,7 +10,7 @@ Code that must tell modes apart asks for the record's class or its constants; an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -48,7 +48,6 @@ class Mode:
         """Apply `change` to every tensor whose first axis is the batch."""
 
 
-@dataclass
 class Empty(Mode):
     """No text has been read."""
 
@@ -71,7 +70,6 @@ class Reading(Mode):
             self.window_rows = (change(self.window_rows[0]), change(self.window_rows[1]))
 
 
-@dataclass
 class Appending(Mode):
     """Tokens are appended, and none is evicted."""
 
@@ -83,14 +81,11 @@ class Filling(Mode):
     """Tokens are appended until all heads, which hold equally many, have reached their budget."""
 
     name, saved, evicts = "filling", ("filling",), True
-    croppable: bool = field(default=False, init=False)
+    croppable = False
     filling: int = 0
 
     def count(self, tokens: int) -> None:
         self.filling = max(self.filling - tokens, 0)
-
-    def newest(self) -> int | None:
-        return None if self.filling else 0
 
 
 @dataclass
@@ -110,12 +105,11 @@ class Slotted(Mode):
         self.free_BH = change(self.free_BH)
 
 
-@dataclass
 class Growing(Slotted):
     """Nothing is evicted: each head's next slot is the one after its last."""
 
     name, saved = "growing", ("slack", "grown")
-    growing: bool = field(default=True, init=False)
+    growing = True
 
     def count(self, tokens: int) -> None:
         self.grown += tokens
@@ -129,7 +123,7 @@ class Evicting(Slotted):
     """One token is evicted per step from each head that has reached its budget."""
 
     name, saved, evicts = "evicting", ("filling", "slack", "grown"), True
-    croppable: bool = field(default=False, init=False)
+    croppable = False
     filling: int = 0
     growing: bool = False
     unfilled: bool = False

@@ -147,3 +147,24 @@ def test_noise_goes_by_the_tokens_of_a_padded_turn():
                 model(token, past_key_values=cache)
             noise.append([sorted(layer.state["noise"][layer.positions >= 0].tolist()) for layer in cache.layers])
     assert noise[0] == noise[1]
+
+
+@pytest.mark.parametrize(("policy", "chooses"), [("snapkv", False), ("adakv", False), ("tova", True)])
+def test_the_window_s_attention_is_dropped_once_nothing_chooses_by_it(model, policy, chooses):
+    with kvpatch.patched(model, policy, 0.5) as patch:
+        cache = patch.new_cache()
+        model(prompt(2, N), past_key_values=cache)
+    assert [("observed" in layer.state) for layer in cache.layers] == [chooses] * 2
+
+
+def test_a_window_that_is_cut_to_the_budget_observes_so_many_rows():
+    """The share of the attention that the kept tokens received is of these rows."""
+    model = make("llama_gqa", layers=1)
+    model.set_attn_implementation("eager")
+    a_HQT = model(prompt(1, N), output_attentions=True).attentions[0][0]
+    with kvpatch.patched(model, "snapkv", 5, window=8) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, N), past_key_values=cache)
+    assert kept(cache) == [[[[*range(N - 5, N)]] * 2]]
+    want_H = a_HQT[:, -5:, -5:].sum(-1).mean(-1).view(2, -1).mean(-1)
+    torch.testing.assert_close(cache.layers[0].mass_BH[0], want_H)

@@ -1,6 +1,7 @@
 """Copies of a cache, rows that move, lengths, and starting anew."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -84,3 +85,12 @@ def test_what_fails_before_anything_moved_changes_nothing(model):
     with pytest.raises(MemoryError):
         cache._map_rows("reorder_cache()", fail)
     assert not cache.unfinished
+
+
+@pytest.mark.parametrize("layer", [True, False, 0.0, "0", None, 2, -3])
+def test_a_layer_is_one_of_the_cache_s(model, layer):
+    cache = read(model, "h2o", 0.5)
+    for ask in (cache.held, cache.positions, cache.get_seq_length):
+        with pytest.raises(kvpatch.KVPatchError, match=re.escape(f"={layer!r}: the cache has the layers 0 to 1")):
+            ask(layer)
+    assert torch.equal(cache.held(-1), cache.held(1))

@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from transformers import CompileConfig
 
 import kvpatch
 from kvpatch.cache import checks
+from kvpatch.cache.compiled import can_trace
+from kvpatch.cache.modes import Appending, Growing
 from kvpatch.hooks import inputs
+from kvpatch.policies.parallel import Parallel
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
+from tests.helpers.running import read
 from tests.helpers.tiny import FIVE, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -401,3 +406,41 @@ def test_a_step_never_waits_for_the_gpu(policy):
                 model(more[:, t : t + 1], past_key_values=cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+WHY_NOT = {
+    "other processes": lambda cache: setattr(cache, "settings", replace(cache.settings, parallel=Parallel(2))),
+    "strict": lambda cache: setattr(cache, "settings", replace(cache.settings, strict=("0", "1"))),
+    "a prompt is open": lambda cache: setattr(cache.turns, "open", True),
+    "unfinished": lambda cache: cache.begin_change("forward pass"),
+    "no tensors yet": lambda cache: setattr(cache.counters, "device", None),
+    "steps are recorded": lambda cache: cache.activate_past_recording(),
+    "one layer records": lambda cache: setattr(cache.layers[1], "record_past", True),
+    "columns": lambda cache: setattr(cache.layers[1], "mode", Appending()),
+    "no slot left": lambda cache: setattr(cache.layers[1], "mode", Growing(cache.layers[1].mode.free_BH, slack=0)),
+    "buffers will move": lambda cache: setattr(cache.layers[1].mode, "growing", True),
+}
+
+
+@pytest.mark.parametrize("why", WHY_NOT)
+def test_a_step_is_traced_unless_something_is_in_its_way(why):
+    cache = read(make("llama_gqa"), "h2o", 0.5, steps=1)
+    assert can_trace(cache, ROWS, 1)
+    assert not can_trace(cache, ROWS, 2)
+    assert not can_trace(cache, ROWS + 1, 1)
+    WHY_NOT[why](cache)
+    assert not can_trace(cache, ROWS, 1)
+
+
+def test_a_step_with_renumbered_positions_is_traced_once_its_table_is_there():
+    cache = read(make("llama_gqa"), "h2o", 0.5, steps=1, positions="renumbered")
+    assert can_trace(cache, ROWS, 1)
+    cache.layers[1].mode.filling = 1
+    assert not can_trace(cache, ROWS, 1)
+    cache.layers[1].mode.filling, cache.rotary = 0, None
+    assert not can_trace(cache, ROWS, 1)
+
+
+def test_layers_that_share_a_score_are_not_traced():
+    cache = read(make("llama_gqa"), "keyformer", 0.5, steps=1, shared=True)
+    assert not can_trace(cache, ROWS, 1)

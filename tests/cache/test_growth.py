@@ -11,6 +11,7 @@ import kvpatch
 from kvpatch import EvictingCache, KVPatchError
 from kvpatch.backends.head_offsets import HeadOffsets
 from kvpatch.cache.growth import capacities, plan
+from kvpatch.cache.slots import RaggedSlots
 from kvpatch.errors import InvalidError
 from tests.helpers import tiny_families
 from tests.helpers.comparing import SMALL, combined
@@ -299,7 +300,7 @@ def test_a_plan_keeps_the_slack_and_never_passes_the_budget(counts, above, evict
     sizes = layout.capacities
     assert all(n + evicts <= size for n, size in zip(counts, sizes, strict=True))
     assert goals is None or max(sizes) <= goals[0]
-    if layout.ragged:
+    if layout.filled is not None:
         rows = HeadOffsets(sizes, counts, torch.device("cpu")).rows
         assert rows <= sum(counts) + len(counts) * slack(sum(counts) // len(counts))
     else:
@@ -355,3 +356,45 @@ def test_every_layout_is_seen():
             layer = force(model, ids, ids[:, :1], left_pad(ids, lengths))[1].layers[0]
         seen.add((not layer.mode.slotted, layer.kv.appends, layer.mode.growing))
     assert seen == {(True, True, False), (False, True, True), (False, True, False), (False, False, True), (False, False, False)}
+
+
+def test_ragged_heads_start_with_half_of_the_slack():
+    """The other half is given when it is needed; with many heads rounding takes its share."""
+    assert plan([1600, 800], None).capacities == [1637, 837]  # slack of 1200 tokens: 75
+    assert plan([1600, 800], None, exactly=True).capacities == [1675, 875]
+    assert plan([100, 20], None).capacities == [108, 28]
+    assert plan([100, 20] * 40, None).capacities == [104, 24] * 40
+
+
+def test_rounding_is_allowed_for_beside_room():
+    """Many heads share capacities, rounded up by a fiftieth; room that was asked for is no part of that."""
+    counts, ahead = [301, 503] * 40, 100
+    layout = plan(counts, None, lambda tokens: ahead, exactly=True)
+    offsets = HeadOffsets(layout.capacities, layout.filled, torch.device("cpu"))
+    entries = torch.zeros(offsets.rows, 1)
+    kv = RaggedSlots(entries, entries, offsets)
+    assert sum(kv.capacities()) > sum(counts) + ahead * len(counts)
+    assert kv.bound(counts, None, ahead) == (sum(counts), sum(counts) + len(counts) * (ahead + 10))
+    assert kv.bound(counts, None, 0) == (sum(counts), sum(counts) + len(counts) * slack(402))
+
+
+def test_what_was_appended_is_the_newest():
+    """By the same check, in a layer whose tokens are appended after the kept ones."""
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    with kvpatch.patched(model, "snapkv", 0.5):
+        cache = force(model, ids, ids[:, :3])[1]
+    layer = cache.layers[0]
+    cache.check_invariants()
+    old = set(range(20)) - set(layer.positions[0, 0].tolist())
+    layer.positions[0, 0, layer.used - 1] = max(old)
+    with pytest.raises(InvalidError, match="what was appended is not the newest"):
+        cache.check_invariants()
+
+
+def test_a_head_holds_its_first_token_once():
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    with kvpatch.patched(model, "snapkv", 0.5):
+        cache = force(model, ids, ids[:, :3])[1]
+    cache.layers[0].positions[0, 0, :2] = 0
+    with pytest.raises(InvalidError, match="a head holds a token twice"):
+        cache.check_invariants()

@@ -162,3 +162,15 @@ def test_padding_is_not_rolled_back_as_if_it_were_tokens():
             cache.crop(-4)
             seen = [2, 0] if first else [8, 6]
             assert cache.next_positions()[:, 0].tolist() == seen and cache.held(0).tolist() == [[n, n] for n in seen]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_a_prompt_below_its_budget_rolls_back_too(model, policy):
+    """Nothing was evicted, so the prompt's last tokens are the last columns; heads that share a budget are no exception."""
+    ids, fed = prompt(2, 12), prompt(2, 4, seed=2)
+    with kvpatch.patched(model, policy, 40):
+        want = force(model, ids[:, :9], fed)[0]
+        cache = force(model, ids, fed[:, :2])[1]
+        cache.crop(-5)
+        got = go_on(model, fed, cache)[0]
+    torch.testing.assert_close(got, want[:, -4:], atol=1e-5, rtol=0)

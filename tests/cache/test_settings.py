@@ -34,3 +34,10 @@ def test_a_pyramid_gives_no_layer_more_than_its_prompt(model, schedule, most):
     assert sum(shares) == 2 * int(0.9 * N)
     assert (shares[0] > N) == (schedule == "decode")
     assert shares[0] <= most
+
+
+def test_a_model_that_exits_early_has_the_settings_of_its_first_layers():
+    settings = CacheSettings(get_policy("h2o"), Budget((0.5, 0.25, 1.0)), bounds=(None, 4, None))
+    assert settings.first_layers(None) is settings.first_layers(3) is settings.first_layers(5) is settings
+    early = settings.first_layers(2)
+    assert (early.n_layers, early.budget.per_layer, early.bounds) == (2, (0.5, 0.25), (None, 4))

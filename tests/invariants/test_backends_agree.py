@@ -118,6 +118,25 @@ def test_turns_and_roll_back_on_the_kernels():
     assert same_tokens(got[1], want[1])
 
 
+def test_tokens_of_one_pass_have_temperatures_of_their_own_on_the_kernels():
+    """Each is a step further from the prompt."""
+    model, ids, fed = make("llama_gqa", layers=1).to(DEVICE), prompt(1, 16).to(DEVICE), prompt(1, 4, seed=3).to(DEVICE)
+
+    def sums(name):
+        with torch.no_grad(), kvpatch.patched(
+            model, "keyformer", 0.5, backend=name, tau=(1.0, 9.0), generation_length=8
+        ) as patch:
+            cache = patch.new_cache()
+            cache.request.prompt_len = 16
+            logits = [model(one, past_key_values=cache).logits[:, -1] for one in (ids, fed)]
+            order = cache.positions(0).argsort(-1)
+            return torch.stack(logits), cache.layers[0].state["gumbel"].gather(-1, order), patch.report().backends
+
+    want, got = sums("torch"), sums("triton")
+    assert (want[2]["decode"][0], got[2]["decode"][0]) == ("torch", "triton")
+    torch.testing.assert_close(got[:2], want[:2], atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("policy", slow_but(("roco",), ("keyformer", "roco", "critical(adaptive(roco))")))
 def test_compiled_steps_on_the_kernels(policy):
     """torch.compile sees the kernels as one operator."""

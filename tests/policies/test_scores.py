@@ -132,3 +132,18 @@ def test_scores_below_zero_are_in_order():
     for mask in (None, left_pad(ids, [30, 20])):
         _, cache = run(model, ids, fed, policy, 7, mask)
         assert kept(cache) == [[[list(range(7))] * 2] * 2] * 2
+
+
+def test_the_last_row_s_attention_is_added_up_by_position_where_heads_hold_other_tokens():
+    """Also where no two heads hold the same one, so that there are as many positions as slots; -1 is an empty slot."""
+    context = small_context(1, None)
+    context.aligned = False
+    for positions, want in (
+        ([[0, 2, 4], [1, 3, 5]], [[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]),
+        ([[0, 2, 4], [4, 3, 0]], [[33.0, 2.0, 12.0], [12.0, 16.0, 33.0]]),
+        ([[0, 2, -1], [2, 1, 0]], [[33.0, 10.0, None], [10.0, 16.0, 33.0]]),
+    ):
+        context.positions_BHT = torch.tensor([positions])
+        context.state = {"observed": torch.tensor([[[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]])}
+        got = scores.Last().value(context)[0].flatten().tolist()
+        assert [(2 * a, b) for a, b in zip(got, itertools.chain(*want), strict=True) if b is not None and 2 * a != b] == []

@@ -5,7 +5,7 @@ import torch
 
 from kvpatch.policies import scores
 from kvpatch.policies.context import Block
-from kvpatch.policies.statistics import STATISTICS
+from kvpatch.policies.statistics import STATISTICS, kernel_of
 
 
 def _block(p, tau=1.0, noise_NMG=None):
@@ -27,3 +27,9 @@ def test_statistics_are_their_definitions(tau, noisy):
     shifted = (x + zeta.permute(0, 2, 1)[:, :, None]) if noisy else x
     want = (shifted / tau).softmax(-1).sum((1, 2))
     torch.testing.assert_close(STATISTICS["gumbel"](_block(p.clone(), tau, block.noise_NMG), score), want)
+
+
+def test_a_statistic_has_a_kernel_until_it_is_replaced(monkeypatch):
+    assert {name: kernel_of(name) for name in STATISTICS} == {name: name for name in ("sum", "squares", "count", "gumbel")}
+    monkeypatch.setitem(STATISTICS, "sum", lambda block, score: block.p_NGRM.sum((1, 2)) * 2)
+    assert kernel_of("sum") is None

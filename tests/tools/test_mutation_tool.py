@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tools.reliability.mutants import Module, Mutant
-from tools.reliability.mutation_page import interval, reason, write_page
-from tools.reliability.mutation_tests import Tests
+from tools.reliability.mutation import in_scope
+from tools.reliability.mutation_page import interval, read_reasons, reason, write_page
+from tools.reliability.mutation_tests import UNSEEN, Tests, files
+from tools.reliability.page import ROOT
 
 SOURCE = '''
 import typing
@@ -79,7 +81,7 @@ def test_tests_are_those_that_run_the_line_and_the_telling_ones_come_first():
     }
     tests = Tests(found)
     assert tests.of(_mutant()) == ["t.py::fast[1]", "t.py::slow[1]", "t.py::fast[2]"]
-    assert tests.of(_mutant(), again=True) == ["t.py::fast[1]", "t.py::slow[1]", "t.py::long", "t.py::fast[2]"]
+    assert tests.of(_mutant(), again=True) == ["t.py::fast[1]", "t.py::slow[1]", "t.py::long", "t.py::fast[2]", *UNSEEN]
     swift = ["t.py::swift[0]", "t.py::swift[1]", "t.py::swift[2]", "t.py::first"]
     assert tests.of(_mutant(line=9, span=(9, 9))) == swift
     tests.note(_mutant(), "t.py::fast[2]")
@@ -114,6 +116,17 @@ def test_reasons_fit_a_function_where_they_name_one():
     entry = {"file": "a.py", "line": "if a", "why": "w", "where": "g"}
     assert reason([entry], _mutant()) == ("not looked into", False)
     assert reason([entry | {"where": "f", "equivalent": False}], _mutant()) == ("w", False)
+
+
+def test_reasons_are_of_lines_that_are_there():
+    sources = {file: (ROOT / "kvpatch" / file).read_text() for file in in_scope()}
+    for entry in read_reasons(ROOT):
+        assert any(entry["line"] in text for file, text in sources.items() if entry["file"] in (file, "*")), entry
+
+
+def test_what_is_tried_again_meets_more_files():
+    assert set(files(ROOT)) < set(files(ROOT, again=True))
+    assert all((ROOT / name).is_file() for name in UNSEEN)
 
 
 @pytest.mark.parametrize(("k", "n", "want"), [(0, 0, (0.0, 1.0)), (90, 100, (0.826, 0.945)), (10, 10, (0.722, 1.0))])

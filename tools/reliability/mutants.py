@@ -134,5 +134,5 @@ def _mutant(module: Module, file: str, operator: str, line: int, lines: list[str
     behind = min(behind, len(lines) - same, len(new) - same)
     before, after = (" ".join(part.strip() for part in text[same : len(text) - behind]) for text in (lines, new))
     own = "\n".join(lines[span[0] - 1 : span[1]]) if where else "\n".join(lines)
-    key = hashlib.sha256(f"{file}\n{own}\n{before}\n{after}\n{line - span[0]}\n{operator}".encode()).hexdigest()[:20]
+    key = hashlib.sha256(f"{file}\n{where}\n{own}\n{before}\n{after}\n{line - span[0]}\n{operator}".encode()).hexdigest()[:20]
     return Mutant(file, operator, line, module.statement(line), before, after, where, span, at_import, mutated, key)

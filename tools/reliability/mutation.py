@@ -3,7 +3,8 @@
     python -m tools.reliability.mutation [--files policies/noise.py ...] [--sample 300] [--minutes 60] [--page-only]
 
 A mutant meets the tests that run its line (coverage is collected first, and again when sources or tests have changed), the
-most telling first; it is killed by the first that fails, or by a time limit. Results are kept in .mutation/ by mutated
+most telling first; it is killed by the first that fails, or by a time limit. `--again survived` adds slow tests, the kernels',
+and those of which coverage sees little (torch.compile, several processes). Results are kept in .mutation/ by mutated
 function, so that a later run does what is missing. The page is docs/reliability.md.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 
 from tools.reliability.mutants import Mutant, mutants
 from tools.reliability.mutation_page import UNKNOWN, read_reasons, reason, write_page
-from tools.reliability.mutation_tests import ALWAYS, PATIENCE, Tests, files
+from tools.reliability.mutation_tests import AGAIN_LIMIT, ALWAYS, UNSEEN, Tests, files
 from tools.reliability.mutation_worker import LIMIT, TIME
 from tools.reliability.page import PAGE, ROOT
 
@@ -53,10 +54,12 @@ class Worker:
         command = [sys.executable, str(Path(__file__).with_name("mutation_worker.py"))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, tests: list[str], cover: Path | None = None, limit: int = LIMIT) -> tuple[int, str]:
-        """Exit status of pytest, and the first test that failed."""
+    def run(
+        self, tests: list[str], cover: Path | None = None, limit: int = LIMIT, slow: bool = False
+    ) -> tuple[int, str]:
+        """Exit status of pytest, and the first test that failed. slow: cover slow tests too."""
         log = self.folder / "log.txt"
-        job = {"folder": str(self.folder), "log": str(log), "tests": tests, "limit": limit}
+        job = {"folder": str(self.folder), "log": str(log), "tests": tests, "limit": limit, "slow": slow}
         job["cover"] = None if cover is None else str(cover)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -91,14 +94,17 @@ def in_scope() -> list[str]:
     return [str(path.relative_to(package)) for folder in FOLDERS for path in sorted((package / folder).glob("*.py"))]
 
 
-def collect(workers: list[Worker], only: list[str] | None) -> Tests:
-    """What each test runs: from an earlier run where neither the library nor the test's file has changed since."""
+def collect(workers: list[Worker], only: list[str] | None, again: bool) -> Tests:
+    """What each test runs: from an earlier run where neither the library nor the test's file has changed since.
+
+    again: also slow tests, and more files.
+    """
     begun, found = time.monotonic(), {}
     sources = b"".join(path.read_bytes() for path in sorted((ROOT / "kvpatch").rglob("*.py")))
     todo: queue.Queue[tuple[str, Path]] = queue.Queue()
-    for name in only or files(ROOT):
+    for name in only or files(ROOT, again):
         state = hashlib.sha256(sources + (ROOT / name.split("::")[0]).read_bytes() + name.encode()).hexdigest()
-        todo.put((name, STATE / f"coverage-{state[:20]}.json"))
+        todo.put((name, STATE / f"coverage-{state[:20]}{'-slow' * again}.json"))
 
     def work(worker: Worker) -> None:
         while True:
@@ -107,7 +113,7 @@ def collect(workers: list[Worker], only: list[str] | None) -> Tests:
             except queue.Empty:
                 return
             if not path.is_file():
-                worker.run([name], cover=path)
+                worker.run([name], cover=path, slow=again)
             if path.is_file():
                 found.update(json.loads(path.read_text()))
             print(f"covered {name}: {len(found)} tests so far, {time.monotonic() - begun:.0f} s", flush=True)
@@ -134,9 +140,9 @@ def _in_threads(workers: list[Worker], work: Any) -> None:
         raise errors[0]
 
 
-def check_unchanged(worker: Worker, tests: Tests) -> None:
+def check_unchanged(worker: Worker, tests: Tests, limit: int) -> None:
     """A test that fails on the unchanged copy would kill everything. (Coverage left out those that failed.)"""
-    status, failed = worker.run([*ALWAYS, *list(tests.seconds)[:1]])
+    status, failed = worker.run([*ALWAYS, *list(tests.seconds)[:1], *(UNSEEN if limit > LIMIT else ())], limit=limit)
     if status:
         raise SystemExit(f"The unchanged copy fails {failed}: mend that first.")
 
@@ -155,13 +161,13 @@ def run(args: argparse.Namespace) -> None:
         reasons = read_reasons(ROOT)
         todo = [mutant for mutant in todo if reason(reasons, mutant)[0] == UNKNOWN]
     print(f"{len(todo)} of {len(order)} to do: those {f'that {args.again}' if args.again else 'with no result'}", flush=True)
-    limit = LIMIT * (PATIENCE if args.again else 1)
+    limit = AGAIN_LIMIT if args.again else LIMIT
     begun, lock, results = time.monotonic(), threading.Lock(), (STATE / "results.jsonl").open("a")
     if todo and not args.page_only:
         workers = [Worker(f"copy-{number}") for number in range(args.workers)]
         try:
-            tests = collect(workers, args.tests)
-            check_unchanged(workers[0], tests)
+            tests = collect(workers, args.tests, args.again is not None)
+            check_unchanged(workers[0], tests, limit)
             counts = {"killed": 0, "survived": 0, "timeout": 0}
 
             def work(worker: Worker) -> None:
@@ -206,7 +212,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    again = "those that have this result and that equivalent.toml does not explain, with more tests and time"
+    again = "those that have this result and that equivalent.toml does not explain, with more tests, slow ones too, and time"
     parser.add_argument("--again", choices=("survived", "timeout"), help=again)
     parser.add_argument("--page-only", action="store_true", help="write the page from the results there are")
     parser.add_argument("--packages", default=str(STATE / "packages"), help="where pip put cosmic-ray (--target)")

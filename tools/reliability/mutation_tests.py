@@ -12,6 +12,7 @@ SECONDS = 40.0  # of tests that a mutant meets at most, by what they took unchan
 MOST = 150  # tests
 SWIFT, SLOW = 0.05, 5.0  # seconds of a test that is met at once, and of one that is met by who has survived the others
 PATIENCE = 4  # times as many for one that has survived so many, and is tried again
+AGAIN_LIMIT = 1500  # seconds of a processor for that, UNSEEN included
 # what notices most; left out are the command line, tools, other processes and whatever needs a GPU
 FILES = (
     "oracle/test_oracle", "oracle/test_oracle_parts", "invariants/test_*", "policies/test_*", "cache/test_*",
@@ -20,6 +21,10 @@ FILES = (
     "robustness/test_errors", "robustness/test_faults", "robustness/test_faults_files", "robustness/test_misuse",
 )  # fmt: skip
 NOT = "cache/test_memory"  # which watches the process that it runs in
+# of a mutant that is tried again: slow tests too, the kernels', and files of which coverage sees little, since what they run
+# is in a graph of torch.compile or in other processes: these are met by every survivor, whole, at the end
+AGAIN = ("backends/test_triton_decode", "backends/test_triton_columns", "integrations/test_decoding")
+UNSEEN = ("tests/cache/test_compiled.py", "tests/integrations/test_tensor_parallel.py")
 # of what runs when a module is imported: defaults and the table of policies
 ALWAYS = (
     "tests/test_readme.py::test_tables_are_the_registries",
@@ -29,9 +34,10 @@ ALWAYS = (
 )
 
 
-def files(root: Path) -> list[str]:
-    """Test files that are there."""
-    found = (path for name in FILES for path in sorted((root / "tests").glob(f"{name}.py")))
+def files(root: Path, again: bool = False) -> list[str]:
+    """Test files that are there, more of them for mutants that are tried `again`."""
+    names = (*FILES, *AGAIN) if again else FILES
+    found = (path for name in names for path in sorted((root / "tests").glob(f"{name}.py")))
     return [path.relative_to(root).as_posix() for path in found if path != root / "tests" / f"{NOT}.py"]
 
 
@@ -51,7 +57,8 @@ class Tests:
 
     def of(self, mutant: Mutant, again: bool = False) -> list[str]:
         """The tests to run, more of them for a mutant that is tried again: those that noticed a change of the same function
-        first, then swift ones, then one of each function, the fastest first, then the second of each, and so on."""
+        first, then swift ones, then one of each function, the fastest first, then the second of each, and so on; in the end
+        UNSEEN."""
         lines = mutant.lines if not mutant.at_import else mutant.span
         known = set().union(*(self.by_line.get((mutant.file, line), ()) for line in range(lines[0], lines[1] + 1)))
         if not known:  # nobody runs this line: whoever runs its function
@@ -77,7 +84,7 @@ class Tests:
             if test not in chosen and spent + seconds <= enough:
                 chosen.append(test)
                 spent += seconds
-        return chosen
+        return [*chosen, *UNSEEN] if again else chosen
 
     def note(self, mutant: Mutant, test: str) -> None:
         """`test` noticed it."""

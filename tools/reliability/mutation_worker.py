@@ -1,9 +1,9 @@
 """A process that has imported what tests import, and forks a child for each run of pytest in a folder of its own.
 
-It reads lines of JSON {"folder", "log", "tests", "cover", "limit"} and answers each with the run's exit status, or minus the
-signal that ended it: one of TIME for a run that took too long. kvpatch is imported by the child alone, from its folder.
+It reads lines of JSON {"folder", "log", "tests", "cover", "slow", "limit"} and answers each with the exit status of a run,
+or minus the signal that ended it: one of TIME for a run that took too long. Only the child imports kvpatch, from its folder.
 cover: a file for the seconds of a processor that each test takes and the lines of kvpatch/ that it runs, {test: {"seconds": s,
-"lines": {file: [line, ...]}}}. limit: seconds of a processor, where they are not LIMIT.
+"lines": {file: [line, ...]}}}. slow: cover slow tests too. limit: seconds of a processor, where they are not LIMIT.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def child(job: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         return int(pytest.main(["-x", *options, *job["tests"]]))
     plugin = Cover(Path(job["folder"]).resolve())
-    status = int(pytest.main([*options, "-m", "not slow and not gpu", *job["tests"]], plugins=[plugin]))
+    marks = "not gpu" if job.get("slow") else "not slow and not gpu"
+    status = int(pytest.main([*options, "-m", marks, *job["tests"]], plugins=[plugin]))
     Path(job["cover"]).write_text(json.dumps(plugin.found))
     return status
 
