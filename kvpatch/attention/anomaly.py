@@ -35,6 +35,13 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
             _check(call, f"scores ({name!r})", bad_BHT, positions_BHT, "")
 
 
+def check_value(call: Call, value_BHT: Tensor) -> None:
+    """Check what the score's value() gives for the tokens in use, if that is not the fault of what it was given."""
+    given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
+    if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
+        _check(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
+
+
 def check_cache(cache: TextState) -> None:
     """Check after the last layer that the cache satisfies its invariants."""
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..cache.growth import Layout, plan, slack
 from ..policies.parallel import WHOLE
 from ..policies.selection import top
+from . import anomaly
 from .layer_call import Call
 
 
@@ -46,7 +47,7 @@ def end_prompt(call: Call, past: int) -> None:
     elif bool(over_B.any()):
         empty = slots.positions[:, :, : slots.used] < 0
         context = call.eviction_context(newest(call), -1)
-        context.watch = functools.partial(_watch, call)
+        context.watch = functools.partial(anomaly.check_value if call.settings.strict else _watch, call)
         if call.policy.over_heads is not None:
             assert slots.limits is not None
             context.keep_BH1 = None  # heads share by score alone
@@ -187,7 +188,7 @@ def _say_cuts(call: Call) -> None:
 def _watch(call: Call, value_BHT: Tensor) -> None:
     """Warn of scores that are NaN. Called at a prompt's end alone, where the host waits for the device anyway."""
     notices = call.settings.notices
-    if "nan" in notices.said or call.settings.strict:
+    if "nan" in notices.said:
         return
     if bool((value_BHT.isnan() & (call.slots.positions[:, :, : call.slots.used] >= 0)).any()):
         notices.say(

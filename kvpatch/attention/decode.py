@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import product
 
@@ -12,6 +13,7 @@ from ..backends import backend, torch_backend
 from ..backends.protocol import Case, Task
 from ..backends.torch_backend import Rows
 from ..policies.selection import victim
+from . import anomaly
 from .layer_call import Call
 from .stacked import LayerStack
 
@@ -163,6 +165,8 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
         slots.mode.count(1)
         return
     context = call.eviction_context(newest_B11, t)
+    if call.settings.strict:
+        context.watch = functools.partial(anomaly.check_value, call)
     positions = context.positions_BHT
     empty = positions < 0 if slots.holes else None
     lowest = victim(call.policy.eviction_keys(context, None), empty)

@@ -7,6 +7,8 @@ tests/cli/test_catalogue.py compares the two.
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +144,12 @@ ARCHITECTURES = {
 _COMBINED = re.compile(r"\s*(?:critical|adaptive|pyramid)\((.+)\)\s*", re.IGNORECASE)
 
 
+def _registered() -> Collection[str]:
+    """Return the names of all registered policies if the library has been imported, by a program that registers its own."""
+    presets = sys.modules.get("kvpatch.policies.presets")
+    return () if presets is None else presets.list_policies()
+
+
 def check_policy(name: str, options: dict[str, Any] | None = None) -> None:
     """Refuse a misspelt policy or option without importing torch; the library checks the rest.
 
@@ -151,6 +159,8 @@ def check_policy(name: str, options: dict[str, Any] | None = None) -> None:
     if (combined := _COMBINED.fullmatch(name)) is not None:
         return check_policy(combined[1])
     if (known_as := named(name, POLICIES)) is None:
+        if name in _registered():
+            return None
         raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
     entry = POLICIES[known_as]
     known = entry.options | COMMON

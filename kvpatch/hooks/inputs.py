@@ -117,14 +117,20 @@ def mask_columns(mask: object, new: int, seen: int) -> None:
 def same_text(ids: object, mask: object, cache: EvictingCache) -> None:
     """Raise KVPatchError if generate()'s input_ids go on from another text than the cache has read.
 
-    They hold the whole text if no mask says otherwise and they are longer than what was seen; then they must agree with the
-    newest prompt's ids, where these are known. ids, mask: arguments of generate().
+    They hold the whole text unless a mask over more columns says otherwise: then they must be longer than what was seen, and
+    agree with the newest prompt's ids, where these are known. ids, mask: arguments of generate().
     """
     known, start, seen = cache.turns.ids, cache.turns.start, cache.get_seq_length()
-    if known is None or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return
     alone = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != ids.shape[1]
-    if alone or ids.shape[1] <= seen or len(ids) != len(known):
+    if not alone and seen >= ids.shape[1]:
+        raise KVPatchError(
+            f"input_ids have {ids.shape[1]} columns, but the cache has read {seen} tokens: give the whole text so far with "
+            f"what is new at its end, or what is new alone with an attention_mask of {seen + ids.shape[1]} columns over both. "
+            "Give another question about one text a copy made before the first question, past_key_values=cache.clone()."
+        )
+    if alone or known is None or len(ids) != len(known):
         return
     wrong = (ids[:, start : start + known.shape[1]].to(known.device) != known) & (known >= 0)
     if not bool(wrong.any()):

@@ -43,7 +43,7 @@ class EvictionContext:
         keep_BH1: int64, tokens that each head may hold; None where the selection needs no count.
         norms: norms(known, out) returns the norms of the projected values [B,H,T]. Entries where the mask `known` or `out`
             is True are not needed and may hold anything.
-        watch: gets the values of the score [B,H,T], at the end of a prompt; else None.
+        watch: gets the values of the score [B,H,T], at the end of a prompt and under strict=True; else None.
     """
 
     layer: int | Tensor

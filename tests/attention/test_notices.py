@@ -101,3 +101,16 @@ def test_a_decode_step_does_not_wait_for_the_check(monkeypatch):
         model(ids[:, :1], past_key_values=cache)
         with pytest.raises(ZeroDivisionError):
             model(ids)
+
+
+@pytest.mark.parametrize("where", [3, 21])
+def test_strict_raises_where_value_is_nan(where):
+    """At a prompt's end, and in a decode step (a token that was generated)."""
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    with kvpatch.patched(model, kvpatch.Policy("mine", Nan(where)), 10, strict=True) as patch:
+        cache = patch.new_cache()
+        words = rf"strict=True: the scores \(of value\(\)\) of layer 0.*position {where}"
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            model(ids, past_key_values=cache)
+            for step in range(4):
+                model(ids[:, step : step + 1], past_key_values=cache)

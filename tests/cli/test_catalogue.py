@@ -58,3 +58,13 @@ def test_what_is_refused():
     ):
         with pytest.raises(KVPatchError, match=re.escape(words)):
             catalogue.check_policy(name, options)
+
+
+def test_a_registered_policy_is_known_to_the_command_line():
+    kvpatch.register_policy("of_a_user", kvpatch.get_policy("h2o"))
+    try:
+        catalogue.check_policy("of_a_user", {"recent": 3})
+    finally:
+        kvpatch.unregister_policy("of_a_user")
+    with pytest.raises(KVPatchError, match="Unknown policy 'of_a_user'"):
+        catalogue.check_policy("of_a_user")

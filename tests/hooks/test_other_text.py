@@ -41,6 +41,23 @@ def test_a_second_question_needs_a_copy(policy, prefilled):
             assert torch.equal(model.generate(other, past_key_values=fresh, **OPTIONS), want)
 
 
+@pytest.mark.parametrize("n", [3, 24])
+def test_a_question_no_longer_than_what_was_read(n):
+    """transformers would slice input_ids from a negative index, and read most of the text again."""
+    model, (context, _, other) = make("llama_gqa"), texts()
+    ids = torch.cat([context, other[:, 20:]], 1)[:, :n] if n > 20 else other[:, -n:]
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        cache = patch.new_cache()
+        model.generate(context, past_key_values=cache, **OPTIONS)
+        seen = cache.get_seq_length()
+        model(prompt(1, 6, seed=8), past_key_values=cache)
+        words = rf"have {n} columns, but the cache has read {seen + 6} tokens.*{seen + 6 + n} columns over both.*clone"
+        for mask in (None, torch.ones_like(ids)):
+            with pytest.raises(KVPatchError, match=words):
+                model.generate(ids, attention_mask=mask, past_key_values=cache, **OPTIONS)
+        assert cache.get_seq_length() == seen + 6
+
+
 def test_what_goes_on_is_let_through():
     """New tokens alone under a mask over both, a padded batch, other pad tokens, rows that moved, and rolled back drafts."""
     model, context = make("llama_gqa"), prompt(2, 20)
