@@ -183,6 +183,7 @@ class EvictingCache(TextState):
                 counters.device, columns = None, int(self.seen_B.max())
                 for layer in self.layers:
                     layer.seen = columns
+                counters.keep_rows(columns)
             if self._shrinks(before):
                 self._fit()
 

@@ -89,6 +89,14 @@ class StepCounters:
     device: DeviceCounters | None = None
     behind: bool = False
 
+    def keep_rows(self, columns: int) -> None:
+        """Count the steps of the remaining rows alone, after others were dropped; they have seen at most so many columns."""
+        if self.shortfall_B is None:
+            self.steps = min(self.steps, columns)
+        else:
+            least = int(self.shortfall_B.min())
+            self.steps, self.shortfall_B = self.steps - least, self.shortfall_B - least
+
 
 @dataclass
 class Meter:

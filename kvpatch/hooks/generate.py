@@ -19,7 +19,7 @@ from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
-from . import inputs
+from . import inputs, ownership
 from .decoder import own_cache
 from .state import PatchState
 
@@ -52,6 +52,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         if columns is not None and not drafts:
             inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
             if past is cache and not _virtual_tokens(self):
+                ownership.check(cache, state)
                 inputs.same_text(_ids(args, kwargs), kwargs.get("attention_mask"), cache)
         try:
             if drafts:

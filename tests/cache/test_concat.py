@@ -52,6 +52,18 @@ def test_the_longest_row_goes_and_the_others_outgrow_their_slack(policy):
         loop.step(12)
 
 
+@pytest.mark.parametrize("policy", ["random", "keyformer"])
+def test_steps_of_a_row_that_has_gone_do_not_count(policy):
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.5) as patch:
+        caches = [force(model, prompt(1, n), prompt(1, steps), cache=patch.new_cache())[1] for n, steps in ((6, 4), (2, 1))]
+        cache = EvictingCache.concatenate(caches)
+        assert cache.counters.steps == 4
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.check_invariants()
+        assert cache.counters.steps == (3 if policy == "random" else 1)
+
+
 def test_padded_batches_join_where_their_positions_leave_padding_out():
     model, ids, mask = make("gpt2", dtype=torch.float64), prompt(2, 20), left_pad(prompt(2, 20), [20, 11])
     with torch.no_grad(), kvpatch.patched(model, "h2o", 0.4) as patch:
@@ -83,7 +95,7 @@ def test_generate_goes_on_from_a_joined_cache(name, policy):
             for row, one in enumerate(alone):
                 got, want = torch.cat(out.logits, 0)[row::3], torch.cat(one.logits, 0)
                 torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
-        with pytest.raises(KVPatchError, match="position_ids do not go on|brings no token: the cache has seen 30 already"):
+        with pytest.raises(KVPatchError, match="input_ids have 2 columns, but the cache has read 30 tokens"):
             model.generate(wide[:, -2:], past_key_values=EvictingCache.concatenate(caches), **given)
 
 

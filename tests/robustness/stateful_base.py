@@ -224,6 +224,10 @@ class Base(RuleBasedStateMachine):
         shadow = live.shadow
         B = live.rows or B
         pads = tuple(min(pad, n - 1) for pad in (*pads, 0, 0, 0)[:B])
+        if live.rows and live.cache.settings.by_columns:
+            # padding behind a row's tokens counts, as in the unpatched model (test_k_one_is_the_unpatched_model.py); the oracle
+            # counts tokens
+            pads = (0,) * B
         ids = self.tokens(B, n)
         mask = (torch.arange(n)[None] >= torch.tensor(pads)[:, None]).long() if any(pads) else None
         size = -(-n // parts)
