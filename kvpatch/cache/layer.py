@@ -286,6 +286,7 @@ class SlotLayer(CacheLayerMixin):
         if self.mode.slotted:
             self.kv = self.kv.dense(*self.positions.shape[:2])
             self.used, self.holes = self.taken, True
+            self.floor = min(self.floor, self.used)
         self.mode = Reading(croppable=self.mode.croppable)
 
     def start_appending(self) -> None:
