@@ -38,8 +38,11 @@ _LOOKS = {
     "adakv": ("#d62728", "^"),
     "critical_adakv": ("#ff9896", "v"),
     "key_norm": ("#393b79", "D"),
+    "key_diff": ("#5254a3", "D"),
+    "cur": ("#9c9ede", "D"),
+    "lag_kv": ("#6b6ecf", "d"),
 }
-_OTHERS = ("#637939", "#8c6d31", "#843c39", "#7b4173", "#5254a3", "#ad494a", "#a55194", "#6b6ecf")
+_OTHERS = ("#637939", "#8c6d31", "#843c39", "#7b4173", "#ad494a", "#a55194")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 
 

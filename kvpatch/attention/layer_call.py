@@ -15,7 +15,7 @@ from ..backends.value_norms import projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.state import TextState
-from ..policies.context import Block, EvictionContext
+from ..policies.context import Block, EvictionContext, NewTokens, not_held
 from ..policies.statistics import STATISTICS
 
 AHEAD = 64  # decode steps
@@ -79,13 +79,16 @@ class Call:
         """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
         if not self.evicts:
             return {}
-        first = self.settings.parallel.first(k_BHQD.shape[1])
-        entry = self.policy.entry(k_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
+        entry = self.policy.entry(self._new(k_BHQD, v_BHQD, positions_BQ))
         entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
             entry["protect"] = own.expand(k_BHQD.shape[:3]).contiguous()
         return entry
+
+    def _new(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
+        first = self.settings.parallel.first(k_BHQD.shape[1])
+        return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
         """Compute the projected value norms of tokens that decode steps will choose among.
@@ -116,8 +119,7 @@ class Call:
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
             like = like_BH1D.expand(-1, -1, AHEAD, -1)
-            first = self.settings.parallel.first(like.shape[1])
-            slots.ahead = (slots.seen, self.policy.entry(like, coming, self.group, self.layer_B, self.settings.seed, first))
+            slots.ahead = (slots.seen, self.policy.entry(self._new(like, like, coming)))
         at = slots.seen - slots.ahead[0]
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
@@ -207,7 +209,13 @@ class Call:
             parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
+            held=self._held if score.reads_held else not_held,
         )
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B,H,T,D] of the used slots; a ragged layer's are copied."""
+        slots = self.slots
+        return slots.kv.dense(*slots.positions.shape[:2]).view(slots.used)
 
     @property
     def _positions(self) -> Tensor:

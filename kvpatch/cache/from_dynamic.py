@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..errors import KVPatchError
+from ..policies.context import NewTokens
 from .forward_context import places
 from .state import TextState, writable
 
@@ -41,7 +42,8 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
         positions = rows.masked_fill(~real, -1)[:, -T:]
         entry, settings = {}, cache.settings
         if settings.evicts[index]:
-            entry = settings.policies[index].score.entry(keys, positions, 1, index, settings.seed, settings.parallel.first(H))
+            new = NewTokens(keys, values, positions, 1, index, settings.seed, settings.parallel.first(H))
+            entry = settings.policies[index].entry(new)
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:

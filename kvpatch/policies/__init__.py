@@ -1,7 +1,7 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
 from .allocation import Adaptive, Pyramid
-from .context import EvictionContext
+from .context import EvictionContext, NewTokens
 from .policy import Policy
 from .presets import (
     POLICIES,
@@ -22,6 +22,7 @@ __all__ = [
     "Adaptive",
     "DeviationScope",
     "EvictionContext",
+    "NewTokens",
     "Policy",
     "Pyramid",
     "Scope",

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import KVPatchError
 from .parallel import WHOLE, Parallel
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scores and statistics for a model of `dtype`: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def not_held() -> tuple[Tensor, Tensor]:
+    """Raise KVPatchError: the score has not declared that it reads keys and values."""
+    raise KVPatchError("context.held() is there if the score's class says reads_held = True.")
 
 
 @dataclass
@@ -43,6 +49,8 @@ class EvictionContext:
         keep_BH1: int64, tokens that each head may hold; None where the selection needs no count.
         norms: norms(known, out) returns the norms of the projected values [B,H,T]. Entries where the mask `known` or `out`
             is True are not needed and may hold anything.
+        held: held() returns keys and values [B,H,T,D] of all slots; those of empty ones may be anything. Only for a score with
+            `reads_held`.
         watch: gets the values of the score [B,H,T], at the end of a prompt and under strict=True; else None.
     """
 
@@ -60,6 +68,7 @@ class EvictionContext:
     parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
     norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
     watch: Callable[[Tensor], None] | None = None
     _rows_seen: Tensor | None = field(default=None, repr=False)
     _mean: Tensor | None = field(default=None, repr=False)
@@ -79,6 +88,29 @@ class EvictionContext:
             mean = self.state["sum"] / self.rows_seen
             self._mean = mean if self.group == 1 else mean.div_(self.group)
         return self._mean
+
+
+@dataclass
+class NewTokens:
+    """Tokens that enter the cache of a layer, for Score.entry.
+
+    Attributes:
+        k_BHQD: their keys, as they are cached.
+        v_BHQD: their values.
+        positions_BQ: their positions, int64; -1 for padding.
+        group: G, query heads per KV head.
+        layer: index of the layer, or of each batch row [B] if layers are stacked.
+        seed: seed of the policy's random numbers.
+        first: index, in the whole model, of the first KV head in k_BHQD.
+    """
+
+    k_BHQD: Tensor
+    v_BHQD: Tensor
+    positions_BQ: Tensor
+    group: int
+    layer: int | Tensor
+    seed: int
+    first: int = 0
 
 
 SIZES = ("first", "newest", "prompt", "deviation", "observed", "nominal")

@@ -21,9 +21,11 @@ class PolicyOptions(TypedDict, total=False):
         protected: tokens protected by deviation (roco), a number or a share of the budget.
         dilation: tokens skipped between two of the pattern (dilated_window).
         heads: "layer" or "each" (tova).
-        window: query rows of the observation window (snapkv, pyramidkv, adakv).
+        window: query rows of the observation window (snapkv, pyramidkv, adakv), or tokens whose norms are compared (cur).
         kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv).
         pooling: "max", "avg" or None (snapkv, pyramidkv, adakv).
+        combine: "product", "mean", "key" or "value" (cur).
+        lag: tokens of a partition (lag_kv).
         noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
         resample: draw noise anew for every query (keyformer).
         tau: temperatures at the prompt and at the last new token (keyformer).
@@ -47,6 +49,8 @@ class PolicyOptions(TypedDict, total=False):
     window: int
     kernel: int
     pooling: Literal["max", "avg"] | None
+    combine: Literal["product", "mean", "key", "value"]
+    lag: int
     noise: Literal["gumbel", "gaussian", "constant", "none"]
     resample: bool
     tau: tuple[float, float]

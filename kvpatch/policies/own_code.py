@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .context import EvictionContext
+from .context import EvictionContext, NewTokens
 from .scopes import Scope
 from .scores import Score
 from .statistics import STATISTICS
@@ -50,20 +50,20 @@ def mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
     return result
 
 
-def entry(score: Score, policy: str, keys: Tensor, *others: Any) -> dict[str, Tensor]:
-    """Return what a score stores with new tokens; keys [B,H,Q,D], others: the further arguments of `Score.entry`.
+def entry(score: Score, policy: str, new: NewTokens) -> dict[str, Tensor]:
+    """Return what a score stores with new tokens.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
-    where = _named(score, "entry(...)", policy)
-    wanted = f"a dict of tensors {_shape(keys[..., 0], 'B,H,Q')} or [B,H,Q,G]"
-    signature = " Its signature is entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0)."
-    result = _run(where, wanted, lambda error: signature, score.entry, keys, *others)
+    where = _named(score, "entry(new)", policy)
+    wanted = f"a dict of tensors {_shape(new.k_BHQD[..., 0], 'B,H,Q')} or [B,H,Q,G]"
+    signature = " Its signature is entry(self, new); new is a kvpatch.policies.NewTokens."
+    result = _run(where, wanted, lambda error: signature, score.entry, new)
     if not isinstance(result, dict):
         raise KVPatchError(f"{where} returned {_said(result)}: it must return {wanted}.")
     for name, one in result.items():
-        if not isinstance(one, Tensor) or one.shape[:3] != keys.shape[:3] or one.ndim > 4:
+        if not isinstance(one, Tensor) or one.shape[:3] != new.k_BHQD.shape[:3] or one.ndim > 4:
             raise KVPatchError(f"{where}: {name!r} is {_said(one)}: it must return {wanted}.")
     return result
 

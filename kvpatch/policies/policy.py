@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import KVPatchError, named, suggest
 from . import own_code
 from .allocation import Adaptive, Pyramid
-from .context import EvictionContext
+from .context import EvictionContext, NewTokens
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, TwoStage, eviction_keys, score_keys
@@ -146,12 +146,9 @@ class Policy:
         """Tell whether heads with equal scores hold the same tokens."""
         return self.over_heads is None and self.selection is None
 
-    def entry(self, k_BHQD: Tensor, *others: Any) -> dict[str, Tensor]:
-        """Return what the score stores with new tokens: see Score.entry, whose arguments these are."""
-        assert self.score is not None
-        if own_code.is_own(self.score):
-            return own_code.entry(self.score, self.name, k_BHQD, *others)
-        return self.score.entry(k_BHQD, *others)
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        """Return what the score stores with new tokens: see Score.entry."""
+        return own_code.entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
 
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
         """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).

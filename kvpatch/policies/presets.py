@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Pyramid
+from .content import Cur, KeyDiff, KeyNorm, LagKV
 from .policy import Policy
 from .scopes import DeviationScope, Scope
 from .scores import (
@@ -15,7 +16,6 @@ from .scores import (
     AccumulatedQuantized,
     DilatedRecency,
     GumbelSoftmax,
-    KeyNorm,
     Last,
     Mean,
     Never,
@@ -107,6 +107,9 @@ POLICIES = _table(
     Policy("pyramidkv",       ObservationWindow(),    schedule="prompt", source="PyramidKV", over_layers=Pyramid()),
     Policy("adakv",           ObservationWindow(),    schedule="prompt", source="AdaKV", over_heads=Adaptive()),
     Policy("key_norm",        KeyNorm(),              source="L2-norm baseline"),
+    Policy("key_diff",        KeyDiff(),              source="KeyDiff"),
+    Policy("cur",             Cur(),                  Scope(sinks=4), source="CurDKV"),
+    Policy("lag_kv",          LagKV(),                Scope(sinks=4), schedule="prompt", source="LagKV"),
 )
 # fmt: on
 for _base in ("snapkv", "pyramidkv", "adakv"):

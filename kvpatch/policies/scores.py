@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
-from .context import Block, EvictionContext, accumulator
+from .context import Block, EvictionContext, NewTokens
 from .selection import MAX_POSITION
 
 Rows = Literal["none", "window", "all"]
@@ -62,6 +62,7 @@ class Score:
         is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
             them.
         evicts: whether tokens are evicted at all.
+        reads_held: whether `value` calls context.held(), so that each layer evicts by itself while decoding.
 
     Example:
         @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Score:
     signed: ClassVar[bool] = True
     is_weight: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
+    reads_held: ClassVar[bool] = False
 
     @property
     def observed_rows(self) -> int:
@@ -116,20 +118,10 @@ class Score:
         """
         return 1.0
 
-    def entry(
-        self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
-    ) -> dict[str, Tensor]:
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
         """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G].
 
         The entry "noise" [B,H,Q,G] holds exp(noise), at least 0, which weights the probabilities in the statistic "gumbel".
-
-        Args:
-            k_BHQD: keys of the tokens.
-            positions_BQ: their positions, int64; -1 for padding.
-            group: G, query heads per KV head.
-            layer: index of the layer, or of each batch row [B] if layers are stacked.
-            seed: seed of the policy's random numbers.
-            first: index, in the whole model, of the first KV head in k_BHQD.
         """
         return {}
 
@@ -438,17 +430,15 @@ class GumbelSoftmax(Score):
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
 
-    def entry(
-        self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
-    ) -> dict[str, Tensor]:
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
         if self.noise == "none" or self.fresh:
             return {}
-        B, H, Q = k_BHQD.shape[:3]
+        (B, H, Q), G, device = new.k_BHQD.shape[:3], new.group, new.k_BHQD.device
         if self.noise == "constant":
-            return {"noise": torch.full((B, H, Q, group), noise.GUMBEL_MEAN, device=k_BHQD.device).exp()}
-        head = rearrange(first * group + torch.arange(H * group, device=k_BHQD.device), "(h g) -> 1 h 1 g", g=group)
-        layer = rearrange(layer, "b -> b 1 1 1") if isinstance(layer, Tensor) else layer
-        u = noise.uniform(seed, layer, head, -1, rearrange(positions_BQ, "b q -> b 1 q 1"))
+            return {"noise": torch.full((B, H, Q, G), noise.GUMBEL_MEAN, device=device).exp()}
+        head = rearrange(new.first * G + torch.arange(H * G, device=device), "(h g) -> 1 h 1 g", g=G)
+        layer = rearrange(new.layer, "b -> b 1 1 1") if isinstance(new.layer, Tensor) else new.layer
+        u = noise.uniform(new.seed, layer, head, -1, rearrange(new.positions_BQ, "b q -> b 1 q 1"))
         return {"noise": self._distributed(u).exp()}  # every step uses the exponential
 
     @kernel_value("gumbel")
@@ -458,19 +448,3 @@ class GumbelSoftmax(Score):
 
 def _is_temperature(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-@dataclass(frozen=True)
-class KeyNorm(Score):
-    """Key norm [L2-norm baseline]: needs no attention.
-
-    s[i] = -||k_i||_2 of the cached key.
-    """
-
-    def entry(
-        self, k_BHQD: Tensor, positions_BQ: Tensor, group: int, layer: int | Tensor, seed: int, first: int = 0
-    ) -> dict[str, Tensor]:
-        return {"key_norm": torch.linalg.vector_norm(k_BHQD, dim=-1, dtype=accumulator(k_BHQD.dtype))}
-
-    def value(self, context: EvictionContext) -> Tensor:
-        return -context.state["key_norm"]

@@ -13,7 +13,7 @@ import torch
 
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Reading
-from ..policies.context import SIZES, accumulator
+from ..policies.context import SIZES, NewTokens, accumulator
 from .header import Entry, InvalidError, are_counts, is_count
 
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
@@ -146,7 +146,8 @@ class _Layer:
         for name in self.policy.statistics:
             self._tensor(left, f"state.{name}", wide, shape)
         like = torch.zeros(1, self.H, 1, self.D, dtype=dtype)
-        entry = score.entry(like, torch.zeros(1, 1, dtype=torch.long), self.group or 1, self.index, self.cache.settings.seed)
+        at = torch.zeros(1, 1, dtype=torch.long)
+        entry = score.entry(NewTokens(like, like, at, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
             rest = (self.group,) if tensor.ndim == 4 else ()
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))

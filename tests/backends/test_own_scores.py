@@ -87,9 +87,9 @@ class More(scores.Accumulated):
 class Louder(scores.GumbelSoftmax):
     """An entry() of its own: every third token weighs more, some nothing."""
 
-    def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
-        weight = (positions_BQ % 3)[:, None, :, None].float()
-        return {"noise": weight.expand(*k_BHQD.shape[:3], group).contiguous()}
+    def entry(self, new):
+        weight = (new.positions_BQ % 3)[:, None, :, None].float()
+        return {"noise": weight.expand(*new.k_BHQD.shape[:3], new.group).contiguous()}
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def test_compiled_steps_compute_it_too(own):
 @pytest.mark.parametrize("shape", ["too few", "none"])
 def test_noise_of_another_shape_is_no_number_beyond_the_memory(shape):
     class Flat(scores.GumbelSoftmax):
-        def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
-            noise = torch.ones(*k_BHQD.shape[:3], 1)
+        def entry(self, new):
+            noise = torch.ones(*new.k_BHQD.shape[:3], 1)
             return {"noise": noise if shape == "too few" else noise[..., 0]}
 
     model, ids, fed = make("llama_gqa").to(DEVICE), prompt(1, 20).to(DEVICE), prompt(1, 2, seed=1).to(DEVICE)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tests.helpers.comparing import EVICTING, WINDOWED, combined, sorted_positions
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, WINDOWED, combined, sorted_positions
 from tests.helpers.tiny import MODELS, prompt, sound
 from tests.oracle.test_oracle_parts import fits
 
@@ -21,7 +21,7 @@ def settings_of_a_patch(draw):
     options = {"block": draw(st.one_of(st.none(), st.integers(1, 12)))}
     if policy in WINDOWED:
         options["window"] = draw(st.integers(1, 6))
-    elif draw(st.booleans()):
+    elif policy in ANY_SCHEDULE and draw(st.booleans()):
         options["schedule"] = "prompt"
     if policy == "keyformer" and options["block"] is None:
         options["shared"] = draw(st.booleans())

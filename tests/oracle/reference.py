@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.oracle.reference_content import lagged, relative_norms, unlike_the_mean
 from tests.oracle.reference_models import Decoder, decoder_of
 from tests.oracle.reference_selection import adaptive, budget, pyramid, tokens, two_stage, worst
 
@@ -60,6 +61,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "critical_pyramidkv": {**SNAPKV, "wrap": ("pyramid", "critical")},
     "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
     "key_norm": {"score": "key_norm"},
+    "key_diff": {"score": "key_diff"},
+    "cur": {"score": "cur", "sinks": 4, "window": 16, "combine": "product"},
+    "lag_kv": {"score": "lag", "schedule": "prompt", "sinks": 4, "lag": 128},
 }
 EVERY_POLICY: dict[str, Any] = {
     "sinks": 0,
@@ -76,7 +80,8 @@ WRAPS: dict[str, dict[str, Any]] = {
     "adaptive": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
 }
-NO_WEIGHTS = ("recency", "lattice", "key_norm")  # scores that may be negative, or that a factor would make no sense of
+# scores that may be negative, or that a factor would make no sense of
+NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag")
 
 
 @dataclass
@@ -266,7 +271,7 @@ class Oracle:
         if b is None or "pyramid" not in o["wrap"]:
             return [None if bounded[l] else b for l in range(L)]
         limit = None if o["schedule"] == "decode" else of
-        parts = iter(pyramid(b, L - sum(bounded), o["beta"], o.get("window", 0), limit))
+        parts = iter(pyramid(b, L - sum(bounded), o["beta"], self.observes(), limit))
         return [None if bounded[l] else next(parts) for l in range(L)]
 
     # Forward
@@ -365,6 +370,17 @@ class Oracle:
             return set(range(self.n))
         return self.before[l][g] if self.turns == "each" else set()
 
+    def observes(self) -> int:
+        """The query rows of the observation window."""
+        return self.options["window"] if self.options["score"] == "observation" else 0
+
+    def sinks(self, b: int) -> int:
+        """The sinks, clamped so that they and the protected tokens fit the budget."""
+        read, sinks = {i for i in self.protect if i < self.seen}, tokens(self.options["sinks"], b)
+        while len((set(range(sinks)) | read) - self.earlier()) > b:
+            sinks -= 1
+        return sinks
+
     def sizes(self, b: int) -> tuple[set[int], int, int, int]:
         """The fixed tokens (sinks and protect), then recent', RoCo's r' and the observation window w', clamped so that
         together they fit the budget. With schedule "decode" the prompt is fixed and is not counted in b."""
@@ -372,13 +388,12 @@ class Oracle:
         if o["schedule"] == "decode":
             fixed, room = set(range(self.n)), b
         else:
-            read, sinks = {i for i in self.protect if i < self.seen}, tokens(o["sinks"], b)
-            while len(fixed := (set(range(sinks)) | read) - self.earlier()) > b:
-                sinks -= 1
+            read = {i for i in self.protect if i < self.seen}
+            fixed = (set(range(self.sinks(b))) | read) - self.earlier()
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
         r = min(tokens(o.get("protected", 0), b), room - recent)
-        w = min(tokens(o.get("window", 0), b), room, self.new)
+        w = min(tokens(self.observes(), b), room, self.new)
         return fixed, recent, r, w
 
     def evictable(self, l: int, g: int, b: int) -> list[int]:
@@ -426,9 +441,25 @@ class Oracle:
                 held = sorted(self.keys[l][g])
                 pooled = observation(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: pooled[i] for i in candidates}
-            case "key_norm":
-                return {i: -math.sqrt((self.keys[l][g][i] ** 2).sum().item()) for i in candidates}
+            case "key_norm" | "key_diff" | "cur" | "lag":
+                s = self.content_scores(l, g, b)
+                return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
+
+    def content_scores(self, l: int, g: int, b: int) -> dict[int, float]:
+        """s[i] of every held token, from keys and values alone."""
+        o, keys, values = self.options, self.keys[l][g], self.values[l][g]
+        match o["score"]:
+            case "key_norm":
+                return {i: -math.sqrt((key**2).sum().item()) for i, key in keys.items()}
+            case "key_diff":
+                return unlike_the_mean(keys)
+            case "cur":
+                return relative_norms(keys, values, o["window"], o["combine"])
+        begin = max(self.sinks(b), self.start if self.turns == "each" else 0)
+        s, margin = lagged(keys, values, sum(1 for i in keys if i < begin), o["lag"])
+        self.margin = min(self.margin, margin)
+        return s
 
     def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
         """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, agrees, certain, draw, sorted_positions
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, SMALL, WINDOWED, agrees, certain, draw, sorted_positions
 from tests.helpers.tiny import FIVE, MODELS, force, left_pad, make, prompt
 from tests.oracle import reference
 
@@ -39,7 +39,7 @@ def test_float32(policy):
 
 @pytest.mark.spread
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-@pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
+@pytest.mark.parametrize("policy", ANY_SCHEDULE)
 def test_schedules(policy, schedule):
     certain("llama_gqa", policy, 0.25, schedule=schedule, steps=14, sinks=1)
 
@@ -67,6 +67,15 @@ OPTIONS = [
     ("snapkv", {"window": 40}),
     ("snapkv", {"window": 4, "kernel": 3, "sinks": 2}),
     ("streaming_llm", {"sinks": 6}),
+    ("cur", {"window": 7, "combine": "mean", "sinks": 0}),
+    ("cur", {"window": 3, "combine": "key"}),
+    ("cur", {"window": 1, "combine": "value"}),
+    ("cur", {"window": 40}),
+    ("lag_kv", {"lag": 2, "sinks": 0}),
+    ("lag_kv", {"lag": 9, "sinks": 3}),
+    ("lag_kv", {"lag": 4, "recent": 3}),
+    ("lag_kv", {"lag": 14}),
+    ("key_diff", {"sinks": 2, "recent": 4}),
 ]
 
 
@@ -158,7 +167,7 @@ def test_half_precision(name, dtype):
         assert policy in WINDOWED or cache.held(1).tolist() == [[12] * cache.held(1).shape[1], [8] * cache.held(1).shape[1]]
 
 
-@pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
+@pytest.mark.parametrize("policy", ANY_SCHEDULE)
 def test_a_budget_above_the_prompt(policy):
     """The cache fills up first, then evicts."""
     for pads in ((0, 0), (0, 9)):

@@ -45,8 +45,8 @@ class Typo(Score):
 
 @dataclass(frozen=True)
 class ListEntry(Score):
-    def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
-        return [k_BHQD.norm(dim=-1)]
+    def entry(self, new):
+        return [new.k_BHQD.norm(dim=-1)]
 
     def value(self, context):
         return context.positions_BHT.float()
@@ -54,8 +54,8 @@ class ListEntry(Score):
 
 @dataclass(frozen=True)
 class WideEntry(ListEntry):
-    def entry(self, k_BHQD, positions_BQ, group, layer, seed, first=0):
-        return {"mine": k_BHQD.norm(dim=-1).sum(1)}
+    def entry(self, new):
+        return {"mine": new.k_BHQD.norm(dim=-1).sum(1)}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ MISTAKES = [
     (Typo(), r"Typo\.value\(context\).*AttributeError: .*position_BHT"),
     (ListEntry(), r"ListEntry\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
-    (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional arguments.*entry\(self, k_BHQD, positions_BQ, group, layer, "),
+    (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional arguments.*entry\(self, new\)"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Scores: the values of each in a context, and what each says of itself."""
 
-import inspect
 import itertools
 from dataclasses import dataclass
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.policies import POLICIES, Score, scores
-from kvpatch.policies.context import EvictionContext, Limits
+from kvpatch.policies import POLICIES, Score, content, scores
+from kvpatch.policies.context import EvictionContext, Limits, NewTokens
 from tests.helpers.contexts import small_context
 from tests.helpers.running import kept, run
 from tests.helpers.tiny import left_pad, make, prompt
@@ -33,14 +32,15 @@ def test_declarations():
     assert said["roco"] == ("all", ("sum",), False, False, True, "mean", False, 0)
     assert said["keyformer"] == ("all", ("gumbel",), False, False, True, "gumbel", False, 0)
     assert said["snapkv"] == said["adakv"] == ("window", (), True, False, True, None, False, 32)
-    assert said["key_norm"] == ("none", (), False, True, False, None, False, 0)
+    assert said["key_norm"] == said["key_diff"] == ("none", (), False, True, False, None, False, 0)
+    assert said["cur"] == ("none", (), False, False, True, None, False, 0)
+    assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
+    assert [name for name, p in POLICIES.items() if p.score.reads_held] == ["key_diff", "lag_kv"]
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
     assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 6
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
-    entries = {scores.Score.entry, scores.GumbelSoftmax.entry, scores.KeyNorm.entry}
-    assert [inspect.signature(entry).parameters["first"].default for entry in entries] == [0] * 3
 
 
 def test_values():
@@ -51,7 +51,7 @@ def test_values():
     assert torch.equal(scores.AccumulatedQuantized().value(context), context.state["count"] / 2)
     assert torch.equal(scores.Mean().value(context), context.mean)
     assert torch.equal(scores.GumbelSoftmax().value(context), context.state["gumbel"])
-    assert torch.equal(scores.KeyNorm().value(context), -context.state["key_norm"])
+    assert torch.equal(content.KeyNorm().value(context), -context.state["key_norm"])
     assert torch.equal(scores.Last(heads="".join("each")).value(context), context.state["observed"])
     assert scores.Recency().value(context).tolist() == [[[0.0, 3.0, 5.0, 9.0]]]
     # the lattice by recency, behind all others by recency
@@ -75,10 +75,11 @@ def test_temperatures_move_linearly_and_stop():
 def test_noise_is_noted_where_it_is_drawn_once():
     keys, positions = torch.zeros(1, 2, 3, 4), torch.arange(3)[None]
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
-        noted = scores.GumbelSoftmax(noise=kind, resample=resample).entry(keys, positions, 2, 0, 0)
+        noted = scores.GumbelSoftmax(noise=kind, resample=resample).entry(NewTokens(keys, keys, positions, 2, 0, 0))
         assert list(noted) == [] if kind == "none" or (resample and kind != "constant") else ["noise"]
         assert all(one.shape == (1, 2, 3, 2) for one in noted.values())
-    one, other = (scores.GumbelSoftmax(noise=name).entry(keys, positions, 2, 0, 0) for name in ("gumbel", "".join("gumbel")))
+    new = NewTokens(keys, keys, positions, 2, 0, 0)
+    one, other = (scores.GumbelSoftmax(noise=name).entry(new) for name in ("gumbel", "".join("gumbel")))
     assert torch.equal(one["noise"], other["noise"])
 
 

@@ -9,7 +9,16 @@ import torch
 from hypothesis import strategies as st
 
 import kvpatch
-from tests.helpers.comparing import EVICTING, MARGIN, TOLERANCE, WINDOWED, combined, draw, sorted_positions
+from tests.helpers.comparing import (
+    ANY_SCHEDULE,
+    EVICTING,
+    MARGIN,
+    TOLERANCE,
+    WINDOWED,
+    combined,
+    draw,
+    sorted_positions,
+)
 from tests.helpers.tiny import FIVE, make, snapshot
 from tests.oracle.reference import Oracle, settings
 from tests.oracle.reference_models import decoder_of
@@ -71,9 +80,10 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     options: dict[str, Any] = {}
     if policy in WINDOWED:
         options |= {"window": choose(st.integers(1, 4)), "kernel": 3}
-    elif policy != "full":
+    elif policy in ANY_SCHEDULE:
         options["schedule"] = choose(st.sampled_from(("both", "both", "prompt", "decode")))
         options["schedule"] = "both" if options["schedule"] == "decode" and "adaptive" in wrap else options["schedule"]
+    options |= {"lag": 3} if policy == "lag_kv" else {}
     if policy == "roco":
         options |= {"recent": 1, "protected": 0.3}
     if policy != "full" and choose(st.integers(0, 3)) == 0:
@@ -88,7 +98,7 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
 
 def once(policy: str, options: dict[str, Any]) -> bool:
     """Whether only prompts are evicted from."""
-    return policy in WINDOWED or options.get("schedule") == "prompt"
+    return (policy in EVICTING and policy not in ANY_SCHEDULE) or options.get("schedule") == "prompt"
 
 
 def fork(thing: Any, memo: dict[int, Any] | None = None) -> Any:

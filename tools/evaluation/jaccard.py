@@ -17,6 +17,7 @@ from kvpatch import get_policy
 from kvpatch.errors import KVPatchError
 from kvpatch.policies import noise
 from kvpatch.policies.budgets import share
+from kvpatch.policies.context import NewTokens
 from kvpatch.policies.scores import Accumulated, AccumulatedQuantized, GumbelSoftmax, Last, Mean, Random, Score
 
 from .observe import LENGTH, STEPS, Memory, Observing, watch
@@ -54,7 +55,8 @@ def _gumbel(score: GumbelSoftmax, x_BHGTT: Tensor, n: int, layer: int, seed: int
     """Keyformer's, with the policy's own noise and temperatures: n prompt rows, then one step a row."""
     _, H, G, T, _ = x_BHGTT.shape
     at_1T = torch.arange(T, device=x_BHGTT.device)[None]
-    weight_BHTG = score.entry(at_1T.new_zeros(1, H, T, 1), at_1T, G, layer, seed).get("noise")
+    like_1HTD = at_1T.new_zeros(1, H, T, 1)
+    weight_BHTG = score.entry(NewTokens(like_1HTD, like_1HTD, at_1T, G, layer, seed)).get("noise")
     if weight_BHTG is not None:
         x_BHGTT = x_BHGTT + rearrange(weight_BHTG.log(), "b h t g -> b h g 1 t")
     tau_T = x_BHGTT.new_tensor([float(score.temperature(max(0, t - n + 1), None)) for t in range(T)])

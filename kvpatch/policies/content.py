@@ -1,0 +1,158 @@
+"""Scores of keys and values alone: they need no attention, so they work with any attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .budgets import check_count
+from .context import EvictionContext, NewTokens, accumulator
+from .scores import Score
+
+
+@dataclass(frozen=True)
+class KeyNorm(Score):
+    """Key norm [L2-norm baseline]: needs no attention.
+
+    s[i] = -||k_i||_2 of the cached key.
+    """
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        return {"key_norm": torch.linalg.vector_norm(new.k_BHQD, dim=-1, dtype=accumulator(new.k_BHQD.dtype))}
+
+    def value(self, context: EvictionContext) -> Tensor:
+        return -context.state["key_norm"]
+
+
+@dataclass(frozen=True)
+class KeyDiff(Score):
+    """Dissimilarity to the mean key [KeyDiff].
+
+    s[i] = -cos(k_i, mean over the held tokens j of k_j / ||k_j||).
+
+    Differs from the paper: nothing; its blocks are `block=`.
+    """
+
+    reads_held: ClassVar[bool] = True
+
+    def value(self, context: EvictionContext) -> Tensor:
+        keys = context.held()[0]
+        direction = F.normalize(keys.to(accumulator(keys.dtype)), dim=-1)
+        if context.empty:
+            direction = direction.masked_fill((context.positions_BHT < 0)[..., None], 0.0)
+        # the mean and the sum point the same way
+        return -(direction * F.normalize(direction.sum(2, keepdim=True), dim=-1)).sum(-1)
+
+
+Combine = Literal["product", "mean", "key", "value"]
+
+
+@dataclass(frozen=True)
+class Cur(Score):
+    """Norms of keys and values, each relative to its neighbourhood [CurDKV].
+
+    s[i] = K_i * V_i with K_i = ||k_i||^2 / (sum over i's window of ||k_j||^2), and V_i likewise of the values. The windows are
+    consecutive `window` tokens in text order, of those that the head holds.
+
+    Differs from the paper: norms without a random projection, as in the code of kvpress.
+
+    Attributes:
+        window: tokens of a window.
+        combine: "product", or "mean" of K and V, or "key" or "value" for one of them.
+    """
+
+    window: int = 16
+    combine: Combine = "product"
+    signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
+
+    def check(self) -> None:
+        check_count("window", self.window, "tokens")
+        if self.combine not in ("product", "mean", "key", "value"):
+            raise KVPatchError(f"combine={self.combine!r} must be 'product', 'mean', 'key' or 'value'.")
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        wide = accumulator(new.k_BHQD.dtype)
+        return {name: t.to(wide).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
+
+    def value(self, context: EvictionContext) -> Tensor:
+        order, _ = text_order(context.positions_BHT)
+        K, V = (self._relative(context.state[name], order, context) for name in ("key_square", "value_square"))
+        combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
+        return torch.empty_like(combined).scatter_(-1, order, combined)
+
+    def _relative(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
+        """Return [B,H,T] in text order: each token's share of its window."""
+        T = square.shape[-1]
+        square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
+        windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
+        total = windows.sum(-1, keepdim=True).clamp_min(torch.finfo(square.dtype).tiny)
+        return (windows / total).flatten(-2)[..., :T]
+
+
+@dataclass(frozen=True)
+class LagKV(Score):
+    """Deviation of keys and values, relative to the tokens that follow [LagKV].
+
+    The tokens after the sinks are cut into partitions of `lag` in text order. A token's key is scaled channel by channel to the
+    least and the greatest value of the next partition; d_i is the standard deviation of the result over the channels, and
+    e_i the softmax of d over the partition; likewise of the values. s[i] = the rank inside the partition of the mean of both
+    e_i, divided by `lag`. The last whole partition and what follows it, and sinks, have 1. If there are fewer than two whole
+    partitions, s[i] = i.
+
+    Differs from the paper: nothing.
+
+    Attributes:
+        lag: tokens of a partition.
+    """
+
+    lag: int = 128
+    reads_held: ClassVar[bool] = True
+    signed: ClassVar[bool] = False
+    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    def check(self) -> None:
+        check_count("lag", self.lag, "tokens")
+
+    def value(self, context: EvictionContext) -> Tensor:
+        position = context.positions_BHT
+        order, n_BH1 = text_order(position)
+        start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
+        whole_BH1 = (n_BH1 - start_BH1) // self.lag
+        rank = torch.arange(position.shape[-1], device=position.device)
+        behind = rank - start_BH1  # place behind the sinks
+        score = torch.ones(position.shape, dtype=accumulator(context.held()[0].dtype), device=position.device)
+        P = int(whole_BH1.max())
+        if P > 1:
+            index = (start_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
+            ranks = self._ranks([_taken(t, order.gather(-1, index)) for t in context.held()]) / self.lag
+            scored = (behind >= 0) & (behind < (whole_BH1 - 1) * self.lag)
+            placed = ranks.to(score.dtype).gather(-1, behind.clamp(0, ranks.shape[-1] - 1))
+            score = torch.where(scored, placed, score)
+        score = torch.where(whole_BH1 < 2, rank.to(score.dtype), score)
+        return torch.empty_like(score).scatter_(-1, order, score)
+
+    def _ranks(self, tensors: list[Tensor]) -> Tensor:
+        """Return the ranks [B,H,(P-1)*lag] of tokens [B,H,P*lag,D] inside their partitions."""
+        shares = []
+        for tensor in tensors:
+            parts = tensor.to(accumulator(tensor.dtype)).unflatten(2, (-1, self.lag))
+            low, high = (f(parts[:, :, 1:], dim=3, keepdim=True) for f in (torch.amin, torch.amax))
+            shares.append(((parts[:, :, :-1] - low) / (high - low)).std(-1).softmax(-1))
+        return (shares[0] + shares[1]).argsort(dim=-1, stable=True).argsort(-1).flatten(2)
+
+
+def text_order(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots of each head in text order [B,H,T], empty ones last, and the number of tokens [B,H,1]."""
+    real = positions_BHT >= 0
+    last = torch.iinfo(positions_BHT.dtype).max
+    return positions_BHT.masked_fill(~real, last).argsort(-1), real.sum(-1, keepdim=True)
+
+
+def _taken(tensor_BHTD: Tensor, index_BHK: Tensor) -> Tensor:
+    return tensor_BHTD.gather(2, index_BHK[..., None].expand(*index_BHK.shape, tensor_BHTD.shape[-1]))
