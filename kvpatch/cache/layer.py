@@ -298,6 +298,7 @@ class SlotLayer(CacheLayerMixin):
             if self.mode.slotted:
                 self.kv = self.kv.dense(*self.positions.shape[:2])
                 self.used, self.holes = self.taken, True
+                self.floor = min(self.floor, self.used)
             self.mode = Reading(croppable=self.mode.croppable)
         self.kv = opened(self.kv)
 
