@@ -114,6 +114,19 @@ def test_the_prompt_attends_in_full(name, bits):
 
 
 @NARROW
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_later_prompt_leaves_earlier_entries_their_bytes(dtype, bits):
+    """Rounded anew, they would drift from turn to turn."""
+    model = make("llama_gqa", dtype=dtype)
+    with kvpatch.patched(model, "full", 1.0, bits=bits):
+        _, cache = force(model, prompt(2, 20), prompt(2, 4, seed=2))
+        before = [(layer.kv.keys[:, :, :24].clone(), layer.kv.values[:, :, :24].clone()) for layer in cache.layers]
+        force(model, prompt(2, 9, seed=3), prompt(2, 2, seed=4), cache=cache)
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.kv.keys[:, :, :24], keys) and torch.equal(layer.kv.values[:, :, :24], values)
+
+
+@NARROW
 def test_a_prompt_in_pieces_is_rounded_at_its_end(bits):
     model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 24)
     with kvpatch.patched(model, "h2o", 0.5, bits=bits):
