@@ -15,9 +15,10 @@ def unlike_the_mean(keys: dict[int, Tensor]) -> dict[int, float]:
     return {i: -float(unit[i] @ mean / mean.norm()) for i in keys}
 
 
-def relative_norms(keys: dict[int, Tensor], values: dict[int, Tensor], local: int, combine: str) -> dict[int, float]:
+def relative_norms(noted: dict[int, tuple[Tensor, Tensor]], local: int, combine: str) -> dict[int, float]:
     """CurDKV: squared norms of keys and of values, each over its sum in a window of `local` held tokens, combined."""
-    held, s = sorted(keys), {}
+    held, s = sorted(noted), {}
+    keys, values = ({i: both[side] for i, both in noted.items()} for side in (0, 1))
     for begin in range(0, len(held), local):
         window = held[begin : begin + local]
         total_k, total_v = (sum(float(of[j] @ of[j]) for j in window) for of in (keys, values))
