@@ -238,6 +238,13 @@ MUTANTS = {
     "squares of one head in the column kernel": (
         "backends/triton/columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
+    "rows between two splits of the column kernel left out": (
+        "backends/triton/columns.py", "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M, hi)",
+        "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M - 1, hi)",
+        "tests/backends/test_triton_columns.py::test_rows_split_over_programs[shape1-1024]"),
+    "key blocks of one head first": (
+        "backends/triton/columns.py", "_columns_kernel[(B * H * splits, blocks)](", "_columns_kernel[(blocks, B * H * splits)](",
+        "tests/backends/test_triton_columns.py::test_programs_that_see_most_rows_start_first"),
     "the column kernel forgets ALiBi": (
         "backends/triton/columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
         "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
