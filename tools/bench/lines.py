@@ -19,19 +19,21 @@ from kvpatch.policies import POLICIES
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block", "host")
+CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "launches")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts)
 ARCH_POLICIES = ("window", "h2o", "keyformer")
 RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
 BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
 HOST_POLICIES = ("full", "window", "h2o", "roco", "keyformer", "snapkv", "adakv", "scissorhands", "tova", "critical_snapkv")
+LAUNCH_POLICIES = (*HOST_POLICIES[:-1], "critical(h2o)")
 HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
 # cases of one architecture: that, the policies and the prompt length where none are given
 ONE_ARCH = {
     "ragged": ("llama", RAGGED_POLICIES, 2048),
     "block": ("llama", BLOCK_POLICIES, 16384),
     "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
+    "launches": (HOST_ARCH, LAUNCH_POLICIES, HOST_LENGTH),
 }
 ACCUMULATING = ("h2o", "roco", "keyformer")
 
@@ -176,7 +178,7 @@ def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> st
 
 def latest(lines: list[Line]) -> list[Line]:
     """Of lines about the same case the last one."""
-    names = ("case", "arch", "policy", "n", "batch")
+    names = ("case", "arch", "policy", "n", "batch", "path")
     return list({tuple(line.get(name) for name in names): line for line in lines}.values())
 
 
