@@ -198,16 +198,30 @@ class SlotLayer(CacheLayerMixin):
         for name in self.statistics:
             self.statistic(name)[:, :, start : self.used] = 0
 
-    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write one token per row: into each head's free slot, in place, or after the used columns."""
+    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
+        """Write one token per row: into each head's free slot, in place, or after the used columns.
+
+        positions_B1: None if they are there, as stacked layers write them.
+        """
         if not self.mode.slotted:
+            assert positions_B1 is not None
             if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
         self.write_kv(k_BH1D, v_BH1D)
         self.write_entry(entry)
-        self.write_position(positions_B1)
+        if positions_B1 is not None:
+            self.write_position(positions_B1)
+
+    def open_column(self, entry: dict[str, Tensor]) -> None:
+        """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
+        start = self.used
+        self.reserve(start + 1, self._most())
+        self.used += 1
+        for name, tensor in entry.items():
+            self.statistic(name, tensor)[:, :, start : self.used] = tensor
+        self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
         """Write the new token's position, and zero sums, into each head's free slot."""
