@@ -36,7 +36,10 @@ def attend(
         entry = _begin(call, k_BH1D, v_BH1D, positions_B1)
         name = backend_of(call, q_BHGD)
         if name == "triton":
-            return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
+            out = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
+            if out is not None:
+                return out
+            name = backend_of(call, q_BHGD)
         call.slots.write(k_BH1D, v_BH1D, positions_B1, entry)
     keys, out, p_BHGT = call.keys(call.slots.used), None, None
     if call.settings.renumbered:
@@ -114,8 +117,11 @@ def _by_kernel(
     positions_B1: Tensor,
     wanted: bool,
     t: int,
-) -> Tensor:
-    """Run `attend` in one kernel that writes, attends and observes, and chooses the victim too where it can."""
+) -> Tensor | None:
+    """Run `attend` in one kernel that writes, attends and observes, and chooses the victim too where it can.
+
+    Returns None, with all as before but for the free slots' contents, if the kernel cannot be launched.
+    """
     slots = call.slots
     with torch.no_grad():
         slots.write_entry(entry)
@@ -123,7 +129,14 @@ def _by_kernel(
             slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
         tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
         chosen = backend("triton").rule(call.policy, slots, wanted, call.evicting)
-        out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
+        step = functools.partial(
+            backend("triton").step, q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau
+        )
+        written = (slots.positions, slots.mode.free_BH, *slots.state.values())
+        out = step() if call.launched else call.cache.choice.attempt(*_case(call, q_BHGD), step, written)
+        call.launched = out is not None
+        if out is None:
+            return None
         if chosen.evicts:
             slots.forget_places()
         elif call.evicting:
