@@ -58,6 +58,7 @@ def _keep_all(call: Call) -> None:
     """End a prompt of a layer that never evicts."""
     slots = call.slots
     if not call.now.final:
+        slots.round()
         return
     slots.allocate(None, None, Layout([slots.used + _more(call, slots.used)]))
     if call.cache.request.room is not None:
@@ -75,7 +76,9 @@ def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], l
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
     positions, outside = slots.positions[:, :, : slots.used], now.fixed_B
-    held_B = now.n_B if not past else None if slots.holes else [slots.used] * B
+    held_B = None if slots.holes else [slots.used] * B
+    if not past:
+        held_B = now.n_B if now.padding is None else now.padding.real_B
     fixed_B = now.n_B if call.policy.schedule == "decode" else [0] * B if outside is None else None
     if held_B is not None and fixed_B is not None:
         all_heads = H * everyone.size

@@ -22,6 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..policies.context import accumulator
+from .entries import dot, mix
 from .head_offsets import HeadOffsets
 from .protocol import Case, Geometry, Keys, Task
 
@@ -384,11 +385,11 @@ def step(
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # ALiBi's bias exceeds half precision
     out = None
-    if geometry.plain and exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
+    if geometry.plain and exact and keys.exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
-    x = _finite(torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2))).to(accumulator(q_BHGD.dtype))
+    x = _finite(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
     x = _capped(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
@@ -397,7 +398,7 @@ def step(
             buffer.copy_(p.detach())
     else:
         p = torch.softmax(x, -1, out=buffer)
-    return torch.matmul(p.to(q_BHGD.dtype), keys.v_BHTD) if out is None else out, p
+    return mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype) if out is None else out, p
 
 
 def _ragged_step(
@@ -414,26 +415,26 @@ def _ragged_step(
     bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
     bias = None if bias is None else bias.flatten(0, 1)
     # ALiBi's bias exceeds half precision
-    q_NGD, exact = q_BHGD.flatten(0, 1), geometry.slopes_HG is None and geometry.plain
+    q_NGD, fused = q_BHGD.flatten(0, 1), geometry.slopes_HG is None and geometry.plain and keys.exact and q_BHGD.dtype != dtype
     sinks_NG1 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[..., None]
-    q_NGD = q_NGD if exact and q_BHGD.dtype != dtype else q_NGD * geometry.scale
+    q_NGD = q_NGD if fused else q_NGD * geometry.scale
     out, p = torch.empty_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
     for run in head_offsets.runs:
         used = run.capacity if run.filled is None or keys.grown is None else run.filled + keys.grown
         k, v, q = run.of(keys.k_BHTD)[:, :used], run.of(keys.v_BHTD)[:, :used], q_NGD[run.heads]
         mask = None if bias is None else bias[run.heads, :, :used]
-        if exact and q.dtype != dtype:
+        if fused:
             own = None if mask is None else mask[None]
             out[run.heads] = F.scaled_dot_product_attention(q[None], k[None], v[None], own, scale=geometry.scale)[0]
             if p is None:
                 continue
             q = q * geometry.scale
-        x = _finite(torch.bmm(q, k.transpose(1, 2))).to(dtype)
+        x = _finite(dot(q, k, keys.codecs[0])).to(dtype)
         x = _capped(x, geometry)
         sinks = None if sinks_NG1 is None else sinks_NG1[run.heads]
         weights = _weights(x if mask is None else x + mask, geometry, sinks)
-        if not exact or q.dtype == dtype:
-            out[run.heads] = torch.bmm(weights.to(v.dtype), v)
+        if not fused:
+            out[run.heads] = mix(weights, v, keys.codecs[1], q.dtype)
         if p is not None:
             p[run.heads, :, :used] = weights
     return out.view(B, H, G, -1), None if p is None else p.view(B, H, G, T)

@@ -113,6 +113,7 @@ class _LayerState:
         must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
         must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
         must(self.held_BH >= least, "a head holds nothing")
+        must(layer.floor <= layer.used, f"{layer.floor} of {layer.used} columns in use cannot be cropped")
         if layer.contiguous:
             rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")

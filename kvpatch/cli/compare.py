@@ -34,6 +34,7 @@ class Asked:
         ks: budgets, by the texts that were typed.
         new: tokens to feed after each prompt, at most.
         schedule: of the policies; None for each policy's own.
+        bits: of each key and value held.
         seed: of the policies' random numbers.
         tolerance: largest KL to advise, nats per token.
         agreement: smallest share of agreeing predictions to advise.
@@ -45,6 +46,7 @@ class Asked:
     ks: dict[str, int | float | str]
     new: int
     schedule: str | None
+    bits: int
     seed: int
     tolerance: float
     agreement: float
@@ -72,7 +74,7 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
         for said in [*notes, *trained_length(source.name, ids_1T.shape[1])]:
             note(said)
         waiting(f"reading {n:,} tokens of {file} ...")
-        comparison = Comparison(model, ids_1T, n, asked.schedule, asked.seed)
+        comparison = Comparison(model, ids_1T, n, asked.schedule, asked.seed, asked.bits)
         results.append(_measure(asked, comparison, out, file, _facts(asked, model, source, file, own, comparison)))
         path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
         plotting.save(view.picture(results[-1], asked.tolerance, f"{source.name}, {file}: {n:,} tokens"), path)
@@ -86,7 +88,7 @@ def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
     out.print(f"\n{view.advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.best(results, asked.tolerance, asked.agreement)) is not None:
         policy, k = setting
-        out.print(f"\n    {view.python_line(policy, k, asked.policies[policy], asked.schedule, asked.seed)}\n")
+        out.print(f"\n    {view.python_line(policy, k, asked.policies[policy], asked.schedule, asked.seed, asked.bits)}\n")
     if len(results) == 1:
         out.print("One text is one text: give several of yours before you choose.")
 
@@ -132,6 +134,7 @@ def _facts(
         "fed_tokens": empty.fed,
         "continuation": "greedy" if own is None else "file",
         "schedule": asked.schedule,
+        "bits": asked.bits,
         "seed": asked.seed,
         "full_nbytes": empty.nbytes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvpatch": __version__},

@@ -78,7 +78,7 @@ class Lines:
         return "  ".join(padded).rstrip()
 
 
-def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int) -> str:
+def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
     """Return the line of Python that patches a model with one setting of the comparison."""
     own = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
@@ -87,6 +87,8 @@ def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: i
         changed["schedule"] = schedule
     if seed:
         changed["seed"] = seed
+    if bits != 16:
+        changed["bits"] = bits
     size = k if k.replace(".", "", 1).isdigit() else repr(k)
     more = "".join(f", {option}={value!r}" for option, value in changed.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'

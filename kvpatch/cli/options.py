@@ -56,6 +56,9 @@ Positions = Annotated[str, typer.Option(help="original or renumbered.", autocomp
 Backend = Annotated[
     str, typer.Option(help="Code that computes attention: auto, torch, flash or triton.", autocompletion=_named(BACKENDS))
 ]
+Bits = Annotated[
+    int, typer.Option("--bits", help="Of each key and value held: 16 is the model's own precision, 8 and 4 round them.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of all random numbers.")]
 Options = Annotated[
     list[str] | None,

@@ -84,10 +84,14 @@ class Comparison:
         n: tokens of the prompt; the rest is fed one by one.
         schedule: of the policies; None for each policy's own.
         seed: of the policies' random numbers.
+        bits: of each key and value held.
     """
 
-    def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0) -> None:
-        self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
+    def __init__(
+        self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, bits: int = 16
+    ) -> None:
+        self.model, self.ids_1T, self.n = model, ids_1T, n
+        self.settings: dict[str, Any] = {"schedule": schedule, "seed": seed, "bits": bits}
         Target.find(model)  # raises for a model without an adapter, before anything is measured
         full = feed(model, ids_1T, n)
         self.nbytes = full.nbytes
@@ -132,7 +136,7 @@ class Comparison:
         Raises:
             KVPatchError: the policy refuses the budget or schedule, or predictions are NaN.
         """
-        with patched(self.model, policy, k, schedule=self.schedule, seed=self.seed) as patch:
+        with patched(self.model, policy, k, **self.settings) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
         log_q_SV, held = _log_probabilities(fed), Report.of(fed.cache).held()
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)

@@ -21,6 +21,7 @@ that of the median times per token, and the median over the repeats counts. `mea
 "floor" is no policy: the unpatched model's own code over a dense buffer of the budget's size that is written in place,
 which is what bounds the others. It takes its turn beside every evicting policy; `over_floor` is the ratio to it.
 ragged: as decode, but against snapkv, which holds as much in dense slots; bytes are against a full cache's at the same step.
+batch: as decode, eight texts at once, on a Llama of 8 layers of width 512 with a KV head per query head; without a floor.
 host: as decode, on a Llama of 32 layers of width 64, so that a step costs what its Python costs; without a floor.
 block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
 Memory is the growth of the process's peak resident size over one prompt, in a fresh process for each case. `roof_ms` is what
@@ -38,7 +39,7 @@ import typer
 from . import gpu as bench_gpu
 from . import paper, peer
 from . import plot as bench_plot
-from .decode import decode_lines, ragged_lines
+from .decode import batch_lines, decode_lines, ragged_lines
 from .host import host_lines
 from .lines import (
     ARCH_POLICIES,
@@ -102,6 +103,8 @@ def measure(case: str, arch: str, names: list[str], n: int, repeats: int, tiny: 
         yield from ragged_lines(names, n, repeats, tiny)
     elif case == "host":
         yield from host_lines(names, n, repeats, tiny)
+    elif case == "batch":
+        yield from batch_lines(names, n, repeats, tiny)
     else:
         for name in names:
             yield prompt_line(case, arch, name, n, repeats, tiny)
@@ -159,7 +162,7 @@ def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
 @app.command()
 def main(
     case: Annotated[
-        str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block, host, all; gpu or one of its")
+        str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block, host, batch, all; gpu or one of its")
     ] = "all",
     policies: Annotated[str, typer.Option(help="names, comma-separated; 'floor' bounds decode")] = "",
     lengths: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "",

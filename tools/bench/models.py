@@ -20,6 +20,8 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
         return _large(arch, positions)
     if arch == "llama-narrow":
         return _narrow(positions, layers=2 if tiny else 32)
+    if arch == "llama-even":
+        return _even(positions, *((2, 128) if tiny else (8, 512)))
     layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
     heads = width // 64
     if arch in ("mpt", "mpt-7b"):
@@ -38,7 +40,7 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             max_position_embeddings=positions,
             tie_word_embeddings=True,
         )
-    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, llama-narrow, mpt, gptj, {', '.join(LARGE)}")
+    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, llama-narrow, llama-even, mpt, gptj, {', '.join(LARGE)}")
 
 
 def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
@@ -50,6 +52,20 @@ def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=256,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+    )
+
+
+def _even(positions: int, layers: int, width: int) -> transformers.PreTrainedConfig:
+    """A KV head of size 64 for each query head, and few weights beside them: a batch's step is spent on keys and values."""
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=1000,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
     )
