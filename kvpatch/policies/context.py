@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .numbers import on_device
 from .parallel import WHOLE, Parallel
 
 
@@ -24,6 +25,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def not_held() -> tuple[Tensor, Tensor]:
     """Raise KVPatchError: the score has not declared that it reads keys and values."""
     raise KVPatchError("context.held() is there if the score's class says reads_held = True.")
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Tell if the tensor's values can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 @dataclass
@@ -150,7 +156,7 @@ class Limits:
         """Build the limits of a batch from one tuple (first, newest, prompt, deviation, observed, nominal) per row."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
-        sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
+        sizes = on_device(rows, device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
         found: dict[str, Any] = dict(zip((*SIZES, *FLAGS), (*sizes, *flags), strict=True))
         return cls(**found, deviation_count=count)
