@@ -198,16 +198,30 @@ class SlotLayer(CacheLayerMixin):
         for name in self.statistics:
             self.statistic(name)[:, :, start : self.used] = 0
 
-    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write one token per row: into each head's free slot, in place, or after the used columns."""
+    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
+        """Write one token per row: into each head's free slot, in place, or after the used columns.
+
+        positions_B1: None if they are there, as stacked layers write them.
+        """
         if not self.mode.slotted:
+            assert positions_B1 is not None
             if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
         self.write_kv(k_BH1D, v_BH1D)
         self.write_entry(entry)
-        self.write_position(positions_B1)
+        if positions_B1 is not None:
+            self.write_position(positions_B1)
+
+    def open_column(self, entry: dict[str, Tensor]) -> None:
+        """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
+        start = self.used
+        self.reserve(start + 1, self._most())
+        self.used += 1
+        for name, tensor in entry.items():
+            self.statistic(name, tensor)[:, :, start : self.used] = tensor
+        self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
         """Write the new token's position, and zero sums, into each head's free slot."""
@@ -310,21 +324,23 @@ class SlotLayer(CacheLayerMixin):
         """End a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
         self.mode = Filling(steps)
 
-    def start_growing(self, next_BH: Tensor) -> None:
-        """End a prompt: tokens go into slots, starting with these, and none is evicted."""
-        self._open(Growing(next_BH))
+    def start_growing(self, next_BH: Tensor, counts: list[int] | None = None) -> None:
+        """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure`."""
+        self._open(Growing(next_BH), counts)
 
-    def start_evicting(self, steps: int, next_BH: Tensor | None = None) -> None:
+    def start_evicting(
+        self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
+    ) -> None:
         """End a prompt: tokens go into slots, and heads at their budget evict; all heads do after so many steps.
 
-        next_BH: slots for the first tokens; None: the first empty slot of each head.
+        next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure`.
         """
-        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps))
+        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
-    def _open(self, mode: Growing | Evicting) -> None:
+    def _open(self, mode: Growing | Evicting, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
-        self.measure()
+        self.measure(counts, goals)
 
     def empty_slots(self) -> Tensor:
         """Return the first empty slot of each head [B,H], or the index after its last slot if none is empty."""
@@ -344,18 +360,21 @@ class SlotLayer(CacheLayerMixin):
             return None
         return [keep + 1 for keep in self.keep_BH1.flatten().tolist()]
 
-    def measure(self) -> None:
-        """Update how many tokens can be written before buffers move."""
+    def measure(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+        """Update how many tokens can be written before buffers move.
+
+        counts, goals: what the methods of these names return, if the host knows it already.
+        """
         mode = self.mode
         if isinstance(mode, Slotted):
-            heads = zip(self.short_heads(), self.kv.capacities(), self.counts(), strict=True)
+            heads = zip(self.short_heads(goals), self.kv.capacities(), counts or self.counts(), strict=True)
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
 
-    def short_heads(self) -> list[bool]:
+    def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
-        capacities, goals = self.kv.capacities(), self.goals()
+        capacities, goals = self.kv.capacities(), goals or self.goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting):
             self.mode.growing, self.mode.unfilled = any(short), all(short)

@@ -37,7 +37,7 @@ class Fault(Exception):
 PASS = [
     (attend, "_attend"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_observe"),
     (decode, "_evict"), (decode, "victim"), (LayerStack, "__init__"), (LayerStack, "_open"),
-    (LayerStack, "write"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
+    (LayerStack, "begin"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
     (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
     (Call, "eviction_context"), (Policy, "eviction_keys"),
