@@ -21,6 +21,7 @@ CPU_BLOCK = 1 << 18  # numbers unpacked at a time on the CPU: 1 MiB of float32, 
 DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
 
 
+@dataclass(frozen=True)
 class Exact:
     """Entries [...,D] in the model's own precision."""
 
