@@ -184,7 +184,8 @@ MUTANTS = {
         "attention/layer_call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
         f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
     "no gradient through keys that are evicted later": (
-        "cache/layer.py", "            with torch.enable_grad():\n", "            with torch.no_grad():\n",
+        "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gathered",
+        "            with torch.no_grad():\n                self.graph = (gathered",
         f"{GRADIENTS}[llama_gqa-roco-None]"),
     "gradient only through this block's keys": (
         "attention/prefill.py", "old = slots.graph or (keys", "old = (keys",
