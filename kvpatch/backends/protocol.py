@@ -102,6 +102,7 @@ class Case:
         fresh: noise is needed for every query and key.
         renumbered: positions are ranks among the held tokens, new at every step.
         special: logits are capped, there are attention sinks, or ALiBi is coarse.
+        value_dim: head size of the values; None if it is D or not known.
     """
 
     device: str
@@ -118,6 +119,7 @@ class Case:
     fresh: bool = False
     renumbered: bool = False
     special: bool = False
+    value_dim: int | None = None
 
 
 class KeyValues(Protocol):
