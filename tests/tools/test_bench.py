@@ -127,8 +127,20 @@ def test_the_plan_of_the_host_case():
     assert {case for case, *_ in bench.plan("all", "", [])} == set(bench_lines.CASES)
 
 
+def test_batch_lines_are_whole():
+    lines = list(bench_decode.batch_lines(bench_lines.BATCH_POLICIES, n=64, repeats=2, tiny=True, steps=2))
+    assert [line["policy"] for line in lines] == list(bench_lines.BATCH_POLICIES)
+    for line in lines:
+        assert json.loads(json.dumps(line)) == line
+        assert (line["case"], line["arch"], line["n"], line["batch"]) == ("batch", "llama-even", 64, 8)
+        assert line["bytes_unpatched"] == 8 * 2 * 64 * TOKEN  # eight texts, two KV heads
+    assert bench.tables(lines).count("| batch | llama-even |") == len(lines)
+
+
 def test_limits_of_the_promise():
     limits = bench_lines.limits
+    assert (limits("batch", "roco", 1024), limits("batch", "adakv", 1024)) == ({"ratio": 0.56}, {"ratio": 0.62})
+    assert limits("batch", "roco", 512) == limits("batch", "tova", 1024) == {}
     assert limits("prompt", "tova", 2048) == {"ratio": 1.05, "memory_ratio": 1.10}
     assert limits("prompt", "tova", 4096) == {"memory_ratio": 1.10}
     for policy in ("h2o", "roco", "keyformer"):
@@ -364,9 +376,8 @@ def test_the_command_measures_host_time(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("case", ["decode", "host"])
-def test_profiles_are_of_single_tokens(case, capsys):
-    arch = "llama" if case == "decode" else "llama-narrow"
+@pytest.mark.parametrize(("case", "arch"), [("decode", "llama"), ("host", "llama-narrow"), ("batch", "llama-even")])
+def test_profiles_are_of_single_tokens(case, arch, capsys):
     bench_profile.profile_case(case, arch, "h2o", n=16, tiny=True, steps=2)
     assert re.findall(r"^(\w+) 16, 1 steps: (\w+)$", capsys.readouterr().out, re.M) == [(case, "unpatched"), (case, "h2o")]
 

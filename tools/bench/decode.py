@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpatch
 
-from .lines import FLOOR, RAGGED_BASE, K, Line, record
+from .lines import BATCH, BATCH_ARCH, FLOOR, RAGGED_BASE, K, Line, record
 from .models import STEPS, build, cache_bytes, forward, tokens, twin
 from .prompt import summary
 from .roofline import beside, ceilings, decode_ms
@@ -129,3 +129,16 @@ def ragged_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, step
             shares = [size / (per_token * (n + t)) for t, size in figures.pop("sizes")]
             figures |= {"bytes_unpatched": int(per_token * n), "bytes_ratio": max(shares), "base": RAGGED_BASE, "steps": steps}
             yield record("ragged", "llama", policy, n, repeats, model, figures)
+
+
+def batch_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS) -> Iterable[Line]:
+    """One line per policy: steps of a batch of BATCH texts, patched and unpatched in turns."""
+    model = build(BATCH_ARCH, n, tiny)
+    ids = tokens(model, n + steps, BATCH)
+    full = forward(model, ids[:, :n])[0]
+    for policy in policies:
+        other = twin(model)
+        with kvpatch.patched(other, policy, k=K):
+            figures = alternate([(model, full), (other, forward(other, ids[:, :n])[0])], ids, steps, repeats)
+        figures.pop("sizes")
+        yield record("batch", BATCH_ARCH, policy, n, repeats, model, figures | {"batch": BATCH, "steps": steps})

@@ -19,19 +19,24 @@ from kvpatch.policies import POLICIES
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block", "host")
+CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts)
 ARCH_POLICIES = ("window", "h2o", "keyformer")
 RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
 BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
 HOST_POLICIES = ("full", "window", "h2o", "roco", "keyformer", "snapkv", "adakv", "scissorhands", "tova", "critical_snapkv")
+LAUNCH_POLICIES = (*HOST_POLICIES[:-1], "critical(h2o)")
 HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
+BATCH_POLICIES = ("h2o", "roco", "keyformer", "snapkv", "adakv", "critical_adakv")
+BATCH_ARCH, BATCH, BATCH_LENGTH = "llama-even", 8, 1024
 # cases of one architecture: that, the policies and the prompt length where none are given
 ONE_ARCH = {
     "ragged": ("llama", RAGGED_POLICIES, 2048),
     "block": ("llama", BLOCK_POLICIES, 16384),
     "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
+    "launches": (HOST_ARCH, LAUNCH_POLICIES, HOST_LENGTH),
+    "batch": (BATCH_ARCH, BATCH_POLICIES, BATCH_LENGTH),
 }
 ACCUMULATING = ("h2o", "roco", "keyformer")
 
@@ -49,6 +54,7 @@ BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
 ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
 RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
 HOST_FULL_LIMIT, HOST_LIMIT = 1.05, 1.15
+BATCH_LIMITS = dict.fromkeys(BATCH_POLICIES[:4], 0.56) | dict.fromkeys(BATCH_POLICIES[4:], 0.62)
 BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
 
 
@@ -58,6 +64,8 @@ def limits(case: str, policy: str, n: int) -> dict[str, float]:
         return RAGGED_LIMITS if n == 2048 else {}
     if case == "host":
         return {"ratio": HOST_FULL_LIMIT if policy == "full" else HOST_LIMIT} if n == HOST_LENGTH else {}
+    if case == "batch":
+        return {"ratio": BATCH_LIMITS[policy]} if n == BATCH_LENGTH and policy in BATCH_LIMITS else {}
     if case == "block":
         return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
     if case == "arch":
@@ -176,7 +184,7 @@ def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> st
 
 def latest(lines: list[Line]) -> list[Line]:
     """Of lines about the same case the last one."""
-    names = ("case", "arch", "policy", "n", "batch")
+    names = ("case", "arch", "policy", "n", "batch", "path")
     return list({tuple(line.get(name) for name in names): line for line in lines}.values())
 
 

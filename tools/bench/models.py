@@ -19,7 +19,9 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
     if arch in LARGE and not tiny:
         return _large(arch, positions)
     if arch == "llama-narrow":
-        return _narrow(positions, layers=2 if tiny else 32)
+        return narrow(positions, layers=2 if tiny else 32)
+    if arch == "llama-even":
+        return _even(positions, *((2, 128) if tiny else (8, 512)))
     layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
     heads = width // 64
     if arch in ("mpt", "mpt-7b"):
@@ -38,10 +40,11 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             max_position_embeddings=positions,
             tie_word_embeddings=True,
         )
-    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, llama-narrow, mpt, gptj, {', '.join(LARGE)}")
+    known = ("llama", "llama-narrow", "llama-even", "mpt", "gptj", *LARGE)
+    raise typer.BadParameter(f"no model of architecture {arch!r} here: {', '.join(known)}")
 
 
-def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
+def narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
     """Many layers of next to no arithmetic: four heads of size 16 over two KV heads."""
     return LlamaConfig(
         hidden_size=64,
@@ -50,6 +53,20 @@ def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=256,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+    )
+
+
+def _even(positions: int, layers: int, width: int) -> transformers.PreTrainedConfig:
+    """A KV head of size 64 for each query head, and few weights beside them: a batch's step is spent on keys and values."""
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=1000,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
     )

@@ -9,7 +9,7 @@ from transformers import Cache, PreTrainedModel
 
 import kvpatch
 
-from .lines import K
+from .lines import BATCH, K
 from .models import build, forward, tokens, twin
 
 
@@ -30,11 +30,11 @@ def feed(model: PreTrainedModel, ids: Tensor, past: Cache) -> None:
 def profile_case(case: str, arch: str, policy: str, n: int, tiny: bool, steps: int = 16) -> None:
     """Where the time of one prompt or of `steps` decode steps goes, unpatched and patched."""
     model = build(arch, n, tiny)
-    ids, other = tokens(model, n + steps), twin(model)
+    ids, other = tokens(model, n + steps, BATCH if case == "batch" else 1), twin(model)
     with kvpatch.patched(other, policy, k=K):
         for name, one in (("unpatched", model), (policy, other)):
             past = forward(one, ids[:, :n])[0]
-            if case not in ("decode", "host"):
+            if case not in ("decode", "host", "batch"):
                 profile(f"{case} {arch} {n}: {name}", partial(forward, one, ids[:, :n]))
                 continue
             forward(one, ids[:, n : n + 1], past)
