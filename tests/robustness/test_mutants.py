@@ -255,13 +255,13 @@ MUTANTS = {
     "the kernel's noise left out": (
         "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
-    "the victim of the first stretch alone": (
+    "the victim of the first chunk alone": (
         "backends/triton/decode.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
         "at = tl.load(here + 1, mask=s < 1, other=NOWHERE)",
-        "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over stretches]"),
-    "tokens of the first stretch alone counted": (
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over chunks]"),
+    "tokens of the first chunk alone counted": (
         "backends/triton/decode.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
-        "tests/backends/test_triton_decode.py::test_follows_the_twin[holes over stretches]"),
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[holes over chunks]"),
     "segments beyond the first sixteen outweigh them in the output": (
         "backends/triton/decode.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
