@@ -153,6 +153,7 @@ class Call:
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
             narrow=not keys.exact,
+            value_dim=keys.v_BHTD.shape[-1],
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:

@@ -111,6 +111,7 @@ class Case:
         renumbered: positions are ranks among the held tokens, new at every step.
         special: logits are capped, there are attention sinks, or ALiBi is coarse.
         narrow: keys or values are rounded entries.
+        value_dim: head size of the values; None if it is D or not known.
     """
 
     device: str
@@ -128,6 +129,7 @@ class Case:
     renumbered: bool = False
     special: bool = False
     narrow: bool = False
+    value_dim: int | None = None
 
 
 class KeyValues(Protocol):
