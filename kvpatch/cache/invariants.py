@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backends.entries import codecs
 from ..errors import InvalidError
 from .layer import SlotLayer
 from .modes import Evicting, Filling, Growing, Reading
@@ -120,6 +121,8 @@ class _LayerState:
             must(not layer.mode.slotted, "slots that are written to are not in text order")
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
+        rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype)
+        must(rounded or isinstance(mode, Reading), "keys and values are not of the bits that were asked for")
         if isinstance(mode, Evicting):
             self._evicting(mode)
         elif isinstance(mode, Growing):

@@ -14,7 +14,7 @@ from ..errors import KVPatchError
 from . import options as given
 from .catalogue import BACKENDS, BITS, DEFAULT_POLICY, POSITIONS, SCHEDULES, check_choice, check_policy
 from .loading import Source, check_budget, parse_k, read_prompt
-from .options import model_and_files, one_model, parse_options
+from .options import model_and_files, one_model, parse_bits, parse_options
 from .output import print_json, print_rows, short_errors
 
 KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
@@ -163,7 +163,9 @@ def compare(  # noqa: PLR0913 - as above
     revision: given.Revision = None,
     trust_remote_code: given.RemoteCode = False,
     schedule: given.Schedule = None,
-    bits: given.Bits = 16,
+    bits: Annotated[
+        str, typer.Option(help="Of each key and value held: 16, 8 or 4, several with commas, or auto, which measures all.")
+    ] = "16",
     seed: given.Seed = 0,
     option: given.Options = None,
     out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("kvpatch-compare"),
@@ -177,8 +179,7 @@ def compare(  # noqa: PLR0913 - as above
     """
     with short_errors():
         check_choice("schedule", schedule, SCHEDULES)
-        check_choice("bits", bits, BITS)
-        options, texts = parse_options(option), ",".join(budgets or [KS])
+        options, texts, of_bits = parse_options(option), ",".join(budgets or [KS]), parse_bits(bits)
         check_budget(texts)
         name, files = model_and_files(model, files, model_option, prompt_file)
         if continuation_file is not None and len(files) > 1:
@@ -191,7 +192,7 @@ def compare(  # noqa: PLR0913 - as above
         from . import compare as comparing
 
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
-        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, bits, seed, tolerance, agreement, out, json)
+        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json)
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one: read_prompt(one) for one in files}
         comparing.prepare(out)

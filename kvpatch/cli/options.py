@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
-from .catalogue import BACKENDS, POLICIES, POSITIONS, SCHEDULES
+from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_choice
 
 
 def _named(names: tuple[str, ...]) -> Any:
@@ -90,6 +90,25 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[name.strip()] = value.strip()
     return options
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """Parse a comma-separated list of bits; "auto" is all there are.
+
+    Raises:
+        KVPatchError: a number that `bits` of patched() does not take, or none.
+
+    Example:
+        >>> parse_bits("16,4"), parse_bits("auto")
+        ((16, 4), (16, 8, 4))
+    """
+    if text == "auto":
+        return BITS
+    for part in (parts := [part.strip() for part in text.split(",") if part.strip()]):
+        check_choice("bits", part, tuple(map(str, BITS)))
+    if not parts:
+        raise KVPatchError("--bits names none: give some of 16, 8 and 4, or auto for all.")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _pairs(text: str) -> list[str]:

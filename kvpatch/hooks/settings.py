@@ -58,7 +58,7 @@ def check_options(bits: object, seed: object, strict: object, auto: object) -> N
     if not isinstance(bits, int) or bits not in BITS:
         raise KVPatchError(
             f"bits={bits!r} must be 16 (keys and values in the model's own precision), 8 or 4 (rounded, so that a budget in "
-            "bytes holds more tokens)."
+            "bytes holds more tokens). `kvpatch compare MODEL FILE -k SIZE --bits auto` measures all three on your own text."
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
