@@ -36,6 +36,7 @@ class BoundStep:
     def __init__(self, call: Call) -> None:
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.owner: Any = None
+        self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
         self.query, self.row, self.out = (B, H, call.group, D), (B * H, D), (B, 1, -1)
@@ -156,7 +157,7 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
     if call is None:
         return None
     owner, step = call.slots.mode if stack is None else stack, call.step
-    if step is None or step.owner is not owner or step.query[0] != len(q_BHGD):
+    if step is None or step.owner is not owner or step.launched != call.launched or step.query[0] != len(q_BHGD):
         call.cache = cache
         call.step = step = _stacked(call, stack) if stack is not None else _alone(call, q_BHGD)
         step.owner = owner
@@ -178,8 +179,8 @@ def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     scores = call.observes or slots.statistics or (call.evicts and type(call.score).entry is not Score.entry)
     if not isinstance(slots.mode, Appending) or scores:
         return Unbound(call, None)
-    if decode.backend_of(call, q_BHGD) == "triton":
-        return AppendingByKernels(call)
+    if decode.backend_of(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
+        return AppendingByKernels(call) if call.launched else Unbound(call, None)
     return AppendingByTorch(call) if _unmasked(call) else Unbound(call, None)
 
 

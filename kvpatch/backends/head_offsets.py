@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..policies.numbers import on_device
+
 FEW = 64  # with more heads, capacities are rounded up, so that heads share capacities and there are fewer runs
 WASTE = 50  # rounding adds at most 1/50 of the mean capacity
 SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
@@ -83,13 +85,13 @@ class HeadOffsets:
             heads = [n for n, own in enumerate(self.capacities) if own == capacity]
             used = {filled[n] for n in heads}
             adjacent = heads[-1] - heads[0] + 1 == len(heads)
-            index = slice(heads[0], heads[-1] + 1) if adjacent else torch.tensor(heads, device=device)
+            index = slice(heads[0], heads[-1] + 1) if adjacent else on_device(heads, device)
             self.runs.append(Run(index, len(heads), row, capacity, used.pop() if len(used) == 1 else None))
             for n in heads:
                 begins[n], row = row, row + capacity
         self.rows = row
-        self.begin_N = torch.tensor(begins, device=device)
-        self.capacity_N = torch.tensor(self.capacities, device=device)
+        self.begin_N = on_device(begins, device)
+        self.capacity_N = on_device(self.capacities, device)
         self.uneven = any(run.filled is None for run in self.runs)
         self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
         self._places: tuple[Tensor, Tensor] | None = None
@@ -98,7 +100,7 @@ class HeadOffsets:
         """Return head and column of every entry, int64 [F] each."""
         if self._places is None:
             device = self.begin_N.device
-            lengths = torch.tensor(self.capacities, device=device)
+            lengths = on_device(self.capacities, device)
             order = self.begin_N.argsort()
             head = order.repeat_interleave(lengths[order])
             self._places = head, torch.arange(self.rows, device=device) - self.begin_N[head]
@@ -114,8 +116,8 @@ class HeadOffsets:
         if self._sequences is None:
             device = self.begin_N.device
             order = self.begin_N.argsort()
-            starts = torch.cat([self.begin_N[order], torch.tensor([self.rows], device=device)]).int()
-            self._sequences = order, starts, torch.tensor(self.filled, device=device)[order].int()
+            starts = torch.cat([self.begin_N[order], on_device([self.rows], device)]).int()
+            self._sequences = order, starts, on_device(self.filled, device)[order].int()
         return self._sequences
 
     def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     v_HTD, heads = rearrange(v_BHTD, "b h t d -> h (b t) d"), block // (G * E * max(B * T, 1))
     if heads:
         parts = zip(v_HTD.split(heads), rows_HGDE.split(heads), strict=True)
-        norms = [_few(v.to(dtype), rows.to(device, dtype), norm) for v, rows in parts]
-        out_HT = norms[0] if len(norms) == 1 else torch.cat(norms)
+        found = [_few(v.to(dtype), rows.to(device, dtype), norm) for v, rows in parts]
+        out_HT = found[0] if len(found) == 1 else torch.cat(found)
         return rearrange(out_HT, "h (b t) -> b h t", b=B).contiguous()
     out_HT, size = torch.zeros(H, B * T, dtype=dtype, device=device), max(block // (G * E), 16)
     for h in range(H):

@@ -81,7 +81,8 @@ def test_bound_steps_of_kernels(model, policy, taken, monkeypatch):
         return force(model, prompt(2, N), prompt(2, 5, seed=2), cache=cache)[0]
 
     agree(both_ways(model, monkeypatch, run, policy, 0.5, backend="triton", **options))
-    assert set(taken) == {"AppendingByKernels" if policy == "snapkv" else "StackedByKernels"}
+    # the first launch of a layer, which may fail, takes the whole way
+    assert set(taken) - {"Unbound"} == {"AppendingByKernels" if policy == "snapkv" else "StackedByKernels"}
 
 
 def _rolled_back(model, cache):
