@@ -119,9 +119,15 @@ class AppendingByTorch(BoundStep):
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots, now = self.slots, cache.now
         assert now is not None
-        slots.seen += 1
-        slots.append(k, v, now.on(slots.device), {})
-        keys, values = slots.kv.view(slots.used)
+        start = slots.used
+        if start == slots.positions.shape[2]:
+            slots.reserve(start + 1)
+        slots.seen, slots.used = slots.seen + 1, start + 1
+        kv = slots.kv
+        kv.keys.narrow(2, start, 1).copy_(k)
+        kv.values.narrow(2, start, 1).copy_(v)
+        slots.positions.narrow(2, start, 1).copy_(now.on(slots.device)[:, None])
+        keys, values = kv.keys.narrow(2, 0, start + 1), kv.values.narrow(2, 0, start + 1)
         return F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale).reshape(self.out)
 
 
