@@ -45,7 +45,8 @@ class Forward:
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
     each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
-    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile.
+    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
+    does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
     """
 
     positions_BQ: Tensor
@@ -70,6 +71,7 @@ class Forward:
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
+    bound: list[Any] = field(default_factory=list)
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:

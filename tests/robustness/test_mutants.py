@@ -47,10 +47,9 @@ MUTANTS = {
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n"
-        "    if call.evicting:\n        _evict(call, newest_B11, t)\n",
+        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if named:\n",
         "    if call.evicting:\n        _evict(call, newest_B11, t)\n"
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n",
+        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n        return\n    if named:\n",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -133,7 +132,15 @@ MUTANTS = {
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/invariants/test_training_outside_is_inside.py::test_a_training_step_is_bit_for_bit_the_same"),
     "stacked layers: score not reset": (
-        "attention/stacked.py", "self.slots.write_position(self.call.positions_BQ)", "pass", f"{ALIKE}[llama-h2o]"),
+        "attention/stacked.py", 'if self.backend != "triton":', "if False:", f"{ALIKE}[llama-h2o]"),
+    "bound steps: the key as the value": (
+        "attention/bound_step.py", "index_copy_(0, at, v.reshape(self.row))", "index_copy_(0, at, k.reshape(self.row))",
+        "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
+    "bound steps: of another batch": (
+        "attention/bound_step.py", " or step.query[0] != len(q_BHGD)", "",
+        "tests/attention/test_bound_step.py::test_whatever_happens_between_steps[full-_selected]"),
+    "kernels append over the last column": (
+        "cache/layer.py", "        self.used += 1\n", "", "tests/attention/test_stacked.py::test_kernels_append[False-full]"),
     "stacked layers: victim before the scores": (
         "attention/decode.py", "_end(stack.call, stack.p_BHGT,", "_end(stack.call, None,", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
