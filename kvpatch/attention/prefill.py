@@ -87,8 +87,9 @@ def _observed_prompt(
         out, lse = attended = _attend(call, q_BHGQD, keys, rows_BQ)
         noise = call.slots.state_view().get("noise")
         with torch.no_grad():
+            spans = call.now.once("spans", q_BHGQD.device, functools.partial(backend(name).spans, rows_BQ))
             gather = functools.partial(
-                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau
+                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau, spans
             )
             found = choice.attempt("statistics", case, gather)
             if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..policies.numbers import on_device
 
 @dataclass(frozen=True)
 class Padding:
-    """Where padding lies among a prompt's columns.
+    """Padding among a prompt's columns.
 
     Attributes:
         reach: columns up to the last padding.
@@ -73,6 +74,7 @@ class Forward:
     traced: bool = False
     bound: list[Any] = field(default_factory=list)
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
+    _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:
         """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""
@@ -87,6 +89,12 @@ class Forward:
         if key not in self.columns:
             self.columns[key] = like_BHC.new_full(like_BHC.shape[:2], index)
         return self.columns[key]
+
+    def once(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that is the same for all layers of a device, made by the first of them."""
+        if (name, device) not in self._shared:
+            self._shared[name, device] = make()
+        return self._shared[name, device]
 
     def on(self, device: torch.device) -> Tensor:
         """Return positions_BQ on a layer's device."""

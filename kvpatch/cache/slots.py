@@ -316,6 +316,8 @@ def restored(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Sl
 
 def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:
     """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`."""
+    if tensor.ndim == 3:
+        return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
     return tensor[b[:, None, None], h[None, :, None], index_BHK]
 

@@ -285,6 +285,21 @@ MUTANTS = {
     "flash's window one too wide": (
         "backends/flash/flash_backend.py", "else geometry.sliding - 1", "else geometry.sliding",
         "tests/backends/test_flash.py::test_attention_and_log_sum_exp[torch-window]"),
+    "cuDNN with keys before the prompt": (
+        "backends/flash/kernels.py", "        past=False,  # its causal", "        past=True,  # its causal",
+        "tests/backends/test_flash.py::test_attention_and_log_sum_exp[cudnn-past]"),
+    "a failed launch leaves what it wrote": (
+        "backends/refusals.py", "            tensor.copy_(old)", "            tensor.copy_(tensor)",
+        "tests/backends/test_launch_failures.py::test_what_a_failed_launch_has_written_is_as_before"),
+    "masks on a GPU as small as a CPU's": (
+        "backends/torch_backend.py", 'MASK_BLOCK if device == "cpu" else DEVICE_BLOCK', "MASK_BLOCK",
+        "tests/backends/test_torch_on_gpus.py::test_a_batch_with_alibi_is_attended_in_few_calls"),
+    "groups left to torch on a GPU": (
+        "backends/torch_backend.py", 'if G == 1 or q_BNQD.device.type == "cpu":', "if True:",
+        "tests/backends/test_torch_on_gpus.py::test_groups_are_expanded_where_no_fused_kernel_takes_them[None-how0]"),
+    "numbers that the host knows are read from the device": (
+        "attention/compress.py", "held_B = now.n_B if now.padding is None else now.padding.real_B", "held_B = None",
+        "tests/attention/test_host_waits.py::test_a_prompt_of_tokens_alone_waits_for_nothing[h2o-torch]"),
     "a CPU gets the interpreter's kernels": (
         "backends/dispatch.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
         "tests/backends/test_backends.py::test_a_cpu_gets_torch_and_the_report_says_why"),

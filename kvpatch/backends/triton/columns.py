@@ -55,8 +55,12 @@ def row_normalisers(
     by_position: bool = False,
     noise_BHTG: Tensor | None = None,
     tau: float = 1.0,
+    spans_B4: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing."""
+    """Return the log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing.
+
+    spans_B4: `spans` of the rows, if they are known.
+    """
     _check(q_BHGQD, k_BHTD, noise_BHTG=noise_BHTG)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
     lse_BHGQ = torch.empty(B, H, G, Q, dtype=torch.float32, device=q_BHGQD.device)
@@ -71,7 +75,7 @@ def row_normalisers(
             k,
             positions,
             rows_BQ.contiguous(),
-            _spans(rows_BQ),
+            spans(rows_BQ) if spans_B4 is None else spans_B4,
             _flat(slopes_HG),
             _flat(noise_BHTG),
             lse_BHGQ,
@@ -114,10 +118,12 @@ def column_statistics(
     noise_BHTG: Tensor | None = None,
     tau: float = 1.0,
     keys_BHQ: Tensor | None = None,
+    spans_B4: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return sums over the rows for each key, [B,H,T] float32 by name; zero for a key that no row sees.
 
-    lse_BHGQ: log-sum-exp of the same logits; its values for padding and for rows that see nothing are ignored.
+    lse_BHGQ: log-sum-exp of the same logits; its values for padding and for rows that see nothing are ignored. spans_B4: as in
+    `row_normalisers`.
     "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability.
     "count": number of pairs (row, head) that give the key more than an even share of the keys_BHQ keys of the row.
     """
@@ -139,7 +145,7 @@ def column_statistics(
             k,
             positions,
             F.pad(rows_BQ, (0, fill), value=-1).contiguous(),
-            _spans(rows_BQ),
+            spans(rows_BQ) if spans_B4 is None else spans_B4,
             _row_terms(lse_BHGQ, rows_BQ, fill),
             _even_shares(keys_BHQ, fill) if keys_BHQ is not None and "count" in names else None,
             _flat(slopes_HG),
@@ -201,7 +207,7 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(torch.float32).contiguous()
 
 
-def _spans(rows_BQ: Tensor) -> Tensor:
+def spans(rows_BQ: Tensor) -> Tensor:
     """Return the span of each batch row's real query rows, int64 [B,4].
 
     First real row; one past the last; 1 if all between are real and at consecutive positions; and then the difference of a

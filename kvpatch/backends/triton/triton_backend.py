@@ -100,6 +100,13 @@ def advice(error: Exception) -> str | None:
 # ---- a prompt ----
 
 
+def spans(rows_BQ: Tensor) -> Tensor:
+    """Return what the kernels need to know of the rows of a prompt, the same for all layers."""
+    from .columns import spans
+
+    return spans(rows_BQ)
+
+
 def statistics(
     q_BHGQD: Tensor,
     keys: Keys,
@@ -109,15 +116,17 @@ def statistics(
     names: tuple[str, ...],
     noise_BHTG: Tensor | None,
     tau: float,
+    spans_B4: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return statistics [B,H,T] by name of all rows of a prompt; policies/statistics.py defines them.
 
-    lse_BHGQ: attention's own, if its kernel returned it for the same logits. noise_BHTG: exp(noise).
+    lse_BHGQ: attention's own, if its kernel returned it for the same logits. noise_BHTG: exp(noise). spans_B4: `spans`.
     """
     from .columns import column_statistics, row_normalisers
 
     shape: dict[str, Any] = {
         "scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding, "past": keys.past,
+        "spans_B4": spans(rows_BQ) if spans_B4 is None else spans_B4,
     }  # fmt: skip
     inputs = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BQ
     found = {}
