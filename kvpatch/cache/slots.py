@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.head_offsets import FEW, WASTE, HeadOffsets
+from ..backends.head_offsets import HeadOffsets
 from .growth import Layout, capacities, slack
 
 
@@ -234,8 +234,7 @@ class RaggedSlots(Slots):
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held, typical = sum(counts), sum(counts) // len(counts)
-        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack covers the rounding
-        return held, held + len(counts) * max(slack(typical), ahead + rounded)
+        return held, held + len(counts) * max(slack(typical), ahead)
 
     def limits(self, used: int, evicting: bool) -> Tensor:
         return torch.tensor(self.offsets.filled, device=self.keys.device) if evicting else self.offsets.capacity_N
@@ -289,7 +288,7 @@ def restored(keys: Tensor, values: Tensor, described: Any) -> Slots:
     """Rebuild slots from their tensors and `described`."""
     if described is None:
         return DenseSlots(keys, values)
-    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device, exactly=True))
+    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device))
 
 
 def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:

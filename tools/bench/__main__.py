@@ -162,7 +162,7 @@ def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
 @app.command()
 def main(
     case: Annotated[
-        str, typer.Option(help="prompt, decode, arch (MPT and GPT-J prompts), ragged, block, host, batch, all; gpu or one of its")
+        str, typer.Option(help="prompt, decode, arch (MPT, GPT-J prompts), ragged, block, host, batch, all; gpu or one of its")
     ] = "all",
     policies: Annotated[str, typer.Option(help="names, comma-separated; 'floor' bounds decode")] = "",
     lengths: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "",

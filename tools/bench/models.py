@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedModel
 
 STEPS = 64
+SMALL = ("llama", "llama-narrow", "llama-even", "mpt", "gptj")
 LARGE = ("mpt-7b", "llama-8b")
 
 
@@ -40,7 +41,7 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             max_position_embeddings=positions,
             tie_word_embeddings=True,
         )
-    raise typer.BadParameter(f"no model of architecture {arch!r} here: llama, llama-narrow, llama-even, mpt, gptj, {', '.join(LARGE)}")
+    raise typer.BadParameter(f"no model of architecture {arch!r} here: {', '.join((*SMALL, *LARGE))}")
 
 
 def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
