@@ -45,6 +45,8 @@ class patched:
         policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It has no default.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
             all keys and values of one row ("2GiB", over all processes of a sharded model), or a list of these, one per layer.
+        bits: of each key and value held: 16 keeps the model's own precision, 8 and 4 round them where a prompt ends or a token
+            is generated, so that the same bytes hold two to four times the tokens; a `k` in bytes counts it.
         block: tokens of a prompt to read at a time, evicting after each block, so that no head ever holds more than its
             budget plus one block. With it, forwards in training mode and without a cache evict too, with gradients.
         schedule: "prompt", "decode" or "both" instead of the policy's own.
@@ -81,6 +83,7 @@ class patched:
         policy: str | Policy | None = None,
         k: float | int | str | Sequence[float | int | str] = 0.5,
         *,
+        bits: int = 16,
         block: int | None = None,
         schedule: str | None = None,
         positions: str = "original",
@@ -93,12 +96,12 @@ class patched:
         check_versions(transformers.__version__, torch.__version__)
         settings.check_model(model, policy)
         positions, backend = settings.positions_of(positions), check_name(backend)
-        settings.check_options(seed, strict, auto)
+        settings.check_options(bits, seed, strict, auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         settings.check_block(block, chosen)
         target = Target.find(model, auto=auto)
         how = settings.settings_of(
-            target, chosen, k, block=block, positions=positions, backend=backend, seed=seed, strict=strict
+            target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict
         )
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=2)

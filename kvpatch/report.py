@@ -34,6 +34,7 @@ class Report:
         schedule: "prompt", "decode" or "both".
         budget: of each layer, tokens (int) or a share of the prompt (float).
         backend: names of the backends that ran.
+        bits: of each key and value held; 16 stands for the model's own precision.
         seen: columns that went through the cache, padding included.
         nbytes: bytes allocated for keys and values.
         full_nbytes: bytes of a cache that keeps every column.
@@ -75,6 +76,7 @@ class Report:
     passes: dict[str, tuple[int, int]] = field(default_factory=dict)
     dropped: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    bits: int = 16
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -146,6 +148,7 @@ class Report:
             "policy": self.policy,
             "schedule": self.schedule,
             "budget": list(self.budget),
+            "bits": self.bits,
             "backend": self.backend,
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
             "part": self.part,
@@ -182,6 +185,8 @@ class Report:
             ("policy", text.policy(self.policy, self.schedule, self.budget)),
             ("budget", text.budget(self.policy, self.schedule, self.budget)),
         ]
+        if self.bits != 16:
+            rows.append(("precision", f"{self.bits} bits for each key and value held"))
         passes = text.passes(self.passes, self.dropped, text.never(self.policy, self.budget))
         rows += [("" if i else "passes", line) for i, line in enumerate(passes)]
         if self.passes and not self.positions:
@@ -272,4 +277,4 @@ class Report:
 def _settings(settings: CacheSettings) -> dict[str, Any]:
     """Return what a report says of the settings."""
     policy = settings.policy
-    return {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer}
+    return {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}

@@ -226,11 +226,6 @@ def qualified_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def dtype_bytes(model: nn.Module) -> int:
-    """Return the bytes of one element of the model's activations."""
-    return dtype_of(model).itemsize
-
-
 def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype of the model's activations: that of its first floating-point parameter."""
     dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)

@@ -25,6 +25,8 @@ def end_prompt(call: Call, past: int) -> None:
                 slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
             else:
                 slots.start_appending()
+        else:
+            slots.round()
         return
     B, H, _ = slots.positions.shape
     budget_B = _budgets(call)

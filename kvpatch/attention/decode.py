@@ -27,17 +27,33 @@ def attend(
     evicts for all. Without one, this layer does so for itself.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
-    newest_B11, wanted, name = positions_B1[:, None], call.observes, "torch"
+    newest_B11, wanted = positions_B1[:, None], call.observes
     if k_BH1D.requires_grad or v_BH1D.requires_grad:  # a graph reaches back to the step's query alone
         k_BH1D, v_BH1D = k_BH1D.detach(), v_BH1D.detach()
     if stack is not None:
-        stack.write(call, k_BH1D, v_BH1D)
+        entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
-        entry = _begin(call, k_BH1D, v_BH1D, positions_B1)
-        name = backend_of(call, q_BHGD)
-        if name == "triton":
-            return _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
-        call.slots.write(k_BH1D, v_BH1D, positions_B1, entry)
+        entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
+    if name == "triton":
+        out, named = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
+        p_BHGT, positions_BHT = None, call.slots.positions
+    else:
+        call.slots.write(k_BH1D, v_BH1D, None if stack is not None else positions_B1, entry)
+        out, p_BHGT, positions_BHT = _by_torch(call, q_BHGD, positions_B1, name, stack)
+        named = False
+    if stack is None:
+        _end(call, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
+    elif call.layer == stack.L - 1:
+        with stack.within(call.cache):
+            _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t, named)
+        stack.share_free()
+    return out
+
+
+def _by_torch(
+    call: Call, q_BHGD: Tensor, positions_B1: Tensor, name: str, stack: LayerStack | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Attend over slots that hold the new token: the output, the probabilities if they are needed, and the keys' positions."""
     keys, out, p_BHGT = call.keys(call.slots.used), None, None
     if call.settings.renumbered:
         q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], keys, positions_B1)
@@ -45,15 +61,10 @@ def attend(
     if name == "flash":
         out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
     if out is None:
+        wanted = call.observes
         buffer = None if stack is None or not wanted else stack.buffer(call, q_BHGD.dtype)
-        out, p_BHGT = torch_backend.step(q_BHGD, keys, newest_B11, call.geometry, wanted, buffer)
-    if stack is None:
-        _end(call, None if p_BHGT is None else p_BHGT.detach(), keys.positions_BHT, newest_B11, t)
-    elif call.layer == stack.L - 1:
-        with stack.within(call.cache):
-            _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t)
-        stack.share_free()
-    return out
+        out, p_BHGT = torch_backend.step(q_BHGD, keys, positions_B1[:, None], call.geometry, wanted, buffer)
+    return out, p_BHGT, keys.positions_BHT
 
 
 def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
@@ -67,20 +78,24 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
     return call.step_entry(k_BH1D, v_BH1D, positions_B1)
 
 
-def _end(call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add the new token's probabilities to the scores and name the slots for the next token."""
+def _end(
+    call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: Tensor, t: int, named: bool
+) -> None:
+    """Add the new token's probabilities to the scores and name the slots for the next token, unless kernels have."""
     if p_BHGT is not None:
         _observe(call, p_BHGT, positions_BHT, newest_B11, t)
-    if call.evicting:
+    if named:
+        call.slots.forget_places()
+    elif call.evicting:
         _evict(call, newest_B11, t)
     elif call.slots.mode.slotted:
         call.slots.advance()
 
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
-    """Return the name of the backend that runs the step: torch where tokens are appended, since kernels write into slots."""
-    if not call.slots.mode.slotted or (call.evicts and call.score.across_layers):
-        call.cache.choice.record(_task(call), "torch", "tokens are appended, or layers share a score")
+    """Return the name of the backend that runs the step."""
+    if call.evicts and call.score.across_layers:
+        call.cache.choice.record(_task(call), "torch", "layers share a score")
         return "torch"
     if call.cache.counters.shortfall_B is not None and call.observes:
         call.cache.choice.record(_task(call), "torch", "rows have temperatures of their own")
@@ -114,25 +129,25 @@ def _by_kernel(
     positions_B1: Tensor,
     wanted: bool,
     t: int,
-) -> Tensor:
-    """Run `attend` in one kernel that writes, attends and observes, and chooses the victim too where it can."""
+) -> tuple[Tensor, bool]:
+    """Run `attend` in kernels that write, attend and observe; True if they have also named the next slots."""
     slots = call.slots
     with torch.no_grad():
-        slots.write_entry(entry)
-        if call.now.recording:
-            slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
-        tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
-        chosen = backend("triton").rule(call.policy, slots, wanted, call.evicting)
-        out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
-        if chosen.evicts:
-            slots.forget_places()
-        elif call.evicting:
-            why = backend("triton").torch_evicts(call.policy, slots)
-            call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
-            _evict(call, positions_B1[:, None], t)
+        evicting = call.evicting and slots.mode.slotted
+        if not slots.mode.slotted:
+            slots.mode.free_BH = call.now.column(slots.used, slots.positions)
+            slots.open_column(entry)
         else:
-            slots.advance()
-    return out
+            slots.write_entry(entry)
+            if call.now.recording:
+                slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
+        tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
+        chosen = backend("triton").rule(call.policy, slots, wanted, evicting)
+        out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
+    if evicting and not chosen.evicts:
+        why = backend("triton").torch_evicts(call.policy, slots)
+        call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
+    return out, chosen.evicts
 
 
 def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arch.bound import BoundAdapter
+from ..backends.entries import EXACT
 from ..backends.protocol import Case, Geometry, Keys, Task
 from ..backends.torch_backend import Rows
 from ..backends.value_norms import projected_norms
@@ -79,7 +80,7 @@ class Call:
         """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
         if not self.evicts:
             return {}
-        first = self.settings.parallel.first(k_BHQD.shape[1])
+        first, k_BHQD = self.settings.parallel.first(k_BHQD.shape[1]), self.slots.kv.codecs[0].cached(k_BHQD)
         entry = self.policy.entry(k_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
         entry.update(self.selection_entry(v_BHQD))
         if protect_BQ is not None:
@@ -94,7 +95,7 @@ class Call:
         """
         if not self.evicts or self.policy.selection is None or self.policy.schedule == "prompt":
             return {}
-        return {"norm": self._norms(v_BHQD, None)}
+        return {"norm": self._norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         assert self.policy.selection is not None
@@ -126,7 +127,7 @@ class Call:
         slots = self.slots
         keys, values, positions = slots.view()
         grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
-        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown)
+        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
         """Return the name of the backend for a task, chosen once for each kind of call."""
@@ -150,6 +151,7 @@ class Call:
             fresh=self.evicts and self.score.fresh,
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
+            narrow=not keys.exact,
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
@@ -171,13 +173,13 @@ class Call:
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
         table = self.now.table
         q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
-        k = keys.k_BHTD
+        k, codecs = keys.codecs[0].decode(keys.k_BHTD), (EXACT[0], keys.codecs[1])
         if keys.head_offsets is None:
             k = self.bound_adapter.rotate(k, ranks, table)
         else:
             head, column = keys.head_offsets.places()
             k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
-        return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k)
+        return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""

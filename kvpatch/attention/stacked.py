@@ -3,7 +3,8 @@
 Between steps the layers of a uniform budget have the same shapes, limits and newest token, and differ only in their numbers.
 A LayerStack holds their positions and score state as one layer with L*B rows; the layers keep views of it. In a pass each
 layer only writes its key and value and attends. The probabilities of all layers land in one buffer, and after the last layer
-decode.py observes and evicts on the stack as it does on a layer. Layers with empty slots, rollback, beams or a score shared
+decode.py observes and evicts on the stack as it does on a layer. Kernels observe layer by layer, into the same memory, and may
+name the victims too. Layers with empty slots, rollback, beams or a score shared
 by layers are stepped one by one.
 """
 
@@ -27,10 +28,12 @@ class LayerStack:
     """Stacked state of a cache whose layers have equal shapes; `of` makes one, or returns None.
 
     slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: the Call of the
-    whole stack. p_BHGT: probabilities of a step. newest_B11: the new token's position, for all rows.
+    whole stack. backend: runs each layer's part of a step. p_BHGT: probabilities of a step. newest_B11: the new token's
+    position, for all rows.
     """
 
-    def __init__(self, cache: TextState, call: Call) -> None:
+    def __init__(self, cache: TextState, call: Call, backend: str) -> None:
+        self.backend = backend
         self.layers, self.L = cache.layers, len(cache.layers)
         first = self.layers[0]
         B, self.H, self.C = first.positions.shape
@@ -59,7 +62,7 @@ class LayerStack:
         return slots
 
     @classmethod
-    def of(cls, cache: TextState, call: Call) -> LayerStack | None:
+    def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
         """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
         first, settings = cache.layers[0], cache.settings
         score = settings.policy.score
@@ -77,7 +80,7 @@ class LayerStack:
             and layer.used == layer.positions.shape[2]
             for layer in cache.layers
         )
-        return cls(cache, call) if alike else None
+        return cls(cache, call, backend) if alike else None
 
     @contextmanager
     def within(self, cache: TextState) -> Iterator[None]:
@@ -95,23 +98,22 @@ class LayerStack:
         for layer, free_BH, at_N in zip(self.layers, free_LBH, local_LN, strict=True):
             layer.mode.free_BH, layer.free_at = free_BH, (free_BH, at_N)
 
-    def write(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
-        """Write a layer's new key and value; with the first layer's, the new token's position in all layers."""
+    def begin(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> dict[str, Tensor]:
+        """Count a layer's new token and return its entry; the first layer writes what depends on positions alone for all."""
         if call.layer == 0:
             self._open(call)
         call.slots.seen += 1
-        call.slots.write_kv(k_BH1D, v_BH1D)
         if self.call.score.entry_by_position:
-            call.slots.write_entry(call.selection_entry(v_BH1D))
-        else:
-            call.slots.write_entry(call.entry(k_BH1D, v_BH1D, call.positions_BQ, None))
+            return call.selection_entry(v_BH1D)
+        return call.entry(k_BH1D, v_BH1D, call.positions_BQ, None)
 
     def _open(self, call: Call) -> None:
-        """Write the new token's position and an empty score in every layer."""
+        """Write the new token's position and an empty score in every layer, which kernels do themselves."""
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
         self.slots.seen += 1
-        self.slots.write_position(self.call.positions_BQ)
+        if self.backend != "triton":
+            self.slots.write_position(self.call.positions_BQ)
         if self.call.score.entry_by_position:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))

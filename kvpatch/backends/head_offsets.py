@@ -17,29 +17,33 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from .entries import EXACT, Codec, dot, mix
+
 SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
-BLOCK = 64  # entries of a block
+BLOCK = 32  # entries of a block
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Flat entries cut into blocks, so that the products of all heads are one batched matrix product.
+    """Flat entries cut into blocks, so that the products of all heads are one batched matrix product, and one for the edges.
 
-    Blocks take no notice of where segments end: a product is computed for every head of its block, and one is used.
+    No product of a head takes in another head's value, not even with a weight of zero: it may be NaN.
 
     Attributes:
-        parts: blocks of one size each: first and last entry + 1, entries of a block.
-        M: heads that a block has entries of, at most.
-        head_R: the heads of each block, int64, M a block.
-        at_S: where the product of each dense slot is among those of all blocks, int32 [N * width]; 0 behind a head's end.
-        own: bool, of all these products: whether the entry is the head's own.
+        whole: entries [0, whole) are cut into blocks of BLOCK.
+        head_P: the head of each block's first entry, int64.
+        inner: int64, blocks within one head's segment.
+        edge_NE: int64, entries of each head in no such block; where it has fewer than others, its first entry.
+        real_NE: bool, False there.
+        at_S: the place of each dense slot's product among those of all blocks and then of all edges, int32 [N * width].
     """
 
-    parts: list[tuple[int, int, int]]
-    M: int
-    head_R: Tensor
+    whole: int
+    head_P: Tensor
+    inner: Tensor
+    edge_NE: Tensor
+    real_NE: Tensor
     at_S: Tensor
-    own: Tensor
 
 
 def wasteful(needs: list[int], least: int = 0) -> bool:
@@ -94,48 +98,48 @@ class HeadOffsets:
 
     def _cut(self) -> Blocks:
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
-        whole = F - F % BLOCK
-        rank = torch.arange(N, device=device).repeat_interleave(self.capacity_N[self.order])  # of each entry's head
-        first, last = rank[::BLOCK], torch.cat([rank[BLOCK - 1 :: BLOCK], rank[-1:]])
-        M = int((last[: len(first)] - first).max()) + 1
-        entry = torch.arange(F, device=device)
-        block, size = entry // BLOCK, torch.where(entry < whole, BLOCK, F % BLOCK)
-        at = block * (M * BLOCK) + (rank - first[block]) * size + entry % BLOCK
+        whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
+        head_P = head_F[:whole:BLOCK]
+        same_P = head_P == head_F[BLOCK - 1 : whole : BLOCK]
+        outside = torch.ones(F, dtype=torch.bool, device=device)
+        outside[:whole] = ~same_P.repeat_interleave(BLOCK)
+        edge = outside.nonzero().flatten()
+        head, order = head_F[edge].sort(stable=True)
+        edge, count_N = edge[order], torch.bincount(head, minlength=N)
+        rank = torch.arange(len(edge), device=device) - (count_N.cumsum(0) - count_N)[head]
+        E = max(int(count_N.max()), 1)
+        edge_NE = self.begin_N[:, None].repeat(1, E)
+        edge_NE[head, rank] = edge
+        at_F = torch.arange(F, device=device)
+        at_F[edge] = whole + head * E + rank
         at_S = torch.zeros(N * self.width, dtype=torch.int32, device=device)
-        at_S[self.slot_F.long()] = at.int()
-        own = torch.zeros(F * M, dtype=torch.bool, device=device)
-        own[at] = True
-        head_R = self.order[(first[:, None] + torch.arange(M, device=device)).clamp(max=N - 1)].flatten()
-        parts = [(0, whole, BLOCK), (whole, F, F - whole)]
-        return Blocks([part for part in parts if part[0] < part[1]], M, head_R, at_S, own)
+        at_S[self.slot_F.long()] = at_F.int()
+        real_NE = torch.arange(E, device=device) < count_N[:, None]
+        return Blocks(whole, head_P, same_P.nonzero().flatten(), edge_NE, real_NE, at_S)
 
-    def products(self, q_NGD: Tensor, k_FD: Tensor) -> Tensor:
-        """Return the products of each head's queries with its entries [N,G,width]; behind a head's end anything finite."""
-        blocks, (N, G, D) = self.blocks(), q_NGD.shape
-        parts, row = [], 0
-        for start, stop, size in blocks.parts:
-            P = (stop - start) // size
-            q = q_NGD.index_select(0, blocks.head_R[row : row + P * blocks.M]).view(P, blocks.M * G, D)
-            x = torch.bmm(q, k_FD[start:stop].view(P, size, D).to(q.dtype).transpose(1, 2))
-            parts.append(rearrange(x, "p (m g) s -> g (p m s)", g=G))
-            row += P * blocks.M
-        every = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def products(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
+        """Return the products of each head's queries with its keys [N,G,width]; behind a head's end anything."""
+        blocks, (N, G, _) = self.blocks(), q_NGD.shape
+        inner, edges = self._parts(k_FD, codec, q_NGD.dtype)
+        x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, codec), dot(q_NGD, edges, codec)
+        every = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
         return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
-    def mixed(self, p_NGT: Tensor, v_FD: Tensor) -> Tensor:
-        """Return the values of each head's entries [N,G,D], summed with the weights p."""
-        blocks, (N, G, _) = self.blocks(), p_NGT.shape
-        w_GF = p_NGT.transpose(0, 1).reshape(G, -1).index_select(1, self.slot_F)
-        out, row = p_NGT.new_zeros(N, G, v_FD.shape[-1]), 0
-        for start, stop, size in blocks.parts:
-            P = (stop - start) // size
-            own = blocks.own[start * blocks.M : stop * blocks.M].view(P, blocks.M, 1, size)
-            w = rearrange(w_GF[:, start:stop], "g (p s) -> p 1 g s", s=size) * own
-            v = v_FD[start:stop].view(P, size, -1).to(w.dtype)
-            part = torch.bmm(w.flatten(1, 2), v).view(P * blocks.M, G, -1)
-            out = out.index_add(0, blocks.head_R[row : row + P * blocks.M], part)
-            row += P * blocks.M
-        return out
+    def mixed(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
+        """Return the values of each head [N,G,D], summed with the weights p."""
+        blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
+        inner, edges = self._parts(v_FD, codec, p_NGT.dtype)
+        w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
+        w_NGE = rearrange(p_GS[:, self.slot_F[blocks.edge_NE]] * blocks.real_NE, "g n e -> n g e")
+        part = mix(w_PGM, inner, codec, w_PGM.dtype).index_select(0, blocks.inner)
+        return mix(w_NGE, edges, codec, w_NGE.dtype).index_add(0, blocks.head_P[blocks.inner], part)
+
+    def _parts(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return entries in blocks [P,BLOCK,D] and those of the heads' edges [N,E,D]; rounded ones are unpacked later."""
+        blocks = self.blocks()
+        inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
+        edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
+        return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the segments in the form that variable-length attention kernels take.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..policies.context import Limits
+from .entries import EXACT, Codecs
 from .head_offsets import HeadOffsets
 
 Task = Literal["prompt", "statistics", "decode", "ragged"]
@@ -38,6 +39,7 @@ class Keys:
         ordered: whether those columns are in text order.
         head_offsets: offsets of the heads if they hold different numbers of tokens.
         grown: slots that every head has taken since the offsets were made; None if heads fill up unevenly.
+        codecs: of keys and values: they are entries of these.
     """
 
     k_BHTD: Tensor
@@ -48,6 +50,12 @@ class Keys:
     ordered: bool
     head_offsets: HeadOffsets | None = None
     grown: int | None = None
+    codecs: Codecs = EXACT
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether keys and values are numbers, not rounded entries."""
+        return all(codec.exact for codec in self.codecs)
 
 
 @dataclass
@@ -102,6 +110,7 @@ class Case:
         fresh: noise is needed for every query and key.
         renumbered: positions are ranks among the held tokens, new at every step.
         special: logits are capped, there are attention sinks, or ALiBi is coarse.
+        narrow: keys or values are rounded entries.
     """
 
     device: str
@@ -118,6 +127,7 @@ class Case:
     fresh: bool = False
     renumbered: bool = False
     special: bool = False
+    narrow: bool = False
 
 
 class KeyValues(Protocol):

@@ -20,6 +20,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..policies.context import accumulator
+from .entries import dot, mix
 from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"
@@ -361,15 +362,16 @@ def step(
     offsets, bias = keys.head_offsets, _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # ALiBi's bias exceeds half precision
     out = None
-    if offsets is None and geometry.plain and exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
+    plain = offsets is None and geometry.plain and exact and keys.exact
+    if plain and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
     if offsets is None:
-        x = _finite(torch.matmul(q_BHGD * geometry.scale, keys.k_BHTD.transpose(-1, -2))).to(accumulator(q_BHGD.dtype))
+        x = _finite(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
     else:
         q_NGD = q_BHGD.to(accumulator(q_BHGD.dtype)).flatten(0, 1) * geometry.scale
-        x = offsets.products(q_NGD, keys.k_BHTD).unflatten(0, q_BHGD.shape[:2])
+        x = offsets.products(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
     x = _capped(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
@@ -379,8 +381,8 @@ def step(
     else:
         p = torch.softmax(x, -1, out=buffer)
     if offsets is not None:
-        out = offsets.mixed(p.flatten(0, 1), keys.v_BHTD).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
-    return torch.matmul(p.to(q_BHGD.dtype), keys.v_BHTD) if out is None else out, p
+        out = offsets.mixed(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
+    return mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype) if out is None else out, p
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..policies.context import at_hand
 
 EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it first."
 
@@ -91,11 +92,6 @@ def removal(tokens: object, seen: int) -> int:
     if count > seen:
         raise KVPatchError(f"Cannot roll back {count} tokens: the cache has seen {seen}. Give at most so many, or reset() it.")
     return count
-
-
-def at_hand(tensor: Tensor) -> bool:
-    """Tell if the tensor's values can be read without waiting for a device."""
-    return tensor.device.type == "cpu"
 
 
 def real(name: str, tensor: Tensor) -> None:

@@ -65,6 +65,6 @@ def _described(cache: TextState) -> dict[str, Any]:
 
 
 def _shape(layer: SlotLayer) -> list[tuple[str, object]]:
-    sizes = layer.kv.keys.shape[-1], layer.kv.values.shape[-1]
+    sizes = layer.kv.sizes
     device = str(layer.positions.device)
     return [("KV heads", layer.positions.shape[1]), ("head sizes", sizes), ("dtype", layer.dtype), ("device", device)]

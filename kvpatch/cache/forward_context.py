@@ -25,8 +25,8 @@ class Forward:
 
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
-    each row's own tokens first, if some are padding. recent: lower ends of the protected windows, computed once for all
-    layers. traced: a decode step inside a graph of torch.compile.
+    each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
+    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile.
     """
 
     positions_BQ: Tensor
@@ -49,6 +49,7 @@ class Forward:
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
 
     @cached_property
@@ -66,6 +67,13 @@ class Forward:
     def behind(self) -> bool:
         """Tell if some padding follows a token of its row, and attends to it."""
         return self.rows_BQ is not None and bool(((self.rows_BQ >= 0) & (self.positions_BQ < 0)).any())
+
+    def column(self, index: int, like_BHC: Tensor) -> Tensor:
+        """Return a column's index for each head [B,H], as kernels take it."""
+        key = index, like_BHC.device
+        if key not in self.columns:
+            self.columns[key] = like_BHC.new_full(like_BHC.shape[:2], index)
+        return self.columns[key]
 
     def on(self, device: torch.device) -> Tensor:
         """Return positions_BQ on a layer's device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backends.entries import codecs
 from ..errors import InvalidError
 from .layer import SlotLayer
 from .modes import Evicting, Filling, Growing, Reading
@@ -113,12 +114,15 @@ class _LayerState:
         must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
         must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
         must(self.held_BH >= least, "a head holds nothing")
+        must(layer.floor <= layer.used, f"{layer.floor} of {layer.used} columns in use cannot be cropped")
         if layer.contiguous:
             rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")
             must(not layer.mode.slotted, "slots that are written to are not in text order")
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
+        rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype)
+        must(rounded or isinstance(mode, Reading), "keys and values are not of the bits that were asked for")
         if isinstance(mode, Evicting):
             self._evicting(mode)
         elif isinstance(mode, Growing):

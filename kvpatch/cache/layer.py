@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..backends.entries import FULL
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
 from . import slots
 from .growth import Layout, capacities, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Reading, Slotted
+from .narrow import opened, reading
 from .rollback import UNDO_STEPS, Undo, record, restore
-from .slots import DenseSlots, Slots, fitted, gathered
+from .slots import Slots, fitted, gathered
 
 if TYPE_CHECKING:
     from ..backends.protocol import Geometry
@@ -39,8 +41,8 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, statistics: tuple[str, ...] = ()) -> None:
-        self.statistics = statistics
+    def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL) -> None:
+        self.statistics, self.bits = statistics, bits
         self.record_past = False
         self.reset()
 
@@ -75,17 +77,18 @@ class SlotLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys of the columns in use, as in a DynamicCache; for a ragged layer, entries [F,D]. For inspection."""
-        return self.kv.view(self.used)[0] if self.is_initialized else None
+        return self.kv.numbers(self.used)[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """Values of the columns in use."""
-        return self.kv.view(self.used)[1] if self.is_initialized else None
+        return self.kv.numbers(self.used)[1] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.kv = DenseSlots(key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1]))
+        keys, values = key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1])
+        self.kv = reading(keys, values, self.bits)
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
         self.is_initialized, self.mode = True, Reading()
 
@@ -164,7 +167,7 @@ class SlotLayer(CacheLayerMixin):
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
-        self.kv = DenseSlots(k_BHQD.detach(), v_BHQD.detach())
+        self.kv = reading(k_BHQD.detach(), v_BHQD.detach(), self.bits)
         self.used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)
@@ -195,16 +198,30 @@ class SlotLayer(CacheLayerMixin):
         for name in self.statistics:
             self.statistic(name)[:, :, start : self.used] = 0
 
-    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write one token per row: into each head's free slot, in place, or after the used columns."""
+    def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
+        """Write one token per row: into each head's free slot, in place, or after the used columns.
+
+        positions_B1: None if they are there, as stacked layers write them.
+        """
         if not self.mode.slotted:
+            assert positions_B1 is not None
             if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
             return
         self.write_kv(k_BH1D, v_BH1D)
         self.write_entry(entry)
-        self.write_position(positions_B1)
+        if positions_B1 is not None:
+            self.write_position(positions_B1)
+
+    def open_column(self, entry: dict[str, Tensor]) -> None:
+        """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
+        start = self.used
+        self.reserve(start + 1, self._most())
+        self.used += 1
+        for name, tensor in entry.items():
+            self.statistic(name, tensor)[:, :, start : self.used] = tensor
+        self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
         """Write the new token's position, and zero sums, into each head's free slot."""
@@ -215,7 +232,7 @@ class SlotLayer(CacheLayerMixin):
 
     def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """Write the new token's key and value into each head's free slot."""
-        self.kv.write_at(self.free_rows(), k_BH1D, v_BH1D)
+        self.kv.write_at(self.free_rows(), *self.kv.encoded(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
         """Write the new token's entries of the score state."""
@@ -264,6 +281,7 @@ class SlotLayer(CacheLayerMixin):
     def allocate(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
         """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
+            self.round()
             self._resize([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)
@@ -273,20 +291,30 @@ class SlotLayer(CacheLayerMixin):
             self.positions = fitted(gathered(self.positions, index_BHK), C, -1)
             self.state = {name: fitted(gathered(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = K
+        self._round_graph()
         self.contiguous, self.free_at = False, None
         if kept_BHK is not None:
             self.positions[:, :, :K].masked_fill_(~kept_BHK, -1)
+
+    def round(self) -> None:
+        """Round the columns in use, where a prompt or a block of it ends."""
+        closed = self.kv.closed(self.used)
+        if closed is not self.kv:
+            self.kv, self.positions = closed, self.positions[:, :, : self.used]
+            self.state = {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
+            self._round_graph()
 
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
         """Begin a prompt, or a piece of one: slots become columns, some of them empty, and tokens are appended."""
-        if isinstance(self.mode, Reading):
-            return
-        if self.mode.slotted:
-            self.kv = self.kv.dense(*self.positions.shape[:2])
-            self.used, self.holes = self.taken, True
-        self.mode = Reading(croppable=self.mode.croppable)
+        if not isinstance(self.mode, Reading):
+            if self.mode.slotted:
+                self.kv = self.kv.dense(*self.positions.shape[:2])
+                self.used, self.holes = self.taken, True
+                self.floor = min(self.floor, self.used)
+            self.mode = Reading(croppable=self.mode.croppable)
+        self.kv = opened(self.kv)
 
     def start_appending(self) -> None:
         """End a prompt: tokens are appended after it."""
@@ -403,6 +431,13 @@ class SlotLayer(CacheLayerMixin):
             with torch.enable_grad():
                 self.graph = (gathered(self.graph[0], index_BHK), gathered(self.graph[1], index_BHK))
 
+    def _round_graph(self) -> None:
+        """Give the next block the rounded numbers; gradients pass through the rounding as if it were none."""
+        if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
+            keys, values = self.kv.numbers(self.used)
+            with torch.enable_grad():
+                self.graph = (_straight(self.graph[0], keys), _straight(self.graph[1], values))
+
     def set_free(self, slot_BH: Tensor) -> None:
         """Set the slot for the next token; in place in a traced step, since graphs know tensors by address."""
         if self.traced:
@@ -462,3 +497,8 @@ class SlotLayer(CacheLayerMixin):
                 shared = restore(self, self.undo_log.pop())
         self.seen -= tokens
         return shared
+
+
+def _straight(x: Tensor, rounded: Tensor) -> Tensor:
+    """Return `rounded` with the gradient of `x`; `x` itself where a final layout holds other columns."""
+    return x + (rounded - x).detach() if x.shape == rounded.shape else x

@@ -35,7 +35,7 @@ class Mode:
     filling: int = 0
     growing: bool = False
     unfilled: bool = False
-    free_BH: Tensor  # of a Slotted mode
+    free_BH: Tensor  # of a Slotted mode; in a step by kernels also the column that a token is appended at
 
     def count(self, tokens: int) -> None:
         """Count tokens written; each brings every head that is below budget closer to it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..policies.context import at_hand
 from ..policies.scopes import protect_tensor
 from . import compiled
 from .forward_context import Forward, cut, places
@@ -209,7 +210,7 @@ def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
 
 def _refuse_padding(real_BQ: Tensor) -> None:
     message = "attention_mask marks a generated token as padding; pad prompts on the left, before their first token."
-    if real_BQ.device.type == "cpu":
+    if at_hand(real_BQ):
         if not bool(real_BQ.all()):
             raise KVPatchError(message)
     else:  # asserted on the device, without a wait

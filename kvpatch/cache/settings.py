@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..backends.entries import FULL
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget
 from ..policies.parallel import WHOLE, Parallel
@@ -22,8 +23,9 @@ SLIDING = get_policy("window")
 class CacheSettings:
     """All settings that decide which tokens a cache keeps.
 
-    policy, budget: of the layers that the policy acts on. seed: of the policy's random numbers. block: tokens of a prompt
-    read between two evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in `patched`.
+    policy, budget: of the layers that the policy acts on. bits: of each number held, in all layers; 16 stands for the model's
+    own precision (backends/entries.py). seed: of the policy's random numbers. block: tokens of a prompt read between two
+    evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in `patched`.
     bounds: for each layer with a sliding window among layers without one, that window (tokens), which it holds under any
     policy; None for other layers. parallel: KV heads of this process, if several processes share a model. strict: names of
     the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
@@ -33,6 +35,7 @@ class CacheSettings:
 
     policy: Policy
     budget: Budget
+    bits: int = FULL
     seed: int = 0
     block: int | None = None
     renumbered: bool = False
@@ -84,11 +87,11 @@ class CacheSettings:
 
     @cached_property
     def transparent(self) -> bool:
-        """True if nothing is evicted and positions are the model's own.
+        """True if nothing is evicted or rounded and positions are the model's own.
 
         Calls that the patch does not support may then run the model's own code.
         """
-        return not self.acts and self.block is None and not self.renumbered
+        return not self.acts and self.bits == FULL and self.block is None and not self.renumbered
 
     @property
     def by_columns(self) -> bool:
@@ -112,6 +115,7 @@ class CacheSettings:
         return {
             "policy": _described(self.policy),
             "k": list(self.budget.per_layer),
+            "bits": self.bits,
             "seed": self.seed,
             "block": self.block,
             "positions": "renumbered" if self.renumbered else "original",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.entries import EXACT, Codecs
 from ..backends.head_offsets import HeadOffsets
 from .growth import Layout, capacities, slack
 
@@ -22,14 +23,15 @@ class Slots(ABC):
     """Keys and values of one layer.
 
     keys, values: as a backend takes them, with `head_offsets` (None: [B,H,C,D]). appends: columns can be written after those
-    in use; else a token goes into a free slot of each head. width: slots of the largest head.
+    in use; else a token goes into a free slot of each head. width: slots of the largest head. codecs: keys and values are
+    entries of these (backends/entries.py): numbers, or bytes.
     """
 
     appends: bool
     head_offsets: HeadOffsets | None = None
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: Tensor, values: Tensor, codecs: Codecs = EXACT) -> None:
+        self.keys, self.values, self.codecs = keys, values, codecs
 
     @property
     @abstractmethod
@@ -39,6 +41,24 @@ class Slots(ABC):
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of a key and of a value."""
+        return self.codecs[0].size(self.keys), self.codecs[1].size(self.values)
+
+    def numbers(self, used: int) -> tuple[Tensor, Tensor]:
+        """Return `view` as numbers, unpacked all at once if entries are rounded: for inspection."""
+        keys, values = self.view(used)
+        return self.codecs[0].decode(keys), self.codecs[1].decode(values)
+
+    def encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the entries of keys and values."""
+        return self.codecs[0].encode(k), self.codecs[1].encode(v)
+
+    def closed(self, used: int) -> Slots:
+        """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
+        return self
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """Return keys and values with one entry per slot."""
@@ -53,12 +73,12 @@ class Slots(ABC):
         """Return the entry of one slot of each head [B*H]; flat_N: its index in the flattened positions."""
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the keys and values of these entries."""
+        """Return copies of the entries of keys and values in these rows."""
         keys, values = self.flat()
         return keys[rows_N], values[rows_N]
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write a key and a value into each of these entries, in place."""
+        """Write an entry of a key and one of a value into each of these rows, in place."""
         N = rows_N.shape[0]
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.reshape(N, -1))
         self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.reshape(N, -1))
@@ -168,12 +188,12 @@ class DenseSlots(Slots):
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Write columns from `start` on."""
         stop = start + k_BHQD.shape[2]
-        self.keys[:, :, start:stop] = k_BHQD.detach()
-        self.values[:, :, start:stop] = v_BHQD.detach()
+        self.keys[:, :, start:stop], self.values[:, :, start:stop] = self.encoded(k_BHQD.detach(), v_BHQD.detach())
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
         C = max(capacities)
-        return DenseSlots(*(fitted(t[:, :, :used], C, 0) for t in (self.keys, self.values)))
+        keys, values = (fitted(t[:, :, :used], C, 0) for t in (self.keys, self.values))
+        return DenseSlots(keys, values, self.codecs)
 
     def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
@@ -181,12 +201,13 @@ class DenseSlots(Slots):
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             keys, values = (offsets.pack(t, index_BHK, kept_BHK) for t in both)
-            return RaggedSlots(keys, values, offsets)
+            return RaggedSlots(keys, values, offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
-        return DenseSlots(*(fitted(gathered(t, index_BHK), C, 0) for t in both))
+        keys, values = (fitted(gathered(t, index_BHK), C, 0) for t in both)
+        return DenseSlots(keys, values, self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> DenseSlots:
-        return DenseSlots(change(self.keys), change(self.values))
+        return DenseSlots(change(self.keys), change(self.values), self.codecs)
 
     def dense(self, B: int, H: int) -> DenseSlots:
         return self
@@ -203,8 +224,8 @@ class RaggedSlots(Slots):
 
     appends = False
 
-    def __init__(self, keys: Tensor, values: Tensor, head_offsets: HeadOffsets) -> None:
-        super().__init__(keys, values)
+    def __init__(self, keys: Tensor, values: Tensor, head_offsets: HeadOffsets, codecs: Codecs = EXACT) -> None:
+        super().__init__(keys, values, codecs)
         self.offsets = self.head_offsets = head_offsets
 
     @property
@@ -245,15 +266,16 @@ class RaggedSlots(Slots):
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> RaggedSlots:
         filled = self.offsets.filled if goals is None else list(map(min, capacities, goals))
         new = self.offsets.resized(capacities, filled)
-        return RaggedSlots(self.offsets.move(self.keys, new), self.offsets.move(self.values, new), new)
+        return RaggedSlots(self.offsets.move(self.keys, new), self.offsets.move(self.values, new), new, self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
         heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
         offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
-        return RaggedSlots(self.keys[rows], self.values[rows], offsets)
+        return RaggedSlots(self.keys[rows], self.values[rows], offsets, self.codecs)
 
     def dense(self, B: int, H: int) -> DenseSlots:
-        return DenseSlots(*(self.offsets.unpack(t, B, H, self.width) for t in (self.keys, self.values)))
+        keys, values = (self.offsets.unpack(t, B, H, self.width) for t in (self.keys, self.values))
+        return DenseSlots(keys, values, self.codecs)
 
     def spread(self, tensor_BHC: Tensor) -> Tensor:
         head, column = self.offsets.places()
@@ -278,17 +300,17 @@ def empty(like: Slots, B: int, H: int, layout: Layout) -> Slots:
         return like.keys.new_zeros(*rows, like.keys.shape[-1]), like.values.new_zeros(*rows, like.values.shape[-1])
 
     if layout.filled is None:
-        return DenseSlots(*zeros(B, H, max(layout.capacities)))
+        return DenseSlots(*zeros(B, H, max(layout.capacities)), like.codecs)
     offsets = HeadOffsets(layout.capacities, layout.filled, like.keys.device)
     keys, values = zeros(offsets.rows)
-    return RaggedSlots(keys, values, offsets)
+    return RaggedSlots(keys, values, offsets, like.codecs)
 
 
-def restored(keys: Tensor, values: Tensor, described: Any) -> Slots:
+def restored(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
     """Rebuild slots from their tensors and `described`."""
     if described is None:
-        return DenseSlots(keys, values)
-    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device))
+        return DenseSlots(keys, values, codecs)
+    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
 def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class LayerPart:
         """Take the part of a layer that has read a text; bound: its own sliding window in tokens."""
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
-        full = sum(B * H * kept * t.shape[-1] * t.element_size() for t in (layer.kv.keys, layer.kv.values))
+        full = B * H * kept * sum(layer.kv.sizes) * layer.dtype.itemsize
         return cls(layer.positions[:, :, : layer.used], layer.mass_BH, layer.kv.nbytes, full)
 
 

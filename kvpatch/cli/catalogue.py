@@ -20,6 +20,7 @@ COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}
 SCHEDULES = ("prompt", "decode", "both")
 POSITIONS = ("original", "renumbered")
 BACKENDS = ("auto", "torch", "flash", "triton")
+BITS = (16, 8, 4)
 
 DEFAULT_POLICY = "snapkv"
 
@@ -173,7 +174,8 @@ def check_policy(name: str, options: dict[str, Any] | None = None) -> None:
     return None
 
 
-def check_choice(option: str, value: str | None, known: tuple[str, ...]) -> None:
+def check_choice(option: str, value: object, known: tuple[object, ...]) -> None:
     """Raise KVPatchError unless the option is not given or its value is one of `known`."""
     if value is not None and value not in known:
-        raise KVPatchError(f"--{option}={value!r} must be one of {', '.join(known)}.{suggest(value, known)}")
+        names = [str(one) for one in known]
+        raise KVPatchError(f"--{option}={value!r} must be one of {', '.join(names)}.{suggest(value, names)}")

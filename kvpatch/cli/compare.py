@@ -34,6 +34,7 @@ class Asked:
         ks: budgets, by the texts that were typed.
         new: tokens to feed after each prompt, at most.
         schedule: of the policies; None for each policy's own.
+        bits: of each key and value held; every budget is measured with each of these.
         seed: of the policies' random numbers.
         tolerance: largest KL to advise, nats per token.
         agreement: smallest share of agreeing predictions to advise.
@@ -45,6 +46,7 @@ class Asked:
     ks: dict[str, int | float | str]
     new: int
     schedule: str | None
+    bits: tuple[int, ...]
     seed: int
     tolerance: float
     agreement: float
@@ -85,8 +87,8 @@ def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.best(results, asked.tolerance, asked.agreement)) is not None:
-        policy, k = setting
-        out.print(f"\n    {view.python_line(policy, k, asked.policies[policy], asked.schedule, asked.seed)}\n")
+        policy, k, bits = setting
+        out.print(f"\n    {view.python_line(policy, k, asked.policies[policy], asked.schedule, asked.seed, bits)}\n")
     if len(results) == 1:
         out.print("One text is one text: give several of yours before you choose.")
 
@@ -94,14 +96,15 @@ def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
 def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]) -> Result:
     """Measure one prompt, and print its rows and notes."""
     empty = comparison.result([])
-    lines = view.Lines(asked.policies, asked.ks, empty)
+    sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
+    lines = view.Lines(asked.policies, sizes, empty)
     fed = "its own greedy text" if facts["continuation"] == "greedy" else "the continuation"
     size = f"{empty.nbytes / 2**20:,.1f} MiB"
     out.print(f"{file}: a prompt of {empty.n:,} tokens, then {empty.fed:,} of {fed}; the full cache holds {size}.\n")
     out.print(lines.head)
     out.print(lines.full())
     with progress(out) as bar:
-        task = bar.add_task("", total=len(asked.policies) * len(asked.ks))
+        task = bar.add_task("", total=len(asked.policies) * len(asked.ks) * len(asked.bits))
 
         def on_row(row: Row) -> None:
             bar.advance(task)
@@ -109,10 +112,10 @@ def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, fact
             if asked.json:
                 print_json(json_row(row, asked.policies[row.policy], facts))
 
-        def on_start(policy: str, k: str) -> None:
-            bar.update(task, description=f"{policy} k={k}")
+        def on_start(policy: str, size: str) -> None:
+            bar.update(task, description=f"{policy} k={size}")
 
-        result = comparison.run(asked.policies, asked.ks, on_row, on_start)
+        result = comparison.run(asked.policies, asked.ks, on_row, on_start, asked.bits)
     for said in view.notes(result.rows):
         out.print(said)
     return result
@@ -141,7 +144,7 @@ def _facts(
 def json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
     """Return one row as plain values, with all settings of the run."""
     figures = {} if row.figures is None else asdict(row.figures)
-    said = {"policy": row.policy, "k": row.k, "chance": row.policy == CHANCE, "error": row.error or None}
+    said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
     return {**said, **figures, "options": policy.options() | {"protect": None}, **facts}
 
 

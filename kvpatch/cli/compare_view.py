@@ -31,15 +31,15 @@ class Lines:
 
     Args:
         policies: by the names that are shown.
-        ks: texts of the budgets.
+        sizes: texts of the budgets, with the bits where they are fewer.
         empty: the result without rows.
     """
 
-    def __init__(self, policies: dict[str, Policy], ks: Iterable[str], empty: Result) -> None:
+    def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: Result) -> None:
         tokens = len(f"{empty.n + empty.fed:,}")
         ragged = any(policy.over_heads is not None or policy.over_layers is not None for policy in policies.values())
         names = max(len(_label(name)) for name in ["full", *policies])
-        self.widths = (names, max(map(len, ks)) + 1, 2 * tokens + 1 if ragged else max(4, tokens), 7, 6, 4, 7, 4)
+        self.widths = (names, max(map(len, sizes)) + 1, 2 * tokens + 1 if ragged else max(4, tokens), 7, 6, 4, 7, 4)
         self.result = empty
 
     @property
@@ -56,11 +56,11 @@ class Lines:
         """Format a row."""
         one = row.figures
         if one is None:
-            return self._line((_label(row.policy), row.k, "", "refused"))
+            return self._line((_label(row.policy), row.size, "", "refused"))
         low, high = one.held
         cells = (
             _label(row.policy),
-            row.k + "*" * bool(one.cut),
+            row.size + "*" * bool(one.cut),
             f"{low:,}" if low == high else f"{low:,}-{high:,}",
             f"{one.kl:.4f}",
             f"{one.worst:.2f}",
@@ -78,7 +78,7 @@ class Lines:
         return "  ".join(padded).rstrip()
 
 
-def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int) -> str:
+def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
     """Return the line of Python that patches a model with one setting of the comparison."""
     own = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
@@ -87,6 +87,8 @@ def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: i
         changed["schedule"] = schedule
     if seed:
         changed["seed"] = seed
+    if bits != 16:
+        changed["bits"] = bits
     size = k if k.replace(".", "", 1).isdigit() else repr(k)
     more = "".join(f", {option}={value!r}" for option, value in changed.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
@@ -98,9 +100,9 @@ def notes(rows: list[Row]) -> list[str]:
     refused: dict[str, list[str]] = {}
     for row in rows:
         if row.figures is None:
-            refused.setdefault(row.error, []).append(f"{row.policy} at k={row.k}")
+            refused.setdefault(row.error, []).append(f"{row.policy} at k={row.size}")
         for option, (size, left) in row.figures.cut.items() if row.figures else ():
-            cut.setdefault(row.policy, []).append(f"{option} {size} cut to {left} at k={row.k}")
+            cut.setdefault(row.policy, []).append(f"{option} {size} cut to {left} at k={row.size}")
     reason = "protects more than the budget holds, which leaves nothing to choose by score"
     lines = [f"* {policy} {reason}: {', '.join(sizes)}." for policy, sizes in cut.items()]
     return lines + [f"refused: {', '.join(which)}: {why}" for why, which in refused.items()]
@@ -108,8 +110,8 @@ def notes(rows: list[Row]) -> list[str]:
 
 # ---- advice ----
 
-Setting = tuple[str, str]
-"""Name of a policy and text of a budget."""
+Setting = tuple[str, str, int]
+"""Name of a policy, text of a budget, and bits."""
 
 
 def _pooled(results: list[Result]) -> dict[Setting, Figures]:
@@ -122,8 +124,9 @@ def _pooled(results: list[Result]) -> dict[Setting, Figures]:
     for result in results:
         for row in result.rows:
             if row.figures is not None:
-                found.setdefault((row.policy, row.k), []).append(row.figures)
-                shares.setdefault((row.policy, row.k), []).append(row.figures.nbytes / result.nbytes)
+                setting = row.policy, row.k, row.bits
+                found.setdefault(setting, []).append(row.figures)
+                shares.setdefault(setting, []).append(row.figures.nbytes / result.nbytes)
     return {
         setting: Figures(
             budget=figures[0].budget,
@@ -168,7 +171,7 @@ def advice(results: list[Result], tolerance: float, agreement: float) -> str:
     if not _within(pooled[chosen], tolerance, agreement):
         return f"None of these settings stays within {limits} on {where}; the closest is {said}."
     said = f"The cheapest of these settings within {limits} on {where} is {said}"
-    chance = pooled.get((CHANCE, chosen[1]))
+    chance = pooled.get((CHANCE, *chosen[1:]))
     if chance is not None and _within(chance, tolerance, agreement):
         which = "this text" if len(results) == 1 else "these texts"
         return f"{said}; eviction at random stays within it there too, so {which} cannot tell policies apart."
@@ -182,8 +185,9 @@ def _within(one: Figures, tolerance: float, agreement: float) -> bool:
 def _described(setting: Setting, one: Figures, several: bool) -> str:
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
-    policy, k = setting
-    return f"{policy} at k={k}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
+    policy, k, bits = setting
+    at = f"{policy} at k={Row(policy, k, None, bits=bits).size}"
+    return f"{at}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
 
 
 def picture(result: Result, tolerance: float, title: str) -> Any:

@@ -12,9 +12,9 @@ import typer
 
 from ..errors import KVPatchError
 from . import options as given
-from .catalogue import BACKENDS, DEFAULT_POLICY, POSITIONS, SCHEDULES, check_choice, check_policy
+from .catalogue import BACKENDS, BITS, DEFAULT_POLICY, POSITIONS, SCHEDULES, check_choice, check_policy
 from .loading import Source, check_budget, parse_k, read_prompt
-from .options import model_and_files, one_model, parse_options
+from .options import model_and_files, one_model, parse_bits, parse_options
 from .output import print_json, print_rows, short_errors
 
 KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
@@ -52,6 +52,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     revision: given.Revision = None,
     trust_remote_code: given.RemoteCode = False,
     schedule: given.Schedule = None,
+    bits: given.Bits = 16,
     block: Annotated[
         int | None, typer.Option(help="Read the prompt so many tokens at a time, and evict after each.", show_default=False)
     ] = None,
@@ -71,6 +72,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
         check_budget(k)
         check_choice("positions", positions, POSITIONS)
         check_choice("backend", backend, BACKENDS)
+        check_choice("bits", bits, BITS)
         files = [one for one in (file, prompt_file) if one is not None]
         if prompt is not None:
             name = one_model(model, model_option) if not files else None
@@ -86,7 +88,9 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
         text = read_prompt(files[0]) if prompt is None else prompt
         from .generating import Sampling, run
 
-        settings: dict[str, Any] = {"block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict}
+        settings: dict[str, Any] = {
+            "bits": bits, "block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict,
+        }  # fmt: skip
         run(source, text, raw, chosen, size, settings, Sampling(max_new_tokens, temperature, top_p), json)
 
 
@@ -159,6 +163,9 @@ def compare(  # noqa: PLR0913 - as above
     revision: given.Revision = None,
     trust_remote_code: given.RemoteCode = False,
     schedule: given.Schedule = None,
+    bits: Annotated[
+        str, typer.Option(help="Of each key and value held: 16, 8 or 4, several with commas, or auto, which measures all.")
+    ] = "16",
     seed: given.Seed = 0,
     option: given.Options = None,
     out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("kvpatch-compare"),
@@ -172,7 +179,7 @@ def compare(  # noqa: PLR0913 - as above
     """
     with short_errors():
         check_choice("schedule", schedule, SCHEDULES)
-        options, texts = parse_options(option), ",".join(budgets or [KS])
+        options, texts, of_bits = parse_options(option), ",".join(budgets or [KS]), parse_bits(bits)
         check_budget(texts)
         name, files = model_and_files(model, files, model_option, prompt_file)
         if continuation_file is not None and len(files) > 1:
@@ -185,7 +192,7 @@ def compare(  # noqa: PLR0913 - as above
         from . import compare as comparing
 
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
-        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, seed, tolerance, agreement, out, json)
+        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json)
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one: read_prompt(one) for one in files}
         comparing.prepare(out)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
-from .catalogue import BACKENDS, POLICIES, POSITIONS, SCHEDULES
+from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_choice
 
 
 def _named(names: tuple[str, ...]) -> Any:
@@ -56,6 +56,9 @@ Positions = Annotated[str, typer.Option(help="original or renumbered.", autocomp
 Backend = Annotated[
     str, typer.Option(help="Code that computes attention: auto, torch, flash or triton.", autocompletion=_named(BACKENDS))
 ]
+Bits = Annotated[
+    int, typer.Option("--bits", help="Of each key and value held: 16 is the model's own precision, 8 and 4 round them.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of all random numbers.")]
 Options = Annotated[
     list[str] | None,
@@ -87,6 +90,25 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[name.strip()] = value.strip()
     return options
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """Parse a comma-separated list of bits; "auto" is all there are.
+
+    Raises:
+        KVPatchError: a number that `bits` of patched() does not take, or none.
+
+    Example:
+        >>> parse_bits("16,4"), parse_bits("auto")
+        ((16, 4), (16, 8, 4))
+    """
+    if text == "auto":
+        return BITS
+    for part in (parts := [part.strip() for part in text.split(",") if part.strip()]):
+        check_choice("bits", part, tuple(map(str, BITS)))
+    if not parts:
+        raise KVPatchError("--bits names none: give some of 16, 8 and 4, or auto for all.")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _pairs(text: str) -> list[str]:

@@ -6,13 +6,15 @@ of different generated text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..backends.entries import FULL
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from ..hooks.target import Target
@@ -50,12 +52,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the comparison: policy and budget as typed, and the figures or the error message."""
+    """Row of the comparison: policy and budget as typed, bits, and the figures or the error message."""
 
     policy: str
     k: str
     figures: Figures | None
     error: str = ""
+    bits: int = FULL
+
+    @property
+    def size(self) -> str:
+        """The budget, and the bits where they are fewer."""
+        return self.k if self.bits == FULL else f"{self.k}, {self.bits} bits"
 
 
 @dataclass(frozen=True)
@@ -98,41 +106,42 @@ class Comparison:
         policies: dict[str, Policy],
         ks: dict[str, Any],
         on_row: Callable[[Row], None] = lambda row: None,
-        on_start: Callable[[str, str], None] = lambda policy, k: None,
+        on_start: Callable[[str, str], None] = lambda policy, size: None,
+        bits: Sequence[int] = (FULL,),
     ) -> Result:
-        """Measure every policy under every budget.
+        """Measure every policy under every budget, with each of these numbers of bits.
 
         Args:
             policies: by the names that rows show.
             ks: budgets, by the texts that rows show.
             on_row: called with each row when it is measured.
-            on_start: called with a policy's name and a budget's text before they are measured.
+            on_start: called with a policy's name and the text of a size before they are measured.
+            bits: of each key and value held.
         """
         rows = []
-        for text, k in ks.items():
-            for name, policy in policies.items():
-                on_start(name, text)
-                rows.append(self._row(name, policy, text, k))
-                on_row(rows[-1])
+        for (text, k), b, (name, policy) in product(ks.items(), bits, policies.items()):
+            on_start(name, Row(name, text, None, bits=b).size)
+            rows.append(self._row(name, policy, text, k, b))
+            on_row(rows[-1])
         return self.result(rows)
 
     def result(self, rows: list[Row]) -> Result:
         """Return rows together with what the unpatched model held."""
         return Result(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n)
 
-    def _row(self, name: str, policy: Policy, text: str, k: Any) -> Row:
+    def _row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
         try:
-            return Row(name, text, self.figures(policy, k))
+            return Row(name, text, self.figures(policy, k, bits), bits=bits)
         except KVPatchError as error:
-            return Row(name, text, None, str(error))
+            return Row(name, text, None, str(error), bits)
 
-    def figures(self, policy: Policy, k: Any) -> Figures:
+    def figures(self, policy: Policy, k: Any, bits: int = FULL) -> Figures:
         """Measure one policy under one budget.
 
         Raises:
             KVPatchError: the policy refuses the budget or schedule, or predictions are NaN.
         """
-        with patched(self.model, policy, k, schedule=self.schedule, seed=self.seed) as patch:
+        with patched(self.model, policy, k, bits=bits, schedule=self.schedule, seed=self.seed) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
         log_q_SV, held = _log_probabilities(fed), Report.of(fed.cache).held()
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)

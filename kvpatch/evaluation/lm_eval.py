@@ -55,8 +55,8 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         pretrained: name, folder or model, as HFLM takes it.
         policy: as `kvpatch.patched` takes it; it has no default.
         k: as `kvpatch.patched` takes it.
-        **kwargs: block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its `backend`,
-            since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
+        **kwargs: bits, block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its
+            `backend`, since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
 
     Raises:
         KVPatchError: `kvpatch.patched` refuses the model or an option, or a name is misspelt.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..cache.cache import EvictingCache
-from ..cache.checks import at_hand, real
+from ..cache.checks import real
 from ..errors import KVPatchError, suggest
+from ..policies.context import at_hand
 
 BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size", "max_capacity_prompt")  # names for k in other libraries
 MISPLACED = (
@@ -195,7 +196,7 @@ def place(call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | 
     elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
         wrong = given.to(wanted.device) != wanted
         wrong = wrong if real is None or real.shape != wrong.shape else wrong & real
-        if wanted.device.type != "cpu" or torch.compiler.is_compiling():  # asserted on the device, without a wait
+        if not at_hand(wanted) or torch.compiler.is_compiling():  # asserted on the device, without a wait
             torch._assert_async(~wrong.any(), MISPLACED)
         elif bool(wrong.any()):
             row = int(wrong.any(-1).nonzero()[0])

@@ -21,7 +21,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
         )
     layer = cache.layers[0]
     if layer.is_initialized and state.settings.parallel.size == 1:
-        check_shape(layer.kv.keys, layer.positions.shape[1], state)
+        check_shape((layer.positions.shape[1], layer.kv.sizes[0]), state)
 
 
 def check_own(cache: object, state: PatchState) -> None:
@@ -34,10 +34,10 @@ def check_own(cache: object, state: PatchState) -> None:
     check(cache, state)
 
 
-def check_shape(keys: Tensor, H: int, state: PatchState) -> None:
-    """Raise KVPatchError if the shapes differ. keys: of any layer, with H heads."""
-    wanted, D = state.kv_shape, keys.shape[-1]
-    if (H, D) != wanted:
+def check_shape(found: tuple[int, int], state: PatchState) -> None:
+    """Raise KVPatchError if the KV heads and the head size of a layer are not the model's."""
+    wanted, (H, D) = state.kv_shape, found
+    if found != wanted:
         raise KVPatchError(
             f"The cache holds {H} KV heads of {D} numbers, as another model made it; this model has {wanted[0]} of "
             f"{wanted[1]}. Make one with this model's own patch.new_cache()."
@@ -50,4 +50,4 @@ def check_layers(past: Cache, state: PatchState) -> None:
         return  # the conversion raises the error
     keys = getattr(past.layers[0], "keys", None) if past.layers else None
     if isinstance(keys, Tensor) and keys.ndim == 4 and state.settings.parallel.size == 1:
-        check_shape(keys, keys.shape[1], state)
+        check_shape((keys.shape[1], keys.shape[-1]), state)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..backends.dispatch import check
+from ..backends.entries import FULL
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError, named, suggest
 from ..policies import Policy, get_policy
@@ -17,6 +18,7 @@ from .inputs import no_argument
 from .target import Target
 
 POSITIONS = ("original", "renumbered")
+BITS = (FULL, 8, 4)
 UNNAMED = (
     "patched() needs a policy: name the one that suits the use.\n"
     '  patched(model, "snapkv", k=0.3)          # the question is in the prompt\n'
@@ -51,8 +53,13 @@ def positions_of(positions: object) -> str:
     return found
 
 
-def check_options(seed: object, strict: object, auto: object) -> None:
+def check_options(bits: object, seed: object, strict: object, auto: object) -> None:
     """Raise KVPatchError for values that no model and no policy could take."""
+    if not isinstance(bits, int) or bits not in BITS:
+        raise KVPatchError(
+            f"bits={bits!r} must be 16 (keys and values in the model's own precision), 8 or 4 (rounded, so that a budget in "
+            "bytes holds more tokens). `kvpatch compare MODEL FILE -k SIZE --bits auto` measures all three on your own text."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
     for name, value in (("strict", strict), ("auto", auto)):
@@ -94,7 +101,16 @@ def check_block(block: object, policy: Policy) -> None:
 
 
 def settings_of(
-    target: Target, policy: Policy, k: object, *, block: int | None, positions: str, backend: str, seed: int, strict: bool
+    target: Target,
+    policy: Policy,
+    k: object,
+    *,
+    bits: int,
+    block: int | None,
+    positions: str,
+    backend: str,
+    seed: int,
+    strict: bool,
 ) -> CacheSettings:
     """Return the settings of a patch of `target`; the arguments are those of `patched`.
 
@@ -111,13 +127,14 @@ def settings_of(
         )
     if policy.selection is not None:
         target.check_projection()
-    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(), bounds=bounds)
+    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(bits), bounds=bounds)
     _check_shared(policy, budget, bounds)
     for case in dict.fromkeys(target.cases(renumbered, policy)):
         check(backend, case)
     return CacheSettings(
         policy,
         budget,
+        bits,
         seed,
         block,
         renumbered=renumbered,

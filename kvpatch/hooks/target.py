@@ -12,9 +12,10 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..arch import Adapter, adapter_of
-from ..arch.adapter import dtype_bytes, dtype_of
+from ..arch.adapter import dtype_of
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
+from ..backends.entries import entry_bytes
 from ..backends.protocol import Case
 from ..errors import KVPatchError
 from ..policies import Policy
@@ -166,11 +167,11 @@ class Target:
         """Return the device of each layer's cache."""
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
-    def bytes_per_token(self) -> int:
+    def bytes_per_token(self, bits: int) -> int:
         """Return the bytes of keys and values of one token in one layer, over all processes."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
-        return 2 * heads * head_dim * dtype_bytes(self.decoder)
+        return heads * entry_bytes(bits, head_dim, dtype_of(self.decoder))
 
 
 def _check_decoder(decoder: nn.Module) -> None:

@@ -14,7 +14,8 @@ from typing import TypeGuard
 from ..errors import KVPatchError
 from .selection import MAX_POSITION
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = {unit.upper(): size for unit, size in _UNITS.items()}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
 _WANTED = (
     "Give a share of the prompt such as k=0.5, a number of tokens such as k=1024, a size such as k='2GiB', or a list "
@@ -36,9 +37,9 @@ def share(value: int | float, of: int) -> int:
 def parse_bytes(text: str) -> int | None:
     """Return the bytes of a size such as "512MB" or "2GiB", or None if `text` is not a size."""
     match = _SIZE.fullmatch(text)
-    if match is None or match[2].upper() not in _UNITS:
+    if match is None or match[2].upper() not in _BYTES:
         return None
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(float(match[1]) * _BYTES[match[2].upper()])
 
 
 def check_count(name: str, value: object, unit: str, least: int = 1) -> None:

@@ -20,6 +20,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def at_hand(tensor: Tensor) -> bool:
+    """Tell if the tensor's values can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 @dataclass
 class EvictionContext:
     """State of one layer when tokens are evicted: at the end of a prompt, a block, or a decode step.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .context import at_hand
 
 if TYPE_CHECKING:
     from .context import EvictionContext
@@ -172,7 +173,7 @@ class TwoStage:
 
 def _one_for_all(count: Tensor) -> int | None:
     """Return the value that all entries share, or None if they differ or reading them would synchronize a device."""
-    if count.device.type != "cpu" or torch.compiler.is_compiling():
+    if not at_hand(count) or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()
     return int(low) if low == high else None

@@ -36,7 +36,7 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """Check that all numbers of held tokens are finite and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
     slots = layer.kv.spread(real)
-    for name, tensor in (("keys", layer.kv.keys), ("values", layer.kv.values)):
+    for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
     policy = cache.settings.policies[index]

@@ -17,17 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.entries import codecs
 from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
-from ..cache.modes import MODES
+from ..cache.modes import MODES, Reading
+from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
 from ..errors import KVPatchError
 from ..policies.context import SIZES, Limits
 from . import contents, schema
 from .header import InvalidError, entries, parse, read
 
-FORMAT = "kvpatch cache 3"
+FORMAT = "kvpatch cache 4"
 _ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
 
 
@@ -61,7 +63,8 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         counts = {name: getattr(layer.mode, name) for name in layer.mode.saved}
-        beside = {"mode": layer.mode.name, **counts, "head_offsets": layer.kv.described(), "limits": _rows(layer.limits)}
+        beside = {"mode": layer.mode.name, "dtype": str(layer.dtype), **counts}
+        beside |= {"head_offsets": layer.kv.described(), "limits": _rows(layer.limits)}
         layers.append({name: getattr(layer, name) for name in _LAYER} | beside)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     about = {
@@ -140,7 +143,7 @@ def load(
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
-        _fill(cache, layer, own, described)
+        _fill(cache, layer, own, described, shapes.heads[index][1])
     try:
         contents.check(cache)
     except InvalidError as error:
@@ -149,19 +152,24 @@ def load(
     return cache
 
 
-def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
+def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any], D: int) -> None:
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
+    layer.dtype = schema.DTYPES[described.pop("dtype")]
     counts = {name: described.pop(name) for name in mode.saved}
     layer.mode = mode(**counts, **({"free_BH": tensors.pop("free_BH")} if mode.slotted else {}))
     for name, value in described.items():
         setattr(layer, name, value)
-    layer.kv = slots.restored(tensors.pop("keys"), tensors.pop("values"), head_offsets)
+    keys, values = tensors.pop("keys"), tensors.pop("values")
+    if isinstance(layer.mode, Reading):
+        layer.kv = reading(keys, values, layer.bits)
+    else:
+        layer.kv = slots.restored(keys, values, head_offsets, codecs(layer.bits, D, D, layer.dtype))
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
         else:
             setattr(layer, name, tensor)
-    layer.is_initialized, layer.dtype, layer.device = True, layer.kv.keys.dtype, layer.kv.keys.device
+    layer.is_initialized, layer.device = True, layer.kv.keys.device
     if limits is not None:
         layer.limits = cache.limits(limits, layer.device)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..backends.entries import EXACT, Rounded, codecs
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Reading
 from ..policies.context import SIZES, accumulator
@@ -23,6 +24,7 @@ TENSORS = ("positions", "keep_BH1", "mass_BH")
 _COUNTS = ("used", "seen", "floor")
 _FLAGS = ("holes", "contiguous")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {str(dtype): dtype for dtype in FLOATS}
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,21 @@ class _Layer:
     def check(self, described: object, left: dict[str, Entry]) -> None:
         """Check the description of the layer, and remove its tensors from `left`."""
         mode = self._mode(described)
-        own = table(self.where, described, (*LAYER, "mode", *mode.saved, "head_offsets", "limits"))
+        own = table(self.where, described, (*LAYER, "mode", "dtype", *mode.saved, "head_offsets", "limits"))
         for name in (*_COUNTS, *mode.saved):
             _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
         for name in _FLAGS:
             _must(isinstance(own[name], bool), f"{self.where}: {name} is {own[name]!r:.40}")
         _must(own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}")
+        _must(own["dtype"] in list(DTYPES), f"{self.where}: dtype is {own['dtype']!r:.40}")
+        dtype = DTYPES[own["dtype"]]
         C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
-        keys = self._keys(own["head_offsets"], C, left, mode.slotted and own["holes"])
+        shape = self._shape(own["head_offsets"], C, mode.slotted and own["holes"])
+        every = EXACT if mode is Reading else codecs(self.cache.settings.bits, self.D, self.D, dtype)  # a prompt's are in full
+        for name, codec in zip(("keys", "values"), every, strict=True):
+            of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, self.D)
+            self._tensor(left, name, (of,), (*shape, width))
         if mode.slotted:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         if self.cuts:
@@ -99,7 +107,7 @@ class _Layer:
         if f"{self.index}.mass_BH" in left:
             self._tensor(left, "mass_BH", FLOATS, (self.B, self.H))
         self._limits(own["limits"])
-        self._state(left, keys.dtype, C, mode.evicts)
+        self._state(left, dtype, C, mode.evicts)
 
     def _mode(self, described: object) -> type[Mode]:
         """Return the mode of the layer, one that its policy brings about."""
@@ -114,8 +122,9 @@ class _Layer:
     def _tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
         return _take(left, f"{self.index}.{name}", dtypes, shape)
 
-    def _keys(self, head_offsets: object, C: int, left: dict[str, Entry], open_to_ragged: bool) -> Entry:
-        shape: tuple[int, ...] = (self.B, self.H, C, self.D)
+    def _shape(self, head_offsets: object, C: int, open_to_ragged: bool) -> tuple[int, ...]:
+        """Return the shape of keys and values without their last axis."""
+        shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
             pair = isinstance(head_offsets, list) and len(head_offsets) == 2 and all(are_counts(part) for part in head_offsets)
             _must(pair and open_to_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
@@ -125,10 +134,8 @@ class _Layer:
             fits = fits and all(some <= all_ for some, all_ in zip(filled, capacities, strict=True))
             slots = f"{self.B * self.H} heads of up to {C} slots"
             _must(fits, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
-            shape = (sum(capacities), self.D)
-        keys = self._tensor(left, "keys", FLOATS, shape)
-        self._tensor(left, "values", (keys.dtype,), shape)
-        return keys
+            shape = (sum(capacities),)
+        return shape
 
     def _limits(self, limits: object) -> None:
         if not self.cuts:

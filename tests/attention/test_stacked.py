@@ -8,7 +8,7 @@ import kvpatch
 from kvpatch.attention.stacked import LayerStack
 from tests.helpers.comparing import EVICTING, WINDOWED
 from tests.helpers.running import SEVERAL, go_on, kept, read, run
-from tests.helpers.tiny import force, make, prompt
+from tests.helpers.tiny import force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -60,10 +60,91 @@ def test_layers_stand_side_by_side_in_one_stack(model, monkeypatch):
     assert not cache.stack_due
 
 
-def test_kernels_have_no_stack(model):
+@pytest.mark.parametrize("policy", ["h2o", "keyformer", "roco", "tova", "critical(h2o)"])
+def test_kernels_step_stacked_layers(model, policy, monkeypatch):
+    """Whoever names the victims, they are those of layers that step alone, and of torch."""
     pytest.importorskip("triton")
-    cache = read(model, "h2o", 0.5, steps=2, backend="triton")
-    assert cache.stack is None
+    ids, fed = prompt(2, 16), prompt(2, 5, seed=2)
+    stacked, one = run(model, ids, fed, policy, 0.5, backend="triton")
+    assert one.stack is not None and one.stack.backend == one.choice.ran["decode"][0] == "triton"
+    with monkeypatch.context() as patched_out:
+        patched_out.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
+        alone, other = run(model, ids, fed, policy, 0.5, backend="triton")
+    by_torch, third = run(model, ids, fed, policy, 0.5, backend="torch")
+    torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(stacked, by_torch, atol=1e-5, rtol=0)
+    assert kept(one) == kept(other) == kept(third)
+
+
+def test_kernels_step_stacked_layers_with_tokens_of_the_users(model):
+    pytest.importorskip("triton")
+    ids, fed = prompt(2, 16), prompt(2, 5, seed=2)
+    named = ids[0, 3:5].tolist()
+    stacked, one = run(model, ids, fed, "h2o", 0.5, backend="triton", protect=named)
+    alone, other = run(model, ids, fed, "h2o", 0.5, backend="torch", protect=named)
+    torch.testing.assert_close(stacked, alone, atol=1e-5, rtol=0)
+    assert one.stack is not None and kept(one) == kept(other)
+
+
+def test_a_step_with_gradients_is_not_the_kernels(model):
+    pytest.importorskip("triton")
+    with kvpatch.patched(model, "roco", 0.5, backend="triton") as patch:
+        cache = patch.new_cache()
+        force(model, prompt(1, 16), prompt(1, 2), cache=cache)
+        assert cache.stack is not None
+        with torch.enable_grad():
+            model(prompt(1, 1), past_key_values=cache).logits.sum().backward()
+        assert cache.stack.backend == cache.choice.ran["decode"][0] == "torch"
+        model.zero_grad()
+        force(model, prompt(1, 1), prompt(1, 1)[:, :0], cache=cache)
+        assert cache.stack.backend == cache.choice.ran["decode"][0] == "triton"
+
+
+APPENDED = {
+    "full": {},
+    "snapkv": {"window": 4},
+    "pyramidkv": {"window": 4},
+    "h2o, below its budget": {"k": 20},
+    "roco, below its budget": {"k": 20},
+    "critical(keyformer), below its budget": {"k": 20},
+    "h2o, a window over several turns": {"schedule": "prompt"},
+}
+
+
+@pytest.mark.parametrize("case", APPENDED)
+@pytest.mark.parametrize("padded", [False, True])
+def test_kernels_append(model, case, padded):
+    """What is appended lies where torch appends it, also past the room that a prompt leaves, and in a second turn."""
+    pytest.importorskip("triton")
+    ids, fed, options = prompt(2, 16), prompt(2, 11, seed=2), {"k": 0.5} | APPENDED[case]
+    mask = left_pad(ids, [16, 12]) if padded else None
+    found = {}
+    for backend in ("triton", "torch"):
+        with kvpatch.patched(model, case.split(",")[0], backend=backend, **options):
+            logits, cache = force(model, ids, fed, mask)
+            ran = cache.choice.ran["ragged" if padded and "decode" not in cache.choice.ran else "decode"][0]
+            if not padded:
+                more, _ = force(model, prompt(2, 3, seed=5), fed[:, :2], cache=cache)
+                logits = torch.cat([logits, more], 1)
+        assert ran == backend
+        found[backend] = logits, kept(cache)
+    torch.testing.assert_close(*(found[backend][0] for backend in found), atol=1e-5, rtol=0)
+    assert found["triton"][1] == found["torch"][1]
+
+
+def test_kernels_take_back_what_they_appended(model):
+    pytest.importorskip("triton")
+    found = []
+    for backend in ("triton", "torch"):
+        with kvpatch.patched(model, "h2o", 20, backend=backend) as patch:
+            cache = patch.new_cache()
+            cache.activate_past_recording()
+            force(model, prompt(1, 16), prompt(1, 3, seed=2), cache=cache)
+            cache.crop(-2)
+            logits, _ = force(model, prompt(1, 1, seed=4), prompt(1, 6, seed=5), cache=cache)
+            found.append((logits, kept(cache)))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=0)
+    assert found[0][1] == found[1][1]
 
 
 def test_copies_make_a_stack_of_their_own(model):

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.backends.torch_backend import Rows
+from kvpatch.backends.triton import columns
 from kvpatch.backends.triton.columns import NAMES, column_statistics, reason, row_normalisers
 from kvpatch.policies.context import Block
 from kvpatch.policies.statistics import STATISTICS
@@ -117,6 +118,48 @@ def test_the_same_bits_again():
     assert torch.equal(first, second)
     once, again = (run(prompt, lse=first) for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("programs", [1, 6, 40, 1024])
+@pytest.mark.parametrize(
+    "shape", [{"padding": [(0, 37), (0, 0)]}, {"past": 60}, {"sliding": 70}, {"sliding": 33, "padding": [(0, 5), (150, 290)]}]
+)
+def test_rows_split_over_programs(shape, programs, monkeypatch):
+    """Every split sums the rows of its own; no row is left out or counted twice."""
+    monkeypatch.setattr(columns, "PROGRAMS", programs)
+    monkeypatch.setattr(columns, "LEAST_TILES", 1)
+    prompt = make(290, B=2, H=1, G=2, **shape)
+    got, want = run(prompt), twins.statistics(prompt)
+    for name, tolerance in CLOSE.items():
+        assert_close(got[name], want[name], tolerance)
+    exact = twins.statistics(prompt, 1e-5)["count"], twins.statistics(prompt, -1e-5)["count"]
+    assert ((exact[0] <= got["count"]) & (got["count"] <= exact[1])).all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts the interpreter's programs")
+def test_programs_that_see_most_rows_start_first(monkeypatch):
+    """The first keys of all heads, then the next: the last programs to start are the shortest."""
+    grids = []
+    launch = type(columns._columns_kernel).__getitem__
+    monkeypatch.setattr(
+        type(columns._columns_kernel), "__getitem__", lambda kernel, grid: grids.append(grid) or launch(kernel, grid)
+    )
+    prompt = make(256, B=2, H=3, G=2)
+    run(prompt, ["sum"])
+    row_normalisers(*prompt.tensors, **prompt.options)
+    (heads, blocks), (query_heads, row_blocks) = grids
+    assert (heads, blocks) == (6, 4) and (query_heads, row_blocks) == (12, 4)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="takes 4 GB")
+def test_heads_far_apart():
+    """Query heads 2^30 elements apart: offsets do not fit 32 bits."""
+    prompt = make(5, H=1, G=3, dtype=HALF)
+    apart = torch.empty(2**31 + 5 * 64, dtype=HALF).as_strided((1, 1, 3, 5, 64), (0, 0, 2**30, 64, 1))  # most is never touched
+    apart.copy_(prompt.q_BHGQD)
+    want, prompt.q_BHGQD = run(prompt), apart
+    got = run(prompt)
+    assert all(torch.equal(got[name], want[name]) for name in NAMES)
 
 
 @pytest.mark.parametrize("empty", [torch.inf, -torch.inf, torch.nan, 0.0])

@@ -221,6 +221,23 @@ CASES = {
         rule("sum", ("sum",)),
         dict(THREE_HEADS, keep=torch.tensor([[5, 22, 9]]), steps=4, D=80),
     ),
+    "one head for all queries": (
+        rule("gumbel"),
+        {"H": 1, "G": 8, "C": 150, "splits": 5, "tau": 1.2, "steps": 2},
+    ),
+    "a group of five in many segments": (
+        rule("mean", ("sum", "count")),
+        {"H": 1, "G": 5, "C": 400, "splits": 20, "steps": 2, "slopes": slopes(1, 5), "sliding": 300},
+    ),
+    "holes over stretches": (
+        rule("sum"),
+        {"B": 2, "C": 90, "used": [89, 12, 3, 77], "keep": torch.tensor([[88, 12], [6, 78]]), "steps": 4, "splits": 4},
+    ),
+    "all but one protected, over stretches": (
+        rule("sum", ("sum",)),
+        {"C": 90, "steps": 3, "splits": 5, "first": torch.tensor([85]), "recent": torch.tensor([4])},
+    ),
+    "recency over stretches": (rule("recency", ()), {"C": 90, "steps": 4, "splits": 3, "first": torch.tensor([3])}),
     "appending": (Rule(ALL, evicts=False, value="sum"), THREE_HEADS | {"steps": 2}),
     "appending, nothing seen": (Rule(evicts=False), {"C": 40, "used": [4, 30], "splits": 2}),
     "no victim asked for": (Rule(("sum",)), {"C": 20, "steps": 1}),
@@ -305,16 +322,72 @@ def test_splits_and_repetition():
         same(slots.state[name], other.state[name], name)
 
 
-def test_splits_for_a_gpu():
-    """Whole blocks that cover all slots, no more of them than is useful."""
-    for C in (1, 63, 64, 65, 1000, 8192):
-        for heads in (1, 8, 300):
+@pytest.mark.parametrize("chips", [108, 132, 142])
+def test_programs_for_a_gpu(chips):
+    """Segments of whole blocks and stretches cover all slots; there are as many as keep the device's multiprocessors busy."""
+    for C in (1, 63, 64, 65, 1000, 8192, 100_000):
+        for heads in (1, 8, 136, 300, 4096):
             for splits in (None, 1, 2, 3, 50):
-                span, parts = kernels._segments(C, heads, 64, splits)
-                assert span % 64 == 0 and (parts - 1) * span < C <= parts * span
-                assert parts <= (splits or max(264 // heads, 1))
-    assert kernels._segments(8192, 8, 64, None)[1] > 16
-    assert kernels._segments(8192, 300, 64, None)[1] == 1
+                sizes = kernels.plan(C, heads, 4, 128, 2, chips, splits)
+                assert sizes.span % sizes.block == 0
+                for share, count in ((sizes.span, sizes.parts), (sizes.stretch, sizes.stretches)):
+                    assert (count - 1) * share < C <= count * share
+                    assert count <= (splits or -(-4 * chips // heads))
+    busy = kernels.plan(8192, 8, 4, 128, 2, chips)
+    assert 8 * busy.parts > 3 * chips and busy.stretches == 4
+    assert kernels.plan(8192, 8192, 4, 128, 2, chips).parts == 1
+    # at least four programs for each multiprocessor: in no round do many wait for a few
+    assert 136 * kernels.plan(8192, 136, 4, 128, 2, chips).parts >= 3.5 * chips
+    # a short cache is not worth a third launch
+    assert kernels.plan(2049, 8, 4, 128, 2, chips).stretches == 1
+
+
+def test_a_gpu_is_asked_for_its_multiprocessors_once(monkeypatch):
+    """Each device for its own."""
+    asked = []
+
+    def properties(device):
+        asked.append(device.index)
+        return type("Properties", (), {"multi_processor_count": 100 + device.index})
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    kernels.multiprocessors.cache_clear()
+    try:
+        counts = [kernels.multiprocessors(torch.device("cuda", index)) for index in (0, 1, 0, 1)]
+    finally:
+        kernels.multiprocessors.cache_clear()
+    assert counts == [100, 101, 100, 101] and asked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("C", "splits", "options", "names"),
+    [
+        (100, 1, {}, ["split", "combine"]),
+        (100, 2, {}, ["split", "combine", "evict"]),
+        (100, 2, {"value": None}, ["split", "combine"]),
+        (4097, None, {}, ["split", "combine", "evict"]),
+    ],
+)
+def test_launches_of_a_step(monkeypatch, C, splits, options, names):
+    """Two; a third where the victim is sought by several programs."""
+    seen = []
+
+    class Noted:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: seen.append(self.name)
+
+    for name in ("split", "combine", "evict"):
+        monkeypatch.setattr(kernels, f"{name}_kernel", Noted(name))
+    rng = torch.Generator().manual_seed(0)
+    slots, new = filled(1, 2, 4, 64, C, F32, rng), token(1, 2, 4, 64, F32, rng)
+    kernels.step(
+        *new, slots.keys, slots.values, slots.positions, slots.slot, slots.newest, slots.state,
+        Rule(("sum",), **{"value": "sum"} | options), scale=0.1, splits=splits,
+    )  # fmt: skip
+    assert seen == names
 
 
 # ---- victims, bit for bit ----
@@ -415,6 +488,8 @@ def test_reason():
     assert "float64" in kernels.reason(torch.float64, 64, 1)
     assert "512" in kernels.reason(F16, 512, 1)
     assert "71" in kernels.reason(F16, 64, 71)
+    assert kernels.reason(F16, 128, 1, 128) is None
+    assert "128, not 64" in kernels.reason(F16, 128, 1, 64), "values are read with the queries' head size"
 
 
 @pytest.mark.parametrize(

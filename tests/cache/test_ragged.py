@@ -134,12 +134,19 @@ def test_products_and_sums_over_blocks_are_those_of_each_head(heads, G, dtype, s
         torch.testing.assert_close(mixed[n], p[n, :, :capacity] @ v[own].to(wide))
 
 
-def test_a_step_over_many_heads_is_two_products_of_matrices():
-    """However many heads there are; where the last block is shorter, four."""
-    sizes = torch.randint(200, 2000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
-    offsets = HeadOffsets(sizes, sizes, torch.device("cpu"))
-    assert offsets.rows == sum(sizes)
-    assert (len(offsets.blocks().parts), offsets.blocks().M) == (2, 2)
+def test_a_head_takes_nothing_from_its_neighbours():
+    """Not even zero times a value that is NaN."""
+    heads = [70, 3, 40, 5, 64, 1, 90]
+    offsets, random = HeadOffsets(heads, heads, torch.device("cpu")), torch.Generator().manual_seed(0)
+    q, p = torch.randn(7, 2, 4, generator=random), torch.rand(7, 2, 90, generator=random)
+    k, v = torch.randn(2, sum(heads), 4, generator=random)
+    for n, capacity in enumerate(heads):
+        begin = int(offsets.begin_N[n])
+        broken_k, broken_v = (torch.full_like(t, torch.nan) for t in (k, v))
+        broken_k[begin : begin + capacity], broken_v[begin : begin + capacity] = (t[begin : begin + capacity] for t in (k, v))
+        own = (slice(None), slice(capacity))
+        assert torch.equal(offsets.products(q, broken_k)[n][own], offsets.products(q, k)[n][own])
+        assert torch.equal(offsets.mixed(p, broken_v)[n], offsets.mixed(p, v)[n])
 
 
 def test_small_waste_stays_dense():

@@ -35,7 +35,7 @@ def compare(name, policy, k, *, wrap=(), turns="all", rows=2, sizes=TURNS, **opt
         ]
         if policy == "key_norm":  # rotation keeps a norm, so one token at two positions is a tie but for rounding
             order = torch.rand(rows, 96, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
-            pieces = order[:, :68].split([size for turn in sizes for size in turn], 1)
+            pieces = order[:, : sum(map(sum, sizes))].split([size for turn in sizes for size in turn], 1)
             text = list(zip(pieces[::2], pieces[1::2], strict=True))
         with kvpatch.patched(model, combined(policy, wrap), k, **given, **options) as patch:
             cache = patch.new_cache()

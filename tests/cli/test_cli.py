@@ -238,11 +238,11 @@ def test_generate_takes_every_setting(folder, prompt, monkeypatch):
         return real(model, policy, k, **how)
 
     monkeypatch.setattr(generating, "patched", patched)
-    flags = ["--schedule", "prompt", "--block", "7", "--positions", "renumbered"]
+    flags = ["--schedule", "prompt", "--bits", "8", "--block", "7", "--positions", "renumbered"]
     flags += ["--backend", "torch", "--seed", "3", "--strict"]
     result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", "2", *flags)
     assert result.exit_code == 0, result.output
-    wanted = {"block": 7, "positions": "renumbered", "backend": "torch", "seed": 3, "strict": True}
+    wanted = {"bits": 8, "block": 7, "positions": "renumbered", "backend": "torch", "seed": 3, "strict": True}
     assert given == wanted and {*wanted, "schedule"} == set(SETTINGS)
 
 

@@ -265,8 +265,8 @@ def test_advice_over_several_texts():
         "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on each of these 2 texts is h2o "
         "at k=0.5: 50% of the full cache's bytes, a KL of at most 0.0400 (worst token 0.40), at least 95.0% agreement."
     )
-    assert compare_view.best([first, second], 0.05, 0.95) == ("h2o", "0.5")  # tova ran on one text alone
-    assert compare_view.best([first], 0.05, 0.95) == ("tova", "0.3")
+    assert compare_view.best([first, second], 0.05, 0.95) == ("h2o", "0.5", 16)  # tova ran on one text alone
+    assert compare_view.best([first], 0.05, 0.95) == ("tova", "0.3", 16)
     assert compare_view.best([Result([BROKEN], 1000, 90, 10)], 0.05, 0.95) is None
 
 
@@ -276,6 +276,7 @@ def test_the_line_to_paste():
 
     assert line("h2o", "0.5", None, 0) == 'with kvpatch.patched(model, policy="h2o", k=0.5):'
     assert line("keyformer", "12", None, 0, generation_length=64) == 'with kvpatch.patched(model, policy="keyformer", k=12):'
+    assert line("h2o", "2GiB", None, 0, 4) == 'with kvpatch.patched(model, policy="h2o", k=\'2GiB\', bits=4):'
     said = line("snapkv", "2GiB", "prompt", 3, window=16, pooling=None)
     assert said == (
         'with kvpatch.patched(model, policy="snapkv", k=\'2GiB\', window=16, pooling=None, schedule=\'prompt\', seed=3):'
@@ -328,6 +329,23 @@ def test_compare(prompt, tmp_path):
     assert [row[-1] for row in table[9:]] == ["refused"] * 4
     assert " of these settings " in result.stderr and "One text is one text" in result.stderr
     assert (tmp_path / "kvpatch-compare" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_bits_at_equal_bytes(prompt):
+    """Every budget with each number of bits; the line to paste has the one that is advised."""
+    arguments = ("--prompt-file", prompt, "--max-new-tokens", 6, "--policies", "window", "-k", "16KiB", "--bits", "auto")
+    result = run("compare", "--model", MODEL, *arguments, "--json", "--tolerance", 100, "--agreement", 0)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    wanted = [(name, bits) for bits in (16, 8, 4) for name in ("random", "window")]
+    assert [(line["policy"], line["bits"]) for line in lines] == wanted
+    held = [line["budget"] for line in lines[1::2]]
+    assert held[0] < held[1] < held[2] and all(line["nbytes"] < 1.2 * 2**14 for line in lines)
+    best = min(lines[1::2], key=lambda line: line["nbytes"])
+    assert ("bits=" in result.stderr) == (best["bits"] != 16) and "16KiB, 4 bits" in result.stderr
+    for wrong in ("12", "auto,8", ""):
+        said = run("compare", "--model", MODEL, *arguments[:-1], wrong)
+        assert said.exit_code == 1 and "--bits" in said.stderr
 
 
 def test_compare_on_a_text_of_ones_own(prompt, tmp_path):

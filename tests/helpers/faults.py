@@ -39,12 +39,12 @@ def _trace(each, names):
         code = frame.f_code
         if not code.co_filename.startswith(HERE) or (names is not None and code.co_name not in names):
             return None
-        return None if _in_destructor(frame) else local
+        return None if in_destructor(frame) else local
 
     return call
 
 
-def _in_destructor(frame):
+def in_destructor(frame):
     """Tell if `__del__` runs this frame: Python prints an exception there and goes on."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

@@ -128,12 +128,16 @@ def test_with_block_each_log_likelihood_is_what_feeding_by_hand_gives(recall, po
 
 
 def test_every_setting_is_a_model_argument(recall):
-    given = {"schedule": "prompt", "block": 8, "positions": "renumbered", "kv_backend": "torch", "seed": 3, "strict": True}
+    given = {
+        "schedule": "prompt", "bits": 8, "block": 8, "positions": "renumbered", "kv_backend": "torch", "seed": 3,
+        "strict": True,
+    }  # fmt: skip
     assert {name.removeprefix("kv_") for name in given} == set(SETTINGS)
     lm = KVPatchLM(**recall, batch_size=2, policy="streaming_llm", k=0.25, sinks=3, **given)
     lm.patch.remove()
     got = lm.patch.settings
     assert (got.policy.schedule, got.block, got.renumbered, got.backend, got.seed) == ("prompt", 8, True, "torch", 3)
+    assert got.bits == 8
     assert got.policy.options()["sinks"] == 3 and len(got.strict) == got.n_layers
     for name in SETTINGS:
         assert re.search(rf"\b(kv_)?{name}\b", KVPatchLM.__doc__), f"{name} is not documented"

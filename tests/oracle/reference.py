@@ -29,6 +29,7 @@ Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -
 
 EULER = 0.5772  # the mean of a standard Gumbel variable, as docs/policies/keyformer.md writes it
 ROWS, READ = 16, 1024  # scores="sampled": rows of a block, and about how many rows are read
+NEAR = 30  # a number this much nearer to a tie of its rounding than the margin of decisions may be rounded otherwise
 FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
 
 SNAPKV: dict[str, Any] = {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"}
@@ -70,6 +71,7 @@ EVERY_POLICY: dict[str, Any] = {
     "schedule": "both",
     "block": None,
     "positions": "original",
+    "bits": 16,
     "wrap": (),
 }
 # What can be put around any policy, and the options that come with it.
@@ -103,6 +105,21 @@ class Row:
 
     def __post_init__(self) -> None:
         self.group = {i: sum(a) / len(a) for i, a in self.a.items()}
+
+
+def rounded(x: Tensor, bits: int, size: int) -> tuple[Tensor, float]:
+    """x[D] with every `size` numbers rounded to 2^bits steps between their least and their greatest, and how far the nearest
+    of them is from a tie between two steps."""
+    result, margin = [], math.inf
+    for start in range(0, len(x), size):
+        numbers = x[start : start + size].tolist()
+        zero, scale = min(numbers), (max(numbers) - min(numbers)) / (2**bits - 1)
+        for number in numbers:
+            steps = (number - zero) / scale if scale else 0.0
+            code = round(steps)  # half to even
+            margin = min(margin, (0.5 - abs(steps - code)) * scale) if scale else margin
+            result.append(zero + scale * code)
+    return torch.tensor(result, dtype=x.dtype), margin
 
 
 # Scores: s[i] from the rows of one KV head. A row that could not see i (causality, a sliding window) has no entry i.
@@ -224,6 +241,9 @@ class Oracle:
         self.margin = math.inf
         self.keys: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.values: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
+        # what a token's own step saw of its key and value, and which tokens are rounded by now
+        self.noted: list[list[dict[int, tuple[Tensor, Tensor]]]] = [[{} for _ in range(K)] for _ in range(L)]
+        self.rounded: list[list[set[int]]] = [[set() for _ in range(K)] for _ in range(L)]
         self.rows: list[list[list[Row]]] = [[[] for _ in range(K)] for _ in range(L)]
         # Keyformer's running scores; with shared=True every layer adds to, and decides by, the same ones.
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
@@ -294,6 +314,7 @@ class Oracle:
             x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
             self.add_running(l, len(ids))
             self.evict(l)
+            self.round(l)
         return self.decoder.logits(x_TE)
 
     def attend(self, l: int, positions: Tensor, h_TE: Tensor) -> Tensor:
@@ -312,6 +333,9 @@ class Oracle:
                 cos, sin = self.decoder.tables(l, torch.arange(len(self.keys[l][g]) + len(positions)))
             for index, t in enumerate(positions.tolist()):
                 self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]  # what is newer is not there yet
+                if self.step:
+                    self.round(l)
+                self.noted[l][g][t] = self.keys[l][g][t], self.values[l][g][t]
                 held = sorted(self.keys[l][g])
                 place = {i: rank if renumbered else i for rank, i in enumerate(held)}
                 seen = [i for i in held if window is None or t - i < window]
@@ -357,6 +381,23 @@ class Oracle:
         assert self.draw is not None
         group, place = divmod(block - 1, r)
         return place == int(self.draw("uniform", l, -1, -1, group) * r)
+
+    # Rounding
+
+    def round(self, l: int) -> None:
+        """Round what layer l holds and was not rounded before: a prompt's tokens (a block's) once they have attended and the
+        layer has evicted, a generated token before it attends. Keys have a scale per group of channels, values one."""
+        bits, group = self.options["bits"], self.options.get("group", 32)
+        if bits == 16:
+            return
+        for g, (keys, values) in enumerate(zip(self.keys[l], self.values[l], strict=True)):
+            for i in [i for i in keys if i not in self.rounded[l][g]]:
+                self.rounded[l][g].add(i)
+                D = len(keys[i])
+                groups = next(count for count in range(1, D + 1) if D % count == 0 and D // count <= group)
+                for held, size in ((keys, D // groups), (values, len(values[i]))):
+                    held[i], margin = rounded(held[i], bits, size)
+                    self.margin = min(self.margin, NEAR * margin)
 
     # Keyformer's running score
 
@@ -462,15 +503,16 @@ class Oracle:
                 pooled = observation(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: pooled[i] for i in candidates}
             case "key_norm":
-                return {i: -math.sqrt((self.keys[l][g][i] ** 2).sum().item()) for i in candidates}
+                return {i: -math.sqrt((self.noted[l][g][i][0] ** 2).sum().item()) for i in candidates}
         raise ValueError(o["score"])
 
     def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
         """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
         heads = range(g * self.G, (g + 1) * self.G)
-        result = {}
+        result, once = {}, self.options["schedule"] == "prompt"
         for i in candidates:
-            changes = [(self.values[l][g][i] @ self.decoder.output_rows(l, h)).tolist() for h in heads]
+            value = self.values[l][g][i] if once else self.noted[l][g][i][1]
+            changes = [(value @ self.decoder.output_rows(l, h)).tolist() for h in heads]
             if self.options["norm"] == 1:
                 sizes = [sum(abs(value) for value in change) for change in changes]
             else:
@@ -572,6 +614,7 @@ def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> di
         ("pooling", ("max", "avg", None)),
         ("norm", (1, 2)),
         ("positions", ("original", "renumbered")),
+        ("bits", (16, 8, 4)),
     ):
         if name in given and given[name] not in values:
             raise ValueError(f"{name}={given[name]!r}: one of {values}")

@@ -87,6 +87,8 @@ STATES: dict[str, tuple[str, Any, dict[str, Any], Callable[[Any, Any], EvictingC
     "sliding": ("mistral_sliding", "h2o", {}, _plain),
     "gpt2": ("gpt2", "streaming_llm", {}, _plain),
     "mpt": ("mpt", "scissorhands", {}, _padded),
+    "h2o, 8 bits": ("llama_gqa", "h2o", {"bits": 8}, _two_turns),
+    "ragged, 4 bits": ("llama_gqa", _ragged, {"recent": 2, "protected": 0.2, "bits": 4}, _plain),
 }
 
 

@@ -40,6 +40,7 @@ class Chosen:
     turns: str = "all"
     block: int | None = None
     positions: str = "original"
+    bits: int = 16
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -51,10 +52,11 @@ class Chosen:
         extra |= {} if self.turns == "all" else {"turns": self.turns}
         k = list(self.k) if isinstance(self.k, tuple) else self.k
         policy = combined(self.policy, self.wrap)
-        return kvpatch.patched(model, policy, k, block=self.block, positions=self.positions, **dict(self.options), **extra)
+        extra |= {"bits": self.bits, "block": self.block, "positions": self.positions}
+        return kvpatch.patched(model, policy, k, **dict(self.options), **extra)
 
     def oracle(self, n: int) -> Oracle:
-        given = {**dict(self.options), "block": self.block, "positions": self.positions}
+        given = {**dict(self.options), "bits": self.bits, "block": self.block, "positions": self.positions}
         chosen = settings(self.policy, given, self.wrap)
         return Oracle(subject(self.name)[1], n, self.k, chosen, TAU_STEPS, functools.partial(draw, 0), self.turns)
 
@@ -83,7 +85,8 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
         options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
     positions = "renumbered" if name != "gpt2" and choose(st.integers(0, 2)) == 0 else "original"
-    return Chosen(name, policy, k, wrap, turns, block, positions, tuple(options.items()))
+    bits = choose(st.sampled_from((16, 16, 16, 8, 4)))
+    return Chosen(name, policy, k, wrap, turns, block, positions, bits, tuple(options.items()))
 
 
 def once(policy: str, options: dict[str, Any]) -> bool:
@@ -117,7 +120,8 @@ def shortened(oracle: Oracle, count: int) -> Oracle:
     oracle.seen -= count
     for l, layer in enumerate(oracle.keys):
         for g in range(len(layer)):
-            for held in (oracle.keys[l][g], oracle.values[l][g]):
+            oracle.rounded[l][g] = {i for i in oracle.rounded[l][g] if i < oracle.seen}
+            for held in (oracle.keys[l][g], oracle.values[l][g], oracle.noted[l][g]):
                 for gone in [i for i in held if i >= oracle.seen]:
                     del held[gone]
             oracle.rows[l][g] = [row for row in oracle.rows[l][g] if row.t < oracle.seen]
@@ -226,7 +230,8 @@ def check_cache(cache: Any, shadow: Shadow) -> tuple[int, int]:
         else:
             compared += 1
             assert held == wanted, f"row {row}: kept positions differ"
-    width = cache.layers[0].keys.element_size() * cache.layers[0].keys.shape[-1] * 2
+    kv = cache.layers[0].kv
+    width = sum(tensor.element_size() * tensor.shape[-1] for tensor in (kv.keys, kv.values))
     assert cache.nbytes >= width * sum(n for layer in counts for row in layer for n in row), "nbytes"
     return compared, skipped
 

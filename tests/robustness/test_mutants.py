@@ -18,6 +18,7 @@ ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
+NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
@@ -72,6 +73,36 @@ MUTANTS = {
         "policies/selection.py", "return (bits.long() << 30) | positions",
         "return (bits.long() << 30) | (MAX_POSITION - positions)",
         f"{ORACLE}[llama-scissorhands]"),
+    "bits: half a step lower": (
+        "backends/entries.py", ".round_().clamp_(0, top)", ".floor_().clamp_(0, top)", f"{NARROW}[llama-h2o-8]"),
+    "bits: the halves of a byte change places": (
+        "backends/entries.py", "return low | (high << 4)", "return high | (low << 4)", f"{NARROW}[llama-h2o-4]"),
+    "bits: one scale for a whole key": (
+        "backends/entries.py", "range(math.ceil(D / GROUP), D + 1)", "range(1, D + 1)",
+        "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
+    "bits: a prompt attends to rounded keys": (
+        "cache/narrow.py", "    return ReadingSlots(keys, values, then, (then",
+        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, (then",
+        "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
+    "bits: an earlier prompt's entries are rounded again": (
+        "cache/narrow.py", "            if W:\n", "            if False:\n",
+        "tests/cache/test_narrow.py::test_a_later_prompt_leaves_earlier_entries_their_bytes[torch.bfloat16-8]"),
+    "bits: a later block reads what was not rounded": (
+        "cache/layer.py", "        self.kv = opened(self.kv)\n", "", "tests/cache/test_narrow.py::test_blocks[h2o-8]"),
+    "bits: norms are noted of what attention does not see": (
+        "attention/layer_call.py", "self.slots.kv.codecs[0].cached(k_BHQD)", "k_BHQD", f"{NARROW}[llama-key_norm-4]"),
+    "bits: a step unpacks the layer": (
+        "backends/entries.py", "size = max(most // (math.prod(N) * codec.D), 1)", "size = T",
+        "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
+    "bits: bytes are counted in full": (
+        "hooks/target.py", "entry_bytes(bits, head_dim", "entry_bytes(16, head_dim",
+        "tests/cache/test_narrow.py::test_a_budget_in_bytes_holds_more_tokens"),
+    "bits: a saved cache is not looked into": (
+        "storage/contents.py", "layer.kv.numbers(layer.kv.width)", "(layer.kv.keys, layer.kv.values)",
+        "tests/cache/test_narrow.py::test_a_saved_cache_with_a_scale_that_is_no_number_is_refused[8]"),
+    "bits: kernels read bytes as numbers": (
+        "backends/triton/triton_backend.py", "if case.narrow:", "if False:",
+        "tests/cache/test_narrow.py::test_kernels_leave_rounded_slots_to_torch[8]"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
@@ -138,8 +169,8 @@ MUTANTS = {
     "one head's extent off by one": (
         "backends/head_offsets.py", "accumulate((capacities[n] for n", "accumulate((capacities[n] - (n == 1) for n",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
-    "a ragged head takes values of its neighbours": (
-        "backends/head_offsets.py", "s=size) * own", "s=size) * own.any()",
+    "the edges of ragged heads count their first entry again": (
+        "backends/head_offsets.py", "[blocks.edge_NE]] * blocks.real_NE", "[blocks.edge_NE]]",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
@@ -213,6 +244,13 @@ MUTANTS = {
     "squares of one head in the column kernel": (
         "backends/triton/columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
+    "rows between two splits of the column kernel left out": (
+        "backends/triton/columns.py", "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M, hi)",
+        "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M - 1, hi)",
+        "tests/backends/test_triton_columns.py::test_rows_split_over_programs[shape1-1024]"),
+    "key blocks of one head first": (
+        "backends/triton/columns.py", "_columns_kernel[(B * H * splits, blocks)](", "_columns_kernel[(blocks, B * H * splits)](",
+        "tests/backends/test_triton_columns.py::test_programs_that_see_most_rows_start_first"),
     "the column kernel forgets ALiBi": (
         "backends/triton/columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
         "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kvpatch
-from kvpatch import KVPatchError
+from kvpatch import EvictingCache, KVPatchError
 from tests.helpers.comparing import combined
 from tests.helpers.running import feed, go_on, kept
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
@@ -169,3 +169,16 @@ def test_a_shared_score_that_only_prompts_add_to_is_saved(tmp_path):
         patch.save_cache(cache, tmp_path / "cache.safetensors")
         again, turn = patch.load_cache(tmp_path / "cache.safetensors"), prompt(1, 5, seed=3)
         assert torch.equal(model(turn, past_key_values=cache).logits, model(turn, past_key_values=again).logits)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o", "adakv"])
+def test_a_joined_cache_is_saved_after_a_further_turn(policy, tmp_path):
+    """It called more columns uncroppable than were in use."""
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, policy, 1.0) as patch:
+        cache = EvictingCache.concatenate([feed(model, patch, prompt(1, n)) for n in (3, 9)])
+        model(prompt(2, 7), past_key_values=cache)
+        cache.check_invariants()
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        again, step = patch.load_cache(tmp_path / "cache.safetensors"), prompt(2, 1, seed=2)
+        assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)

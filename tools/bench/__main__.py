@@ -23,11 +23,15 @@ which is what bounds the others. It takes its turn beside every evicting policy;
 ragged: as decode, but against snapkv, which holds as much in dense slots; bytes are against a full cache's at the same step.
 batch: as decode, eight texts at once, on a Llama of 8 layers of width 512 with a KV head per query head; without a floor.
 host: as decode, on a Llama of 32 layers of width 64, so that a step costs what its Python costs; without a floor.
+launches: what a step starts on a device, what the host waits for, and the host's time, on the torch path and on Triton's.
 block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
 Memory is the growth of the process's peak resident size over one prompt, in a fresh process for each case. `roof_ms` is what
 the machine's memory and multipliers, measured first, would need at least (roofline.py), `roof_ratio` how often that fits.
 """
 
+from . import counting as counting  # first: it sets what Triton reads when it is imported
+
+# isort: split
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,6 +45,8 @@ from . import paper, peer
 from . import plot as bench_plot
 from .decode import batch_lines, decode_lines, ragged_lines
 from .host import host_lines
+from .launches import launch_lines
+from .launches import markdown as launches_markdown
 from .lines import (
     ARCH_POLICIES,
     CASES,
@@ -87,7 +93,7 @@ def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, st
             yield from (("decode", "llama", names, n) for n in lengths or DECODE_LENGTHS)
         elif one in ONE_ARCH:
             arch, defaults, length = ONE_ARCH[one]
-            names = chosen(policies, defaults, tuple(POLICIES))
+            names = chosen(policies, defaults, (*POLICIES, *defaults))
             yield from ((one, arch, names, n) for n in lengths or (length,))
         else:
             names = chosen(policies, PROMPT_POLICIES if one == "prompt" else ARCH_POLICIES, tuple(POLICIES))
@@ -95,16 +101,20 @@ def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, st
             yield from ((one, arch, names, n) for arch in archs for n in lengths or (2048,))
 
 
+# cases that measure all policies on one model
+SEVERAL_LINES = {
+    "decode": decode_lines,
+    "ragged": ragged_lines,
+    "host": host_lines,
+    "batch": batch_lines,
+    "launches": launch_lines,
+}
+
+
 def measure(case: str, arch: str, names: list[str], n: int, repeats: int, tiny: bool) -> Iterable[Line]:
     """The lines of one row of the plan."""
-    if case == "decode":
-        yield from decode_lines(names, n, repeats, tiny)
-    elif case == "ragged":
-        yield from ragged_lines(names, n, repeats, tiny)
-    elif case == "host":
-        yield from host_lines(names, n, repeats, tiny)
-    elif case == "batch":
-        yield from batch_lines(names, n, repeats, tiny)
+    if case in SEVERAL_LINES:
+        yield from SEVERAL_LINES[case](names, n, repeats, tiny)
     else:
         for name in names:
             yield prompt_line(case, arch, name, n, repeats, tiny)
@@ -123,7 +133,8 @@ def on_gpu(
 # ---- files ----
 
 TABLES = (
-    ((*CASES, "gpu_side", "gpu_prompt"), markdown),
+    ({*CASES, "gpu_side", "gpu_prompt"} - {"launches"}, markdown),
+    (("launches",), launches_markdown),
     (("gpu_decode",), bench_gpu.markdown),
     (("gpu_generate", "paper"), paper.markdown),
     (("peer",), peer.markdown),
@@ -162,7 +173,7 @@ def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
 @app.command()
 def main(
     case: Annotated[
-        str, typer.Option(help="prompt, decode, arch (MPT, GPT-J prompts), ragged, block, host, batch, all; gpu or one of its")
+        str, typer.Option(help=f"{', '.join(CASES)} (arch: MPT and GPT-J prompts), all; gpu or one of its")
     ] = "all",
     policies: Annotated[str, typer.Option(help="names, comma-separated; 'floor' bounds decode")] = "",
     lengths: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "",

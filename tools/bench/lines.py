@@ -19,13 +19,14 @@ from kvpatch.policies import POLICIES
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch")
+CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts)
 ARCH_POLICIES = ("window", "h2o", "keyformer")
 RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
 BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
 HOST_POLICIES = ("full", "window", "h2o", "roco", "keyformer", "snapkv", "adakv", "scissorhands", "tova", "critical_snapkv")
+LAUNCH_POLICIES = (*HOST_POLICIES[:-1], "critical(h2o)")
 HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
 BATCH_POLICIES = ("h2o", "roco", "keyformer", "snapkv", "adakv", "critical_adakv")
 BATCH_ARCH, BATCH, BATCH_LENGTH = "llama-even", 8, 1024
@@ -34,6 +35,7 @@ ONE_ARCH = {
     "ragged": ("llama", RAGGED_POLICIES, 2048),
     "block": ("llama", BLOCK_POLICIES, 16384),
     "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
+    "launches": (HOST_ARCH, LAUNCH_POLICIES, HOST_LENGTH),
     "batch": (BATCH_ARCH, BATCH_POLICIES, BATCH_LENGTH),
 }
 ACCUMULATING = ("h2o", "roco", "keyformer")
@@ -182,7 +184,7 @@ def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> st
 
 def latest(lines: list[Line]) -> list[Line]:
     """Of lines about the same case the last one."""
-    names = ("case", "arch", "policy", "n", "batch")
+    names = ("case", "arch", "policy", "n", "batch", "path")
     return list({tuple(line.get(name) for name in names): line for line in lines}.values())
 
 

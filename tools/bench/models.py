@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedModel
 
 STEPS = 64
-SMALL = ("llama", "llama-narrow", "llama-even", "mpt", "gptj")
 LARGE = ("mpt-7b", "llama-8b")
 
 
@@ -20,7 +19,7 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
     if arch in LARGE and not tiny:
         return _large(arch, positions)
     if arch == "llama-narrow":
-        return _narrow(positions, layers=2 if tiny else 32)
+        return narrow(positions, layers=2 if tiny else 32)
     if arch == "llama-even":
         return _even(positions, *((2, 128) if tiny else (8, 512)))
     layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
@@ -41,10 +40,11 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             max_position_embeddings=positions,
             tie_word_embeddings=True,
         )
-    raise typer.BadParameter(f"no model of architecture {arch!r} here: {', '.join((*SMALL, *LARGE))}")
+    known = ("llama", "llama-narrow", "llama-even", "mpt", "gptj", *LARGE)
+    raise typer.BadParameter(f"no model of architecture {arch!r} here: {', '.join(known)}")
 
 
-def _narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
+def narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
     """Many layers of next to no arithmetic: four heads of size 16 over two KV heads."""
     return LlamaConfig(
         hidden_size=64,

@@ -10,6 +10,8 @@ from typing import Any
 
 from . import pictures as drawn
 from .ablate import FAMILIES, label
+from .bits import BITS
+from .bits import label as bit_label
 from .claims import by_recipe, order, table_of
 from .papers import CLAIMS
 from .summary import INTERVALS, budget, grid, markdown, remarks, shown
@@ -40,6 +42,12 @@ agrees, contradicts: the interval of the difference leaves zero out, and of thre
 that sign. on average: the interval does, but more models than that differ. not separated: zero is in the interval. The papers'
 models are four orders of magnitude larger than these.
 """
+
+
+BESIDE = """\
+The bytes are those of a share of the text in 16 bits. The same bytes hold 1.8 times the tokens in 8 bits and 3.2 times in 4
+(scales and zeros count; heads have 32 numbers), at most the whole text. `right` as in [recall](#recall), and how much higher it
+is than with 16 bits. Bold as above."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,8 @@ def write(tables: dict[str, Table], docs: Path) -> None:
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
+    if "bits" in tables:
+        blocks.append(_bits(tables["bits"]))
     if "ablate" in tables:
         blocks.append(_ablations(tables["ablate"]))
     (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
@@ -176,6 +186,23 @@ def _ablations(table: Table) -> str:
         columns = ["", *(f"{scenario}, k = {budget(k)}" for scenario in ("in", "after") for k in table.budgets)]
         lines += [f"### {family}", "", f"{about}.", "", markdown(columns, rows), ""]
     return "\n".join([*lines, *remarks(table)])
+
+
+def _bits(table: Table) -> str:
+    """Recall with 16 bits at each budget, and how much better 8 and 4 bits are at the same bytes."""
+    samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
+    lines = ["## Bits beside tokens", "", BESIDE, ""]
+    lines += [f"`python -m tools.evaluation bits`. {samples:,} samples, {len(table.models)} models, in bfloat16.", ""]
+    for scenario in dict.fromkeys(line["group"]["scenario"] for line in table.lines if "group" in line):
+        here, rows = table.where(scenario=scenario), []
+        for policy in dict.fromkeys(name.partition(",")[0] for name in here.names):
+            for k in here.budgets:
+                wide, *narrow = (bit_label(policy, bits) for bits in BITS)
+                gains = [here.difference((name, k), (wide, k), "right") for name in narrow]
+                rows.append([policy, budget(k), shown(here.mean((wide, k), "right")), *(shown(g, signed=True) for g in gains)])
+        columns = ("policy", "bytes, share of full", "16 bits", "8 bits, difference", "4 bits, difference")
+        lines += [f"### {drawn.title('recall', {'scenario': scenario}).capitalize()}: bits", "", markdown(columns, rows), ""]
+    return "\n".join(lines)
 
 
 def _section(section: Section, table: Table, task: Task, pictures: Path) -> str:

@@ -112,7 +112,7 @@ def clamped(setting: Setting, n: int) -> str:
     own = {
         name: value
         for name, value in setting.options.items()
-        if name not in ("block", "positions", "backend", "schedule")
+        if name not in ("bits", "block", "positions", "backend", "schedule")
     }
     policy = get_policy(setting.policy).with_options(setting.options.get("schedule"), **own)
     budget = max(1, share(setting.k, n))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpatch.errors import KVPatchError, suggest
 
 from .ablate import Ablate
+from .bits import Bits
 from .generation import Instruct, Reconstruct, Summarize
 from .jaccard import Jaccard
 from .longbench import LongBench
@@ -20,7 +21,7 @@ TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
         Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, LongBench,
-        Jaccard, Perturbation, Sparsity, Robustness, Ablate,
+        Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits,
     )
 }  # fmt: skip
 

@@ -36,6 +36,8 @@ def reason(task: Task, case: Case) -> str | None:
     """Return an error message if no flash kernel can perform the task, or None if one can."""
     if case.special:
         return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
+    if case.narrow:
+        return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
     if task in ("statistics", "decode"):
         return "flash-attn returns no score statistics: triton or torch gather them"
     if case.device != "cuda":

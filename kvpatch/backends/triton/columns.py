@@ -28,6 +28,8 @@ NAMES = ("sum", "squares", "count")
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PROGRAMS = 2048  # that a launch is to have at least: some hundred run at once, and the last of them should be short
+LEAST_TILES = 16  # of the longest program after a split: its keys are loaded once more
 WIDEST = 256  # largest head size: a wider tile does not fit in shared memory
 
 
@@ -64,7 +66,7 @@ def row_normalisers(
     block_n, block_m, warps, stages = _row_tile(q_BHGQD.dtype, padded, Q)
     q, k, positions = (_last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     with torch.cuda.device_of(q):
-        _normalisers_kernel[(triton.cdiv(Q, block_m), B * H * G)](
+        _normalisers_kernel[(B * H * G, triton.cdiv(Q, block_m))](
             q,
             k,
             positions,
@@ -122,15 +124,17 @@ def column_statistics(
     names = tuple(names)
     _check(q_BHGQD, k_BHTD, names, keys_BHQ, noise_BHTG)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
-    outs = {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
     if not names or not Q or not T:
-        return outs
+        return {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
     padded = max(16, triton.next_power_of_2(D))
     block_n, block_m, warps, stages = _column_tile(q_BHGQD.dtype, padded, Q)
+    blocks = triton.cdiv(T, block_n)
+    splits = _row_splits(B * H * blocks, triton.cdiv(Q, block_m), G)
+    outs = {name: torch.empty(splits, B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
     fill = -Q % block_m
     q, k, positions = (_last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     with torch.cuda.device_of(q):
-        _columns_kernel[(triton.cdiv(T, block_n), B * H)](
+        _columns_kernel[(B * H * splits, blocks)](
             q,
             k,
             positions,
@@ -144,6 +148,7 @@ def column_statistics(
             *q.stride()[:4],
             *k.stride()[:3],
             *positions.stride()[:2],
+            B * H,
             H,
             Q + fill,
             T,
@@ -161,7 +166,7 @@ def column_statistics(
             num_warps=warps,
             num_stages=stages,
         )
-    return outs
+    return {name: out[0] if splits == 1 else out.sum(0) for name, out in outs.items()}
 
 
 # ---- arguments of the kernels ----
@@ -225,7 +230,12 @@ def _even_shares(keys_BHQ: Tensor, fill: int) -> Tensor:
     return F.pad(shares.masked_fill(keys_BHQ <= 1, math.inf), (0, fill), value=math.inf).contiguous()
 
 
-# ---- tiles: keys, rows, warps, stages ----
+# ---- the grid, and tiles: keys, rows, warps, stages ----
+
+
+def _row_splits(programs: int, row_blocks: int, group: int) -> int:
+    """Return among how many programs to split the rows of one block of keys."""
+    return max(1, min(triton.cdiv(PROGRAMS, programs), row_blocks, row_blocks * group // LEAST_TILES))
 
 
 def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
@@ -253,13 +263,18 @@ def _columns_kernel(
     q_ptr, k_ptr, positions_ptr, rows_ptr, spans_ptr, terms_ptr, shares_ptr, slopes_ptr, noise_ptr,
     sum_ptr, squares_ptr, count_ptr,
     q_b, q_h, q_g, q_r, k_b, k_h, k_t, positions_b, positions_h,
-    H, Q, T, past, sliding, factor, bias_factor,
+    heads, H, Q, T, past, sliding, factor, bias_factor,
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the column statistics of one block of keys. Q, the stride of rows, is a multiple of BLOCK_M."""
-    n0 = tl.program_id(0) * BLOCK_N
-    bh = tl.program_id(1).to(tl.int64)
+    """Compute the column statistics of one block of keys, over one split of the rows that see it.
+
+    Programs start in the order of the grid: the first keys, which most rows see, of all heads first.
+    Q, the stride of rows, is a multiple of BLOCK_M.
+    """
+    n0 = tl.program_id(1) * BLOCK_N
+    split, splits = tl.program_id(0) // heads, tl.num_programs(0) // heads
+    bh = (tl.program_id(0) % heads).to(tl.int64)
     b, h = bh // H, bh % H
     n, d = n0 + tl.arange(0, BLOCK_N), tl.arange(0, PADDED)
     k_tile = k_ptr + b * k_b + h * k_h + n.to(tl.int64)[:, None] * k_t + d[None, :]
@@ -289,6 +304,10 @@ def _columns_kernel(
         below = tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - past, lo), BLOCK_M) * BLOCK_M
         mid = tl.where(regular, tl.minimum(below, hi), hi)
     far = tl.minimum(tl.maximum(far, mid), hi)
+    begin, blocks = lo, tl.cdiv(hi - lo, BLOCK_M)
+    lo = begin + blocks * split // splits * BLOCK_M
+    hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M, hi)
+    mid, far = tl.minimum(tl.maximum(mid, lo), hi), tl.minimum(tl.maximum(far, lo), hi)
 
     sums = tl.zeros([BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
@@ -309,7 +328,7 @@ def _columns_kernel(
             m = m0 + tl.arange(0, BLOCK_M)
             # padding may hold any value: its queries are not read, or are masked if padding stands between rows
             here = (m >= first) & (m < hi)
-            q_tile = q_ptr + b * q_b + h * q_h + g * q_g + tl.cast(m0, tl.int64) * q_r
+            q_tile = q_ptr + b * q_b + h * q_h + tl.cast(g, tl.int64) * q_g + tl.cast(m0, tl.int64) * q_r
             q_tile = q_tile + tl.arange(0, BLOCK_M)[:, None] * q_r + d[None, :]
             q = tl.load(q_tile, mask=here[:, None] & (d < D)[None, :], other=0.0)
             term = tl.load(terms_ptr + (bh * G + g) * Q + m)
@@ -341,7 +360,7 @@ def _columns_kernel(
                 counts += tl.sum((p > share[None, :]).to(tl.float32), 1)
 
     # an empty slot may hold any value: its sums are dropped
-    held, at = positions >= 0, bh * T + n
+    held, at = positions >= 0, (split * heads + bh) * T + n
     if sum_ptr is not None:
         tl.store(sum_ptr + at, tl.where(held, sums, 0.0), mask=n < T)
     if squares_ptr is not None:
@@ -359,8 +378,8 @@ def _normalisers_kernel(
     SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exp of one block of rows of one query head, updated online over the blocks of keys."""
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
-    bhg = tl.program_id(1).to(tl.int64)
+    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the rows that see most start first, those of all heads
+    bhg = tl.program_id(0).to(tl.int64)
     bh, g = bhg // G, bhg % G
     b, h = bh // H, bh % H
     m, d = m0 + tl.arange(0, BLOCK_M), tl.arange(0, PADDED)

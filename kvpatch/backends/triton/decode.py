@@ -1,15 +1,18 @@
-"""One decode step over slots in two launches: write the new token, attend, observe, and choose a victim.
+"""One decode step over slots in two or three launches: write the new token, attend, observe, and choose a victim.
 
 `split_kernel` has one program per KV head and segment of its slots: an online softmax over the segment, for all query heads
-of the group at once, so that each key and value is read once. `combine_kernel` has one program per KV head: it merges the
-segments, adds to the statistics and finds the slot with the lowest eviction key of policies/selection.py. Logits pass between
-them through a scratch buffer [B*H,G,C] and are in base 2 throughout. Nothing waits for the host, no size depends on data and
-there are no atomics: a step can be captured in a CUDA graph and gives the same bits whenever it runs.
+of the group at once, so that each key and value is read once. In `combine_kernel` every program merges the softmax of a head's
+segments. Some then compute a part of the head's output; each of the others adds to the statistics of a stretch of its slots
+and finds there the lowest eviction key of policies/selection.py. Where a head has several stretches, `evict_kernel` compares
+their keys. Logits pass between the kernels through a scratch buffer and are in base 2 throughout. Nothing waits for the host,
+no size depends on data and there are no atomics: a step can be captured in a CUDA graph and gives the same bits whenever it
+runs. Nothing that changes with the length of the text is a constant of a kernel, so a new length compiles nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 import triton
@@ -22,15 +25,20 @@ from ...policies import selection
 STATISTICS = ("sum", "squares", "count", "gumbel", "observed")
 VALUES = ("sum", "mean", "count", "gumbel", "observed", "recency")
 MAX_HEAD, MAX_GROUP = 256, 64
-PROGRAMS = 264  # two for each of an H100's or H200's 132 multiprocessors
+WAVES = 4  # programs per multiprocessor, of which two or three run at a time; more of them balance better than they cost
+CPU_MULTIPROCESSORS = 132  # an H100's or H200's: for the interpreter, and for compiling without a GPU
 SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
 TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
 CELLS = 1 << 11  # probabilities that a combining program holds at a time
+BLOCKS = 4  # a stretch has at least so many blocks of slots: with fewer, a launch to compare stretches costs more than it saves
+MOST_STRETCHES = 256
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LAST: tl.constexpr = tl.constexpr(selection.LAST)
 TIER: tl.constexpr = tl.constexpr(1 << 62)
 NOWHERE: tl.constexpr = tl.constexpr((1 << 31) - 1)
+PARTS: tl.constexpr = tl.constexpr(16)  # segments that are merged at a time
+OUTPUTS: tl.constexpr = tl.constexpr(128)  # entries of a head's output [G,D] that one program computes
 
 
 @dataclass(frozen=True)
@@ -56,16 +64,100 @@ class Rule:
         if self.value not in (None, *VALUES):
             raise KVPatchError(f"value={self.value!r} must be None or one of {VALUES}.")
 
+    @cached_property
+    def ranked(self) -> str | None:
+        """Value by which the victim is chosen; None if the kernel chooses none."""
+        return self.value if self.evicts else None
 
-def reason(dtype: torch.dtype, head_dim: int, group: int) -> str | None:
-    """Return the reason that the kernels do not support such queries, or None."""
+    @cached_property
+    def read(self) -> str | None:
+        """Statistic that is ranked as it is, because the step does not update it."""
+        name = "sum" if self.ranked == "mean" else self.ranked
+        return None if name in ("recency", *self.statistics) else name
+
+    @cached_property
+    def constants(self) -> tuple[str | bool | None, ...]:
+        """Last constants of `combine_kernel`."""
+        return self.ranked, *(name in self.decayed for name in STATISTICS[:4])
+
+
+def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None) -> str | None:
+    """Return the reason that the kernels do not support such queries, or None.
+
+    value_dim: head size of the values; None if it is the keys'.
+    """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD:
         return f"its kernels take head sizes up to {MAX_HEAD}, not {head_dim}"
+    if value_dim not in (None, head_dim):
+        return f"its kernels take values of the keys' head size, {head_dim}, not {value_dim}"
     if group > MAX_GROUP:
         return f"its kernels take up to {MAX_GROUP} query heads per key-value head, not {group}"
     return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a step's launches.
+
+    Attributes:
+        span: slots of a segment, in whole blocks.
+        parts: segments of a head.
+        stretch: slots whose statistics one program updates.
+        stretches: programs that do so for a head.
+        outputs: programs that compute a head's output.
+        group: query heads rounded up to a power of two; `lanes` to one that a matrix product takes.
+        width: the head size, likewise.
+        block: slots that a program of `split_kernel` reads at a time; `cells`: one of `combine_kernel`.
+        warps: of both; stages: of `split_kernel`.
+    """
+
+    span: int
+    parts: int
+    stretch: int
+    stretches: int
+    outputs: int
+    group: int
+    lanes: int
+    width: int
+    block: int
+    cells: int
+    warps: int
+    stages: int
+
+
+@lru_cache(maxsize=1024)
+def plan(C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int, splits: int | None = None) -> Plan:
+    """Return the sizes for `heads` KV heads of C slots; splits: segments and stretches of a head, None for the best number."""
+    width, group = max(16, _power(D)), _power(G)
+    lanes, warps = max(16, group), 4 if group <= 16 else 8
+    tile = TILE if lanes * width < 1 << 14 else TILE // 2  # the largest queries leave less shared memory
+    block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
+    programs = -(-WAVES * multiprocessors // heads)
+    span = _share(C, splits or min(-(-C // SHORTEST), programs), block)
+    stretch = _share(C, splits or min(max(C // (BLOCKS * cells), 1), programs, MOST_STRETCHES), 16)
+    # a block of fewer slots than threads has its positions copied asynchronously too, which the keys' copies then wait for: it
+    # takes a pipeline of five stages to keep the next block's keys and values in flight, else three
+    stages = 3 if block >= 32 * warps else 5
+    outputs = -(-G * D // OUTPUTS.value)
+    return Plan(span, -(-C // span), stretch, -(-C // stretch), outputs, group, lanes, width, block, cells, warps, stages)
+
+
+def _power(number: int) -> int:
+    """Return the least power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _share(C: int, splits: int, multiple: int) -> int:
+    """Return the slots of each of `splits` shares of C slots, rounded up to a multiple."""
+    return -(-C // (splits * multiple)) * multiple
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
+    return CPU_MULTIPROCESSORS if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def step(
@@ -116,55 +208,43 @@ def step(
         splits: programs that share a head's slots; None: chosen by the number of multiprocessors.
 
     Raises:
-        KVPatchError: a tensor that is written or indexed flat is not contiguous.
+        KVPatchError: a tensor that is written or indexed flat is not contiguous, or the noise has another shape.
     """
     (B, H, G, D), C = q_BHGD.shape, positions_BHC.shape[-1]
     flat = keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, keep_BH, first_B, recent_B, slopes_HG
     if not all(tensor is None or tensor.is_contiguous() for tensor in (*flat, *state.values())):
         raise KVPatchError("A decode step works in place on flat memory: hand it contiguous tensors (q, k, v may be views).")
-    width = max(16, triton.next_power_of_2(D))
-    lanes = triton.next_power_of_2(G)
-    block = max(16, min(128 if lanes <= 16 else 64, TILE // (width * q_BHGD.element_size())))
-    span, parts = _segments(C, B * H, block, splits)
-    sums = {name: state[name] if name in rule.statistics else None for name in STATISTICS}
     noise = state.get("noise") if "gumbel" in rule.statistics else None
     if noise is not None and noise.shape != (B, H, C, G):
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
-    value = rule.value if rule.evicts else None
-    ranked = "sum" if value == "mean" else value  # a statistic that the step does not update is read as it is
-    other = None if ranked is None or ranked in ("recency", *rule.statistics) else state[ranked]
-
-    def scratch(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=q_BHGD.device)
-
-    out = torch.empty((B, H, G, D), dtype=q_BHGD.dtype, device=q_BHGD.device)
-    partial, softmax = scratch(B * H, parts, G, D), scratch(B * H, parts, 5, G)
-    logits = scratch(B * H, G, C) if rule.statistics else None
+    device, heads, observes = q_BHGD.device, B * H, bool(rule.statistics)
+    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits)
+    parts, stretches = sizes.parts, sizes.stretches if observes or rule.ranked else 0
+    # logits if any statistic needs them, then p V and the softmax of every segment
+    floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
+    scratch = torch.empty(floats, dtype=torch.float32, device=device)
+    out = torch.empty((B, H, G, D), dtype=q_BHGD.dtype, device=device)
+    compared = rule.ranked is not None and stretches > 1
+    lowest = torch.empty((heads, stretches, 4), dtype=torch.int64, device=device) if compared else slot_BH
     heat, heat_at = (1.0, tau) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
     with torch.cuda.device_of(q_BHGD):  # a kernel starts on the current device, which may be another layer's
-        split_kernel[B * H, parts](
+        split_kernel[heads, parts](
             *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, slopes_HG, noise),
-            *(heat_at, heat, logits, partial, softmax, scale, sliding, *q_BHGD.stride()[:3], *k_BHD.stride()[:2]),
-            *(*v_BHD.stride()[:2], H, C, span, G, max(16, lanes), D, width, block, "gumbel" in rule.statistics),
-            num_warps=4 if lanes <= 16 else 8,
-            num_stages=3,
+            *(heat_at, heat, scratch, scale, sliding, *q_BHGD.stride()[:3], *k_BHD.stride()[:2], *v_BHD.stride()[:2]),
+            *(H, C, sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),
+            num_warps=sizes.warps,
+            num_stages=sizes.stages,
         )
-        combine_kernel[B * H,](
-            *(positions_BHC, slot_BH, newest_B, capacity_N, noise, heat_at, heat, logits, partial, softmax, out),
-            *(*sums.values(), other, keep_BH, first_B, recent_B, sliding, rule.decay),
-            *(H, C, span, G, lanes, D, width, triton.next_power_of_2(parts), max(64, CELLS // lanes)),
-            *(value, *(name in rule.decayed for name in STATISTICS[:4])),
-            num_warps=8,
+        combine_kernel[heads, stretches + sizes.outputs](
+            *(positions_BHC, slot_BH, newest_B, capacity_N, noise, heat_at, heat, scratch, lowest, out),
+            *(state[name] if name in rule.statistics else None for name in STATISTICS),
+            *(None if rule.read is None else state[rule.read], keep_BH, first_B, recent_B, sliding, rule.decay),
+            *(H, C, sizes.span, sizes.stretch, G, sizes.group, D, sizes.cells, observes, *rule.constants),
+            num_warps=sizes.warps,
         )
+        if compared:
+            evict_kernel[heads,](positions_BHC, slot_BH, keep_BH, lowest, C, stretches, MOST_STRETCHES, num_warps=4)
     return out
-
-
-def _segments(C: int, heads: int, block: int, splits: int | None) -> tuple[int, int]:
-    """Return the slots of a segment, in whole blocks, and the number of segments that cover C slots."""
-    if splits is None:
-        splits = min(triton.cdiv(C, SHORTEST), max(PROGRAMS // heads, 1))
-    span = triton.cdiv(triton.cdiv(C, splits), block) * block
-    return span, triton.cdiv(C, span)
 
 
 @triton.jit
@@ -174,10 +254,25 @@ def _rest(maximum):
 
 
 @triton.jit
+def _places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.constexpr):
+    """Find the logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D] and softmaxes [B*H,parts,5,G] in the scratch buffer."""
+    segments = tl.num_programs(0).to(tl.int64) * parts
+    partial = SCRATCH
+    if OBSERVE:
+        partial += segments * SPAN * G
+    return SCRATCH, partial, partial + segments * G * D
+
+
+# The number of slots changes with every prompt, and so does the alignment of views into a tensor with C columns.
+@triton.jit(
+    do_not_specialize=["C"],
+    do_not_specialize_on_alignment=["POSITIONS", "SLOT", "NEWEST", "BEGIN", "CAPACITY", "NOISE", "TAU"],
+)
 def split_kernel(
-    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, NOISE, TAU, tau, LOGITS, PARTIAL, SOFTMAX,
+    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, NOISE, TAU, tau, SCRATCH,
     scale, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, SPAN,
-    G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GUMBEL: tl.constexpr,
+    G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
+    GUMBEL: tl.constexpr,
 ):  # fmt: skip
     """Attend to slots [lo, hi) of head n.
 
@@ -194,6 +289,8 @@ def split_kernel(
     if lo >= capacity:
         return
     hi = tl.minimum(lo + SPAN, capacity)
+    LOGITS, PARTIAL, SOFTMAX = _places(SCRATCH, tl.num_programs(1), SPAN, G, D, OBSERVE)
+    room = tl.num_programs(1).to(tl.int64) * SPAN
     slot, newest = tl.load(SLOT + n).to(tl.int32), tl.load(NEWEST + b)
     g, d = tl.arange(0, LANES), tl.arange(0, WIDTH)
     real_g, real_d = g < G, d < D
@@ -214,8 +311,8 @@ def split_kernel(
     maximum, total = x_new, tl.where(x_new > float("-inf"), 1.0, 0.0)
     acc = total[:, None] * v_new.to(tl.float32)[None, :]
     seen = tl.where(mine, 1, 0)
-    if LOGITS is not None:
-        tl.store(LOGITS + (n * G + g) * C + slot, x_new, mask=own_g)
+    if OBSERVE:
+        tl.store(LOGITS + (n * G + g) * room + slot, x_new, mask=own_g)
     if SLOPES is not None:
         slope = tl.load(SLOPES + h * G + g, mask=real_g, other=0.0).to(tl.float32) * LOG2_E
     if GUMBEL:
@@ -238,8 +335,8 @@ def split_kernel(
         if SLOPES is not None:
             x += slope[:, None] * (position - newest).to(tl.float32)[None, :]
         x = tl.where(visible[None, :], x, float("-inf"))
-        if LOGITS is not None:
-            tl.store(LOGITS + (n * G + g[:, None]) * C + c[None, :], x, mask=real_g[:, None] & old[None, :])
+        if OBSERVE:
+            tl.store(LOGITS + (n * G + g[:, None]) * room + c[None, :], x, mask=real_g[:, None] & old[None, :])
         higher = tl.maximum(maximum, tl.max(x, 1))
         p, fade = tl.exp2(x - _rest(higher)[:, None]), tl.exp2(maximum - _rest(higher))
         v = tl.load(VALUES + row, mask=visible[:, None] & real_d[None, :], other=0.0)
@@ -265,13 +362,47 @@ def split_kernel(
 
 
 @triton.jit
-def _merged(found, there, G: tl.constexpr):
-    """Merge the segments at `found` [PARTS, LANES] into a head's softmax: its maximum and 1 / normalizer [LANES]."""
-    own = tl.load(found, mask=there, other=float("-inf"))
-    maximum = _rest(tl.max(own, 0))
-    total = tl.sum(tl.load(found + G, mask=there, other=0.0) * tl.exp2(own - maximum[None, :]), 0)
-    # IEEE division, so that n equal keys get 1/n; a NaN logit makes the row NaN, as in a softmax
-    return maximum, tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total == 0.0, 1.0, total))
+def _merged(found, parts, g, G: tl.constexpr, LANES: tl.constexpr):
+    """Merge a head's segments into one softmax: its maximum and 1 / normalizer, [LANES]."""
+    maximum, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
+    for start in range(0, parts, PARTS):
+        s = start + tl.arange(0, PARTS)
+        at = found + s[:, None] * 5 * G + g[None, :]
+        there = (s < parts)[:, None] & (g < G)[None, :]
+        own = tl.load(at, mask=there, other=float("-inf"))
+        higher = tl.maximum(maximum, tl.max(own, 0))
+        more = tl.load(at + G, mask=there, other=0.0) * tl.exp2(own - _rest(higher)[None, :])
+        maximum, total = higher, total * tl.exp2(maximum - _rest(higher)) + tl.sum(more, 0)
+    return _rest(maximum), _inverse(total)
+
+
+@triton.jit
+def _inverse(total):
+    """Return 1 / total, or 1 where no key is seen.
+
+    IEEE division, so that n equal keys get 1/n; a NaN logit makes the row NaN, as in a softmax.
+    """
+    return tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D: tl.constexpr):
+    """Compute entries `e` of head n's output [G,D] from its segments."""
+    g, real = e // D, e < G * D
+    maximum, total = tl.full([OUTPUTS], float("-inf"), tl.float32), tl.zeros([OUTPUTS], tl.float32)
+    acc = tl.zeros([OUTPUTS], tl.float32)
+    for start in range(0, parts, PARTS):
+        s = start + tl.arange(0, PARTS)
+        at = found + s[:, None] * 5 * G + g[None, :]
+        there = (s < parts)[:, None] & real[None, :]
+        own = tl.load(at, mask=there, other=float("-inf"))
+        higher = tl.maximum(maximum, tl.max(own, 0))
+        fade, weight = tl.exp2(maximum - _rest(higher)), tl.exp2(own - _rest(higher)[None, :])
+        o = tl.load(PARTIAL + (segment + s[:, None]) * G * D + e[None, :], mask=there, other=0.0)
+        acc = acc * fade + tl.sum(o * weight, 0)
+        total = total * fade + tl.sum(tl.load(at + G, mask=there, other=0.0) * weight, 0)
+        maximum = higher
+    tl.store(OUT + n * G * D + e, (acc * _inverse(total)).to(OUT.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -285,39 +416,62 @@ def _added(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
 
 
 @triton.jit
+def _vacate(POSITIONS, SLOT, KEEP, n, C, victim, held, gap):
+    """Empty the victim's slot in head n, if the head holds too many tokens, and name the slot of its next token.
+
+    held: tokens of the head; gap: its first empty slot, or NOWHERE.
+    """
+    if KEEP is None:
+        tl.store(POSITIONS + n * C + victim, -1)
+        tl.store(SLOT + n, victim.to(tl.int64))
+    else:
+        over = held > tl.load(KEEP + n)
+        tl.store(POSITIONS + n * C + victim, -1, mask=over)
+        free = tl.minimum(gap, tl.where(over, victim, NOWHERE)).to(tl.int64)
+        tl.store(SLOT + n, free, mask=free != NOWHERE)
+
+
+@triton.jit(
+    do_not_specialize=["C", "STRETCH"],
+    do_not_specialize_on_alignment=[
+        *("POSITIONS", "SLOT", "NEWEST", "CAPACITY", "NOISE", "TAU", "LOWEST"),
+        *("SUM", "SQUARES", "COUNT", "GUMBEL", "OBSERVED", "OTHER", "KEEP", "FIRST", "RECENT"),
+    ],
+)
 def combine_kernel(
-    POSITIONS, SLOT, NEWEST, CAPACITY, NOISE, TAU, tau, LOGITS, PARTIAL, SOFTMAX, OUT,
-    SUM, SQUARES, COUNT, GUMBEL, OBSERVED, OTHER, KEEP, FIRST, RECENT, sliding, decay, H, C, SPAN,
-    G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    POSITIONS, SLOT, NEWEST, CAPACITY, NOISE, TAU, tau, SCRATCH, LOWEST, OUT,
+    SUM, SQUARES, COUNT, GUMBEL, OBSERVED, OTHER, KEEP, FIRST, RECENT, sliding, decay, H, C, SPAN, STRETCH,
+    G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
     VALUE: tl.constexpr, DECAY_SUM: tl.constexpr, DECAY_SQUARES: tl.constexpr, DECAY_COUNT: tl.constexpr,
     DECAY_GUMBEL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output, the statistics and the victim's slot of head n."""
-    n = tl.program_id(0).to(tl.int64)
-    b = n // H
+    """Update the statistics of a stretch of head n's slots and find its lowest key, or compute a part of the output.
+
+    With one stretch the victim is chosen here, else by `evict_kernel`.
+    """
+    n, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    stretches = tl.num_programs(1) - tl.cdiv(G * D, OUTPUTS)
     capacity = C
     if CAPACITY is not None:
         capacity = tl.load(CAPACITY + n).to(tl.int32)
     parts, most = tl.cdiv(capacity, SPAN), tl.cdiv(C, SPAN)
-    g, d, s = tl.arange(0, LANES), tl.arange(0, WIDTH), tl.arange(0, PARTS)
-    real_g = g < G
-    found = SOFTMAX + (n * most + s[:, None]) * 5 * G + g[None, :]
-    there = (s[:, None] < parts) & real_g[None, :]
-    maximum, inverse = _merged(found, there, G)
-    cells = real_g[:, None] & (d < D)[None, :]
-    acc = tl.zeros([LANES, WIDTH], tl.float32)
-    for part in range(parts):
-        own = tl.load(SOFTMAX + (n * most + part) * 5 * G + g, mask=real_g, other=0.0)
-        o = tl.load(PARTIAL + ((n * most + part) * G + g[:, None]) * D + d[None, :], mask=cells, other=0.0)
-        acc += o * tl.exp2(own - maximum)[:, None]
-    out = acc * inverse[:, None]
-    tl.store(OUT + (n * G + g[:, None]) * D + d[None, :], out.to(OUT.dtype.element_ty), mask=cells)
-    if (LOGITS is not None) | (VALUE is not None):
+    LOGITS, PARTIAL, SOFTMAX = _places(SCRATCH, most, SPAN, G, D, OBSERVE)
+    found = SOFTMAX + n * most * 5 * G
+    if job >= stretches:
+        e = (job - stretches) * OUTPUTS + tl.arange(0, OUTPUTS)
+        _output(PARTIAL, found, OUT, n, n * most, parts, e, G, D)
+    elif OBSERVE or VALUE is not None:
+        b, g = n // H, tl.arange(0, LANES)
+        real_g, room = g < G, most.to(tl.int64) * SPAN
         newest, slot = tl.load(NEWEST + b), tl.load(SLOT + n).to(tl.int32)
+        if OBSERVE:
+            maximum, inverse = _merged(found, parts, g, G, LANES)
         if COUNT is not None:
-            seen = tl.sum(tl.load(found + 2 * G, mask=there & (g == 0)[None, :], other=0.0))
+            seen = 0.0
+            for part in range(parts):
+                seen += tl.load(found + (part * 5 + 2) * G)
         if GUMBEL is not None:
-            maximum_y, inverse_y = _merged(found + 3 * G, there, G)
+            maximum_y, inverse_y = _merged(found + 3 * G, parts, g, G, LANES)
             if TAU is not None:
                 tau = tl.load(TAU)
             cooling = 1.0 / tau
@@ -325,19 +479,20 @@ def combine_kernel(
             first = tl.load(FIRST + b)
         if RECENT is not None:
             recent = tl.load(RECENT + b)
-        lowest, lowest_at = tl.full([BLOCK], LAST, tl.int64), tl.zeros([BLOCK], tl.int32)
+        lo, hi = job * STRETCH, tl.minimum((job + 1) * STRETCH, capacity)
+        lowest, lowest_at = tl.full([BLOCK], LAST, tl.int64), tl.full([BLOCK], 0, tl.int32) + lo
         held, gap = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], NOWHERE, tl.int32)
-        for start in range(0, capacity, BLOCK):
+        for start in range(lo, hi, BLOCK):
             c = start + tl.arange(0, BLOCK)
-            inside, fresh = c < capacity, c == slot
+            inside, fresh = c < hi, c == slot
             at = n * C + c
             position = tl.load(POSITIONS + at, mask=inside, other=-1)
             value = position.to(tl.float32)
             if OTHER is not None:
                 value = tl.load(OTHER + at, mask=inside, other=0.0)
-            if LOGITS is not None:
+            if OBSERVE:
                 cell = real_g[:, None] & inside[None, :]
-                x = tl.load(LOGITS + (n * G + g[:, None]) * C + c[None, :], mask=cell, other=float("-inf"))
+                x = tl.load(LOGITS + (n * G + g[:, None]) * room + c[None, :], mask=cell, other=float("-inf"))
                 p = tl.exp2(x - maximum[:, None]) * inverse[:, None]
                 if SUM is not None:
                     new = _added(SUM, at, inside, fresh, tl.sum(p, 0), decay, DECAY_SUM)
@@ -387,12 +542,26 @@ def combine_kernel(
                 held += (position >= 0).to(tl.int32)
                 gap = tl.minimum(gap, tl.where(inside & (position < 0), c, NOWHERE))
         if VALUE is not None:
-            victim = tl.min(tl.where(lowest == tl.min(lowest, 0), lowest_at, NOWHERE), 0)
-            if KEEP is None:
-                tl.store(POSITIONS + n * C + victim, -1)
-                tl.store(SLOT + n, victim.to(tl.int64))
+            key = tl.min(lowest, 0)
+            victim = tl.min(tl.where(lowest == key, lowest_at, NOWHERE), 0)
+            if stretches == 1:
+                _vacate(POSITIONS, SLOT, KEEP, n, C, victim, tl.sum(held, 0), tl.min(gap, 0))
             else:
-                over = tl.sum(held, 0) > tl.load(KEEP + n)
-                tl.store(POSITIONS + n * C + victim, -1, mask=over)
-                free = tl.minimum(tl.min(gap, 0), tl.where(over, victim, NOWHERE))
-                tl.store(SLOT + n, tl.where(free == NOWHERE, slot, free).to(tl.int64))
+                here = LOWEST + (n * stretches + job) * 4
+                tl.store(here, key)
+                tl.store(here + 1, victim.to(tl.int64))
+                tl.store(here + 2, tl.sum(held, 0).to(tl.int64))
+                tl.store(here + 3, tl.min(gap, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["C", "stretches"], do_not_specialize_on_alignment=["POSITIONS", "SLOT", "KEEP"])
+def evict_kernel(POSITIONS, SLOT, KEEP, LOWEST, C, stretches, STRETCHES: tl.constexpr):
+    """Choose head n's victim among those of its stretches."""
+    n, s = tl.program_id(0).to(tl.int64), tl.arange(0, STRETCHES)
+    here, there = LOWEST + (n * stretches + s) * 4, s < stretches
+    key = tl.load(here, mask=there, other=LAST)
+    at = tl.load(here + 1, mask=there, other=NOWHERE)
+    victim = tl.min(tl.where(key == tl.min(key, 0), at, NOWHERE), 0)
+    held = tl.sum(tl.load(here + 2, mask=there, other=0), 0)
+    gap = tl.min(tl.load(here + 3, mask=there, other=NOWHERE), 0)
+    _vacate(POSITIONS, SLOT, KEEP, n, C, victim, held, gap)

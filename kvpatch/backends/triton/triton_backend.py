@@ -44,6 +44,8 @@ def reason(task: Task, case: Case) -> str | None:
         from . import columns
 
         return columns.reason(case.dtype, case.head_dim)
+    if case.narrow:
+        return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
     if case.gradients:
         return "its decode step has no gradients"
     if case.renumbered:

@@ -1,0 +1,162 @@
+"""Entries of a cache: a head's numbers of one token as they are, or rounded to 8 or 4 bits and packed into bytes.
+
+A rounded entry is a row of bytes: the scale of each group of channels, then the zero of each, then the codes. So it is
+gathered, moved, copied and saved as any other row, and what it takes is its width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..policies.context import accumulator
+
+FULL = 16  # `bits` of entries in the model's own precision
+GROUP = 32  # channels of a key that share a scale, at most
+CPU_BLOCK = 1 << 18  # numbers unpacked at a time on the CPU: 1 MiB of float32, about a core's L2 cache
+DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
+
+
+class Exact:
+    """Entries [...,D] in the model's own precision."""
+
+    exact = True
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the entries of numbers [...,D]."""
+        return x
+
+    def decode(self, entries: Tensor) -> Tensor:
+        """Return the numbers [...,D] of entries."""
+        return entries
+
+    def cached(self, x: Tensor) -> Tensor:
+        """Return numbers as attention will find them in the cache."""
+        return x
+
+    def size(self, entries: Tensor) -> int:
+        """Return D."""
+        return entries.shape[-1]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Entries [...,width] of bytes, for D numbers in groups that each have a scale and a zero.
+
+    Of a group x, zero = min(x), scale = (max(x) - min(x)) / (2^bits - 1), both rounded to `dtype`, the model's; a code is
+    round((x - zero) / scale), half to even, between 0 and 2^bits - 1; its number is zero + scale * code, rounded to `dtype`. A
+    group of equal numbers keeps them.
+    """
+
+    bits: int
+    D: int
+    groups: int
+    dtype: torch.dtype
+
+    exact = False
+
+    @property
+    def head(self) -> int:
+        """Bytes of the scales and zeros."""
+        return 2 * self.groups * self.dtype.itemsize
+
+    @property
+    def width(self) -> int:
+        """Bytes of an entry."""
+        return self.head + (self.D * self.bits + 7) // 8
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the entries of numbers [...,D]."""
+        wide = x.detach().to(accumulator(self.dtype)).unflatten(-1, (self.groups, -1))
+        low, high = wide.aminmax(dim=-1, keepdim=True)
+        top = 2**self.bits - 1
+        scale, zero = ((high - low) / top).to(self.dtype), low.to(self.dtype)
+        step = scale.to(wide.dtype)
+        codes = ((wide - zero.to(wide.dtype)) / step.masked_fill(step == 0, 1.0)).round_().clamp_(0, top)
+        numbers = torch.cat([scale, zero], -2).squeeze(-1)
+        return torch.cat([numbers.view(torch.uint8), self._packed(codes.flatten(-2).to(torch.uint8))], -1)
+
+    def decode(self, entries: Tensor) -> Tensor:
+        """Return the numbers [...,D] of entries."""
+        wide = accumulator(self.dtype)
+        numbers = entries[..., : self.head].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
+        scale, zero = (part.unsqueeze(-1) for part in numbers.unflatten(-1, (2, self.groups)).unbind(-2))
+        codes = self._unpacked(entries[..., self.head :]).to(wide).unflatten(-1, (self.groups, -1))
+        return codes.mul_(scale).add_(zero).flatten(-2).to(self.dtype)
+
+    def cached(self, x: Tensor) -> Tensor:
+        """Return numbers as attention will find them in the cache."""
+        return self.decode(self.encode(x))
+
+    def size(self, entries: Tensor) -> int:
+        """Return D."""
+        return self.D
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Pack codes [...,D] of 4 bits in pairs: one of the first half of D is the low half of its byte."""
+        if self.bits == 8:
+            return codes
+        half = (self.D + 1) // 2
+        low, high = codes[..., :half], torch.nn.functional.pad(codes[..., half:], (0, self.D % 2))
+        return low | (high << 4)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        if self.bits == 8:
+            return packed
+        return torch.cat([packed & 15, packed >> 4], -1)[..., : self.D]
+
+
+Codec = Exact | Rounded
+Codecs = tuple[Codec, Codec]
+EXACT: Codecs = (Exact(), Exact())
+
+
+def codecs(bits: int, D: int, E: int, dtype: torch.dtype) -> Codecs:
+    """Return the codecs of keys of D numbers and values of E: keys have a scale for each group of channels, values have one."""
+    return EXACT if bits == FULL else (Rounded(bits, D, _groups(D), dtype), Rounded(bits, E, 1, dtype))
+
+
+def entry_bytes(bits: int, D: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a key and a value of D numbers each."""
+    return sum(D * dtype.itemsize if isinstance(codec, Exact) else codec.width for codec in codecs(bits, D, D, dtype))
+
+
+def _groups(D: int) -> int:
+    """Return the fewest groups of equal size, at most GROUP channels each."""
+    return next(count for count in range(math.ceil(D / GROUP), D + 1) if D % count == 0)
+
+
+# ---- products with entries, of which few are unpacked at a time ----
+
+
+def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
+    """Return the products [...,G,T] of queries with keys; of rounded keys in float32 at least."""
+    if isinstance(codec, Exact):
+        return torch.matmul(q_NGD, entries_NTW.transpose(-1, -2))
+    q_NGD = q_NGD.to(accumulator(q_NGD.dtype))
+    blocks = [torch.matmul(q_NGD, k.transpose(-1, -2)) for _, _, k in _blocks(entries_NTW, codec)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
+
+
+def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+    """Return the sums [...,G,D] of values weighted by `p`, in `dtype`."""
+    if isinstance(codec, Exact):
+        return torch.matmul(p_NGT.to(dtype), entries_NTW)
+    p_NGT = p_NGT.to(accumulator(dtype))
+    parts = [torch.matmul(p_NGT[..., lo:hi], v) for lo, hi, v in _blocks(entries_NTW, codec)]
+    return sum(parts[1:], parts[0]).to(dtype)
+
+
+def _blocks(entries_NTW: Tensor, codec: Rounded) -> Iterator[tuple[int, int, Tensor]]:
+    """Unpack columns [lo, hi) of all heads at a time."""
+    *N, T, _ = entries_NTW.shape
+    most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
+    size = max(most // max(math.prod(N) * codec.D, 1), 1)
+    for lo in range(0, T, size):
+        hi = min(lo + size, T)
+        block = codec.decode(entries_NTW[..., lo:hi, :])
+        yield lo, hi, block.to(accumulator(block.dtype))

@@ -1,0 +1,75 @@
+"""Slots of a prompt whose tokens are going to be rounded: its own attention reads them in full.
+
+What a pass of a prompt (or a block) adds is appended as it is, and attends to itself unrounded. Where the prompt ends, what is
+kept of it is rounded, once: entries of earlier prompts keep the bytes that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..backends.entries import FULL, Codecs, codecs
+from .growth import Layout
+from .slots import DenseSlots, Slots, fitted, gathered
+
+
+class ReadingSlots(DenseSlots):
+    """Columns [B,H,C,D] of a prompt. packed: the entries of the first columns, which were rounded before; then: the codecs."""
+
+    def __init__(self, keys: Tensor, values: Tensor, then: Codecs, packed: tuple[Tensor, Tensor]) -> None:
+        super().__init__(keys, values)
+        self.then, self.packed = then, packed
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(t.numel() for t in self.packed)
+
+    def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
+        super().append(start, k_BHQD, v_BHQD)
+        self.packed = (self.packed[0][:, :, :start], self.packed[1][:, :, :start])  # if tokens were rolled back
+
+    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> ReadingSlots:
+        keys, values = (fitted(t[:, :, :used], max(capacities), 0) for t in (self.keys, self.values))
+        return ReadingSlots(keys, values, self.then, self.packed)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> ReadingSlots:
+        keys, values, *packed = map(change, (self.keys, self.values, *self.packed))
+        return ReadingSlots(keys, values, self.then, (packed[0], packed[1]))
+
+    def closed(self, used: int) -> DenseSlots:
+        every = torch.arange(used, device=self.keys.device)
+        return self._rounded(every.expand(*self.keys.shape[:2], used))
+
+    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+        every = torch.arange(index_BHK.shape[-1], device=index_BHK.device).expand_as(index_BHK)
+        return self._rounded(index_BHK).compact(every, kept_BHK, layout)
+
+    def _rounded(self, index_BHK: Tensor) -> DenseSlots:
+        """Return slots of the entries at `index`."""
+        entries = []
+        for numbers, known, codec in zip((self.keys, self.values), self.packed, self.then, strict=True):
+            new, W = codec.encode(gathered(numbers, index_BHK)), known.shape[2]
+            if W:
+                before = gathered(known, index_BHK.clamp(max=W - 1))
+                new = torch.where((index_BHK < W)[..., None], before, new)
+            entries.append(new)
+        return DenseSlots(entries[0], entries[1], self.then)
+
+
+def reading(keys: Tensor, values: Tensor, bits: int) -> DenseSlots:
+    """Make the slots of a first prompt from its columns."""
+    if bits == FULL:
+        return DenseSlots(keys, values)
+    then = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype)
+    return ReadingSlots(keys, values, then, (then[0].encode(keys[:, :, :0]), then[1].encode(values[:, :, :0])))
+
+
+def opened(slots: Slots) -> Slots:
+    """Return slots to which a prompt's columns are appended in full precision: rounded ones are unpacked."""
+    if all(codec.exact for codec in slots.codecs):
+        return slots
+    keys, values = slots.numbers(slots.width)
+    return ReadingSlots(keys, values, slots.codecs, (slots.keys, slots.values))

@@ -1,0 +1,318 @@
+"""`bits=`: keys and values rounded to 8 or 4 bits. Attention and scores see what the oracle rounds, and bytes are exact."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvpatch
+from kvpatch import EvictingCache, KVPatchError
+from kvpatch.backends import dispatch, entries
+from kvpatch.backends.protocol import Case
+from tests.cache.test_turns import compare
+from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, certain, same_tokens
+from tests.helpers.running import RAGGED, go_on, kept, uneven
+from tests.helpers.tiny import MODELS, force, left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+NARROW = pytest.mark.parametrize("bits", [8, 4])
+
+
+# ---- the oracle ----
+
+
+@pytest.mark.spread
+@NARROW
+@pytest.mark.parametrize("policy", kvpatch.list_policies())
+@pytest.mark.parametrize("name", MODELS)
+def test_every_policy_on_every_architecture(name, policy, bits):
+    certain(name, policy, 0.4, n=20, steps=6, bits=bits, **SMALL.get(policy, {}))
+
+
+@NARROW
+@pytest.mark.parametrize("policy", EVICTING)
+def test_rows_of_one_length(policy, bits):
+    """Stacked layers."""
+    certain("llama_gqa", policy, 0.4, n=20, pads=(0, 0), steps=6, bits=bits, **SMALL.get(policy, {}))
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", "roco", "adakv", "critical_adakv"])
+def test_float32(policy, bits):
+    certain("llama_gqa", policy, 0.4, n=10, steps=4, pads=(0,), dtype=torch.float32, bits=bits, **SMALL.get(policy, {}))
+
+
+@NARROW
+@pytest.mark.parametrize("policy", [*EVICTING, "full"])
+def test_later_turns(policy, bits):
+    """A later prompt reads what earlier ones left, and does not round it again."""
+    sizes = ((9, 3), (5, 3))
+    compare("llama_gqa", policy, 0.4, rows=1, sizes=sizes, bits=bits, **SMALL.get(policy, {}))
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "key_norm", "critical_adakv", "full"])
+def test_blocks(policy, bits):
+    """A block attends to what earlier blocks left, rounded."""
+    certain("llama_gqa", policy, 8, n=20, steps=3, block=6, bits=bits, **SMALL.get(policy, {}))
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt"])
+def test_renumbered_positions(name, policy, bits):
+    certain(name, policy, 0.4, n=20, steps=6, positions="renumbered", bits=bits)
+
+
+@NARROW
+@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
+@pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
+def test_schedules(policy, schedule, bits):
+    certain("llama_gqa", policy, 0.25, n=16, schedule=schedule, steps=6, sinks=1, bits=bits)
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm"])
+def test_a_budget_above_the_prompt(policy, bits):
+    for pads in ((0, 0), (0, 5)):
+        certain("llama_gqa", policy, 20, n=16, pads=pads, steps=9, bits=bits)
+
+
+@NARROW
+def test_ragged_layers_of_long_prompts(bits):
+    certain("llama_gqa", "adakv", 0.4, n=30, steps=6, bits=bits, window=5, kernel=3)
+    model = make("llama_gqa")
+    with kvpatch.patched(model, RAGGED["adakv"], 0.4, bits=bits):
+        uneven(force(model, prompt(2, 40), prompt(2, 1))[1])
+
+
+@NARROW
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, bits):
+    """As near to unrounded half precision as the bits allow."""
+    model, ids, fed = make("llama_gqa", dtype=dtype), prompt(2, 30), prompt(2, 8, seed=2)
+    mask = left_pad(ids, [30, 21])
+    for policy in ("streaming_llm", RAGGED["adakv"]):
+        with kvpatch.patched(model, policy, 0.4):
+            full, _ = force(model, ids, fed, mask)
+        with kvpatch.patched(model, policy, 0.4, bits=bits):
+            got, cache = force(model, ids, fed, mask)
+        assert cache.layers[0].keys.dtype == dtype and cache.layers[0].kv.keys.dtype == torch.uint8
+        error = (got.float() - full.float()).abs().mean() / full.float().abs().mean()
+        assert error < (0.4 if bits == 4 else 0.05), (policy, float(error))
+
+
+# ---- the prompt itself ----
+
+
+@NARROW
+@pytest.mark.parametrize("name", MODELS)
+def test_the_prompt_attends_in_full(name, bits):
+    model, ids = make(name), prompt(2, 20)
+    want = model(ids).logits
+    with kvpatch.patched(model, "h2o", 1.0, bits=bits):
+        torch.testing.assert_close(model(ids).logits, want, atol=2e-5, rtol=0)
+
+
+@NARROW
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_later_prompt_leaves_earlier_entries_their_bytes(dtype, bits):
+    """Rounded anew, they would drift from turn to turn."""
+    model = make("llama_gqa", dtype=dtype)
+    with kvpatch.patched(model, "full", 1.0, bits=bits):
+        _, cache = force(model, prompt(2, 20), prompt(2, 4, seed=2))
+        before = [(layer.kv.keys[:, :, :24].clone(), layer.kv.values[:, :, :24].clone()) for layer in cache.layers]
+        force(model, prompt(2, 9, seed=3), prompt(2, 2, seed=4), cache=cache)
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.kv.keys[:, :, :24], keys) and torch.equal(layer.kv.values[:, :, :24], values)
+
+
+@NARROW
+def test_a_prompt_in_pieces_is_rounded_at_its_end(bits):
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 24)
+    with kvpatch.patched(model, "h2o", 0.5, bits=bits):
+        whole, pieces = (
+            model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, output_logits=True,
+                           return_dict_in_generate=True, **more)
+            for more in ({}, {"prefill_chunk_size": 7})
+        )  # fmt: skip
+    torch.testing.assert_close(torch.stack(whole.logits), torch.stack(pieces.logits), atol=1e-6, rtol=0)
+
+
+@NARROW
+def test_gradients_of_blocks_pass_through_the_rounding(bits):
+    """Values with and without a graph agree, and every weight gets a gradient."""
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 20)
+    with torch.enable_grad(), kvpatch.patched(model, "h2o", 8, block=6, bits=bits):
+        with torch.no_grad():
+            want = model(ids, use_cache=False).logits
+        got = model(ids, use_cache=False).logits
+        torch.testing.assert_close(got, want, atol=1e-9, rtol=0)
+        got.square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+# ---- bytes ----
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", RAGGED["adakv"], "full"])
+def test_bytes_are_those_of_the_slots(policy, bits):
+    model = make("llama_gqa")
+    D = model.config.hidden_size // model.config.num_attention_heads
+    with kvpatch.patched(model, policy, 0.4, bits=bits) as patch:
+        _, cache = force(model, prompt(2, 40), prompt(2, 3))
+        report = patch.report()
+        slots = sum(sum(layer.kv.capacities()) for layer in cache.layers)
+        assert cache.nbytes == slots * entries.entry_bytes(bits, D, torch.float32) == report.nbytes
+        assert report.full_nbytes == 2 * 2 * 43 * 2 * 2 * D * 4 and report.bits == report.to_dict()["bits"] == bits
+        assert f"{bits} bits" in str(report)
+
+
+def test_a_budget_in_bytes_holds_more_tokens():
+    model, held = make("llama_gqa"), {}
+    D = model.config.hidden_size // model.config.num_attention_heads
+    for bits in (16, 8, 4):
+        with kvpatch.patched(model, "streaming_llm", "8KiB", bits=bits):
+            _, cache = force(model, prompt(1, 90), prompt(1, 3))
+        held[bits] = int(cache.held(0)[0, 0])
+        assert held[bits] == 8192 // (2 * 2 * entries.entry_bytes(bits, D, torch.float32))
+        assert sum(int(cache.held(layer).sum()) for layer in range(2)) * entries.entry_bytes(bits, D, torch.float32) <= 8192
+    assert held[4] > held[8] > 1.5 * held[16]
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a floating-point tensor made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                self.most = max(self.most, one.numel())
+        return out
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", "roco", RAGGED["adakv"], "full"])
+def test_a_step_unpacks_a_few_columns_at_a_time(policy, bits, monkeypatch):
+    """No tensor of a step is larger than a block; unpacked, one layer's keys are larger."""
+    block = 1 << 11
+    monkeypatch.setattr(entries, "CPU_BLOCK", block)
+    model, ids = make("llama_gqa"), prompt(2, 120)
+    with kvpatch.patched(model, policy, 0.9, bits=bits):
+        past = model(ids).past_key_values
+        with Largest() as seen:
+            model(ids[:, :1], past_key_values=past)
+    layer = past.layers[0]
+    assert int(past.held(0).sum()) * layer.kv.sizes[0] > 1.5 * block
+    weights = max(p.numel() for p in model.parameters())
+    assert seen.most <= max(block, weights), (seen.most, weights)
+
+
+# ---- what can be done with a cache ----
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv", "full", *RAGGED])
+def test_rolling_back(policy, bits):
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 12, seed=2)
+    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4, bits=bits) as patch:
+        want, plain = force(model, ids, fed)
+        cache = patch.new_cache()
+        force(model, ids, fed[:, :5], cache=cache)
+        cache.activate_past_recording()
+        go_on(model, prompt(2, 6, seed=9), cache)
+        cache.crop(-6)
+        logits, _ = go_on(model, fed[:, 5:], cache)
+    torch.testing.assert_close(want[:, 6:], logits, atol=1e-5, rtol=0)
+    assert kept(plain) == kept(cache)
+
+
+@NARROW
+@pytest.mark.parametrize("policy", ["h2o", "full", *RAGGED])
+def test_rows_move_and_caches_are_copied_joined_and_saved(policy, bits, tmp_path):
+    model, ids, fed = make("llama_gqa"), prompt(3, 40), prompt(3, 6, seed=2)
+    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4, bits=bits) as patch:
+        want, _ = force(model, ids, fed)
+        _, cache = force(model, ids, fed[:, :2])
+        patch.save_cache(cache, tmp_path / "one")
+        loaded = patch.load_cache(tmp_path / "one")
+        assert same_tokens([c.positions(0) for c in (cache,)], [c.positions(0) for c in (loaded,)])
+        assert loaded.nbytes == cache.nbytes
+        rest = [cache.select_rows([2]), cache.select_rows([0, 1])]
+        joined, order = EvictingCache.concatenate(rest), [2, 0, 1]
+        turned = cache.clone()
+        turned.reorder_cache(torch.tensor(order))
+        for one, rows in ((cache, [0, 1, 2]), (loaded, [0, 1, 2]), (joined, order), (turned, order)):
+            logits, _ = go_on(model, fed[rows, 2:], one)
+            torch.testing.assert_close(logits, want[rows][:, 3:], atol=2e-5, rtol=0)
+            one.check_invariants()
+
+
+@NARROW
+def test_caches_of_other_bits_are_refused(bits, tmp_path):
+    model, other = make("llama_gqa"), 12 - bits
+    with kvpatch.patched(model, "h2o", 0.4, bits=bits) as patch:
+        _, cache = force(model, prompt(1, 20), prompt(1, 2))
+        patch.save_cache(cache, tmp_path / "one")
+    with kvpatch.patched(model, "h2o", 0.4, bits=other) as patch:
+        with pytest.raises(KVPatchError, match=rf"bits is {bits} there and {other} here"):
+            patch.load_cache(tmp_path / "one")
+        with pytest.raises(KVPatchError, match=rf"bits is {bits} there and {other} here"):
+            model(prompt(1, 1), past_key_values=cache)
+
+
+@NARROW
+def test_a_saved_cache_with_a_scale_that_is_no_number_is_refused(bits, tmp_path):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.4, bits=bits) as patch:
+        _, cache = force(model, prompt(1, 20), prompt(1, 2))
+        cache.layers[1].kv.keys[..., :4] = 255  # a scale of NaN
+        patch.save_cache(cache, tmp_path / "one")
+        with pytest.raises(KVPatchError, match="layer 1: keys are not finite"):
+            patch.load_cache(tmp_path / "one")
+
+
+@NARROW
+def test_beams_and_drafts(bits):
+    model, small, ids = make("llama_gqa"), make("llama_gqa", seed=3), prompt(1, 24)
+    asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    with kvpatch.patched(model, "h2o", 0.5, bits=bits):
+        greedy, beams = model.generate(ids, **asked), model.generate(ids, num_beams=3, **asked)
+        assisted = model.generate(ids, assistant_model=small, **asked)
+    assert torch.equal(assisted, greedy) and beams.shape[1] > 24
+
+
+@NARROW
+def test_a_dynamic_cache_is_taken_over(bits):
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, 20), prompt(1, 5, seed=2)
+    with kvpatch.patched(model, "streaming_llm", 9, bits=bits):
+        want, plain = force(model, ids, fed)
+    past = model(ids[:, :13], use_cache=True).past_key_values
+    with kvpatch.patched(model, "streaming_llm", 9, bits=bits) as patch:
+        cache = patch.new_cache(past)
+        got, _ = force(model, ids[:, 13:], fed, cache=cache)
+    torch.testing.assert_close(got[:, 1:], want[:, 1:], atol=1e-6, rtol=0)
+
+
+# ---- the door ----
+
+
+@pytest.mark.parametrize("bits", [8.0, "8", True, 2, 32, None])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(KVPatchError, match=r"bits=.* must be 16 .*, 8 or 4"):
+        kvpatch.patched(make("llama_gqa"), "h2o", bits=bits)
+
+
+@NARROW
+def test_kernels_leave_rounded_slots_to_torch(bits):
+    """The report says why; a prompt's statistics are still the kernels' own."""
+    case = Case("cuda", torch.float16, 64, narrow=True)
+    for name, task in (("triton", "decode"), ("triton", "ragged"), ("flash", "ragged")):
+        assert "not entries rounded to bits=" in dispatch.backend(name).reason(task, case)
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.4, bits=bits) as patch:
+        force(model, prompt(2, 20), prompt(2, 3))
+        name, why = patch.report().backends["decode"]
+    assert name == "torch" and "kernels" in why

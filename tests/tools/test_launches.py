@@ -1,0 +1,75 @@
+"""Launches and waits of a decode step: exact counts, which a change of the step must change here too."""
+
+import pytest
+import torch
+
+from tools.bench.counting import counting, launching, unlaunched
+from tools.bench.launches import UNPATCHED, cells, counted, launch_lines
+from tools.bench.lines import LAUNCH_POLICIES
+
+pytest.importorskip("triton")
+
+N = 32
+# launches per layer and once per step, on the torch path and on Triton's
+STEP = {
+    UNPATCHED: ((36, 17), (36, 17)),
+    "full": ((38, 24), (35, 25)),
+    "window": ((37, 37), (35, 27)),
+    "h2o": ((41, 42), (35, 27)),
+    "roco": ((41, 64), (35, 53)),
+    "keyformer": ((41, 50), (35, 28)),
+    "snapkv": ((38, 24), (35, 25)),
+    "adakv": ((49, 25), (36, 25)),
+    "scissorhands": ((41, 48), (35, 27)),
+    "tova": ((41, 40), (35, 36)),
+    "critical(h2o)": ((48, 71), (42, 65)),
+}
+
+
+@pytest.mark.parametrize("policy", [UNPATCHED, *LAUNCH_POLICIES])
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_a_step_launches_so_much_and_waits_for_nothing(policy, path):
+    figures = counted(policy, path, N)
+    launches = figures["launches"]
+    assert (launches.per_layer, launches.once) == STEP[policy][path == "triton"]
+    assert (figures["waits"].per_layer, figures["waits"].once) == (0, 0)
+
+
+def test_what_starts_work_is_counted():
+    x = torch.arange(6.0)
+    with counting() as found:
+        (x.view(2, 3).T[1:] * 2).add_(1)
+        torch.empty(3)
+    assert found.launches == {"mul": 1, "add_": 1} and not found.waits
+    with counting() as found:
+        torch.tensor([1, 2])
+    assert found.launches.total() == 1  # a copy to the device
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 2], lambda x: x.nonzero()]
+)
+def test_what_the_host_waits_for_is_counted(read):
+    with counting() as found:
+        read(torch.arange(6.0))
+    assert found.waits.total() == 1
+
+
+def test_kernels_are_counted_and_what_they_do_is_not():
+    from kvpatch.backends.triton import decode
+
+    figures, real = counted("h2o", "triton", N), decode.split_kernel
+    assert figures["kernels"].per_layer == 2 and figures["kernels"].once == 0
+    with launching(unlaunched):
+        assert decode.split_kernel[1, 1](None) is None
+    assert decode.split_kernel is real
+
+
+def test_lines_have_both_paths():
+    with torch.no_grad():
+        lines = list(launch_lines(["window"], N, 1, tiny=True, steps=2))
+    assert [line["path"] for line in lines] == ["torch", "triton"]
+    for line in lines:
+        row = cells(line)
+        assert row[:2] == ("window", line["path"]) and row[4] == "36"
+        assert float(row[-1]) == pytest.approx(line["ratio"], abs=0.01)

@@ -1,0 +1,129 @@
+"""What a decode step costs before any arithmetic: launches, the host's time, its waits; per layer, on the CPU, for any policy.
+
+Launches and waits of two models of different depth are counted: their difference is what each layer adds, the rest is there
+once. The host's time is CPU time of a narrow model's step; on the Triton path kernels are not launched, so that what Triton's
+own launcher takes is not in it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvpatch
+
+from .counting import Counting, counting, launching, unlaunched
+from .decode import alternate
+from .lines import HOST_ARCH, K, Line, latest, number, record, rows
+from .models import build, forward, narrow, tokens, twin
+
+UNPATCHED = "unpatched"
+PATHS = ("torch", "triton")
+SHALLOW, DEEP = 2, 3  # layers
+SETTLED = 4  # steps before the one that is counted
+WINDOWED = ("snapkv", "pyramidkv", "adakv")  # by the last name in "critical(adakv)"
+WINDOW = 8  # of observation, below the budget of a short prompt
+
+
+@dataclass
+class Figure:
+    """A count `once` for the whole forward, and `per_layer`."""
+
+    per_layer: float
+    once: float
+
+    def __str__(self) -> str:
+        return f"{self.per_layer:g} + {self.once:g} once" if self.once else f"{self.per_layer:g}"
+
+    @classmethod
+    def of(cls, shallow: int, deep: int) -> "Figure":
+        per_layer = (deep - shallow) / (DEEP - SHALLOW)
+        return cls(per_layer, shallow - SHALLOW * per_layer)
+
+
+def counted(policy: str, path: str, n: int = 64) -> dict[str, Figure]:
+    """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens."""
+    shallow, deep = (_counts(policy, path, layers, n) for layers in (SHALLOW, DEEP))
+    figures = {}
+    for name, part, kind in (
+        ("launches", 1, "launches"), ("kernels", 1, "kernels"), ("waits", 1, "waits"), ("prompt_waits", 0, "waits"),
+    ):  # fmt: skip
+        totals = (sum(getattr(counts[part], kind).values()) for counts in (shallow, deep))
+        figures[name] = Figure.of(*totals)
+    return figures
+
+
+@torch.no_grad()
+def _counts(policy: str, path: str, layers: int, n: int) -> tuple[Counting, Counting]:
+    """What the prompt and one later decode step of a narrow Llama ask of a device."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(narrow(n + SETTLED + 1, layers), attn_implementation="sdpa").eval()
+    ids = tokens(model, n + SETTLED + 1)
+    if policy == UNPATCHED:
+        return _prompt_and_step(model, ids, n)
+    with kvpatch.patched(model, policy, k=K, backend=path, **options(policy)):
+        return _prompt_and_step(model, ids, n)
+
+
+def _prompt_and_step(model: PreTrainedModel, ids: torch.Tensor, n: int) -> tuple[Counting, Counting]:
+    with counting() as prompt:
+        past = forward(model, ids[:, :n])[0]
+    for t in range(n, n + SETTLED):
+        forward(model, ids[:, t : t + 1], past)
+    with counting() as step:
+        forward(model, ids[:, -1:], past)
+    return prompt, step
+
+
+def options(policy: str) -> dict[str, int]:
+    """Options that make a policy's budget differ from its window on a short prompt."""
+    return {"window": WINDOW} if policy.rstrip(")").endswith(WINDOWED) else {}
+
+
+def launch_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = 20) -> Iterable[Line]:
+    """One line per policy and path: what a step launches and waits for, and the host's microseconds per layer."""
+    model = build(HOST_ARCH, n, tiny, steps=steps)
+    ids = tokens(model, n + steps)
+    full, layers = forward(model, ids[:, :n])[0], model.config.num_hidden_layers
+    for policy in policies:
+        for path in PATHS if find_spec("triton") else PATHS[:1]:
+            other = twin(model)
+            figures = {"path": path, "layers": layers}
+            figures |= {name: vars(figure) for name, figure in counted(policy, path).items()}
+            figures["launches_unpatched"] = vars(counted(UNPATCHED, path)["launches"])
+            with kvpatch.patched(other, policy, k=K, backend=path, **options(policy)):
+                evicting = forward(other, ids[:, :n])[0]
+                with launching(unlaunched):
+                    times = alternate([(model, full), (other, evicting)], ids, steps, repeats)
+            figures |= {name: times[name] for name in ("ms", "ms_unpatched", "ratio")}
+            yield record("launches", HOST_ARCH, policy, n, repeats, model, figures)
+
+
+COLUMNS = ("policy", "path", "launches per layer", "Triton's", "unpatched", "once", "waits of a step", "of a prompt")
+COLUMNS += ("host us per layer", "unpatched", "ratio")
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """One table row."""
+    layers = line["layers"]
+    launches, unpatched = (Figure(**line[name]) for name in ("launches", "launches_unpatched"))
+    waits, prompt_waits = (Figure(**line[name]) for name in ("waits", "prompt_waits"))
+    return (
+        line["policy"],
+        line["path"],
+        f"{launches.per_layer:g}",
+        f"{Figure(**line['kernels']).per_layer:g}",
+        f"{unpatched.per_layer:g}",
+        f"{launches.once:g} ({unpatched.once:g})",
+        str(waits),
+        str(prompt_waits),
+        *(number(1000 * line[name] / layers, 0) for name in ("ms", "ms_unpatched")),
+        number(line["ratio"], 2),
+    )
+
+
+def markdown(lines: list[Line]) -> str:
+    """The table of docs/benchmarks.md."""
+    return rows(COLUMNS, [cells(line) for line in latest(lines)], left=2)
