@@ -110,11 +110,13 @@ class Patch:
         """
         if not self.passes:
             raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
+        self.settings.notices.look(wait=True)
         return Report.last(self._state.log)
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
         self.restore()
+        self.settings.notices.look(wait=True)
         self._state.log.close()
 
     def restore(self) -> None:

@@ -1,4 +1,5 @@
 import os
+import sys
 from collections import defaultdict
 
 import pytest
@@ -45,6 +46,17 @@ def _one_thread_and_poison():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _no_kernel_is_replaced():
+    """A defect in a kernel's call must not pass for a launch that fails, after which torch serves."""
+    yield
+    refusals = sys.modules.get("kvpatch.backends.refusals")
+    left = {key: why for key, why in refusals.known.items() if key[0].startswith("triton")} if refusals is not None else {}
+    if left:
+        refusals.known.clear()
+        pytest.fail(f"a Triton kernel was refused: {left}")
 
 
 @pytest.fixture

@@ -8,77 +8,108 @@ import torch
 from torch import Tensor
 
 from ..cache.growth import Layout, plan, slack
-from ..policies.parallel import WHOLE
+from ..policies.parallel import WHOLE, Parallel
 from ..policies.selection import top
 from . import anomaly
 from .layer_call import Call
 
 
-def end_prompt(call: Call, past: int) -> None:
-    """Keep each head's budget, in buffers with room for the tokens that follow."""
+def end_prompt(call: Call, past: int, nominal_B: list[int]) -> None:
+    """Keep each head's budget, in buffers with room for the tokens that follow.
+
+    nominal_B: protected tokens of each row. Numbers of tokens are the host's where it knows them (`_held`): it then waits for
+    the device only if heads share their layer's budget by score.
+    """
     slots, cache, now = call.slots, call.cache, call.now
     if not call.evicts:
-        if now.final:
-            slots.allocate(None, None, Layout([slots.used + _more(call, slots.used)]))
-            if cache.request.room is not None:
-                slots.holes = True
-                slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
-            else:
-                slots.start_appending()
-        else:
-            slots.round()
+        _keep_all(call)
         return
-    B, H, _ = slots.positions.shape
-    budget_B = _budgets(call)
-    if past or slots.holes:
-        held_BH = (slots.positions[:, :, : slots.used] >= 0).sum(-1)
-    else:
-        held_BH = torch.tensor(now.n_B, device=slots.positions.device)[:, None].expand(B, H)
-    fixed_BH = _fixed(call, held_BH)
-    everyone = WHOLE
-    if call.policy.over_heads is not None:  # heads share their layer's budget, also with heads on other processes
-        everyone = cache.settings.parallel
-        held_BH, fixed_BH = everyone.heads(held_BH), everyone.heads(fixed_BH)
-        H = held_BH.shape[1]
-    keep_BH = fixed_BH + torch.tensor(budget_B, device=held_BH.device)[:, None]
-    over_B = held_BH.sum(-1) > keep_BH.sum(-1)  # heads that do not share hold equally many
-    over_B &= not now.keeps_all
-    count_BH, order = held_BH if call.policy.over_heads else torch.minimum(held_BH, keep_BH), None
-    if now.keeps_all:
-        count_BH, order = held_BH, slots.positions[:, :, : slots.used]
-    elif bool(over_B.any()):
-        empty = slots.positions[:, :, : slots.used] < 0
+    share = call.policy.over_heads  # heads share their layer's budget, also with heads on other processes
+    everyone = cache.settings.parallel if share is not None else WHOLE
+    budget_B, (held, fixed) = _budgets(call), _held(call, past, everyone)
+    keep = [[n + budget for n in row] for row, budget in zip(fixed, budget_B, strict=True)]
+    # heads that do not share hold equally many
+    over_B = [not now.keeps_all and sum(row) > sum(most) for row, most in zip(held, keep, strict=True)]
+    count, order = held, None
+    if not (share or now.keeps_all):
+        count = [list(map(min, row, most)) for row, most in zip(held, keep, strict=True)]
+    if any(over_B):
+        empty = slots.positions[:, :, : slots.used] < 0 if slots.holes else None
         context = call.eviction_context(newest(call), -1)
         context.watch = functools.partial(anomaly.check_value if call.settings.strict else _watch, call)
-        if call.policy.over_heads is not None:
-            assert slots.limits is not None
+        if share is not None:
             context.keep_BH1 = None  # heads share by score alone
-            shared_BH = call.policy.over_heads.counts(
-                call.policy.eviction_keys(context, empty),
-                empty,
-                fixed_BH,
-                budget_B,
-                slots.limits.nominal.flatten().tolist(),
-                everyone,
-            )
-            count_BH = torch.where(over_B[:, None], shared_BH, held_BH)
-        context.keep_BH1 = everyone.own(count_BH)[..., None]
+            keys = call.policy.eviction_keys(context, empty)
+            shared = share.counts(keys, empty, _numbers(call, fixed), budget_B, nominal_B, everyone).tolist()
+            count = [own if over else row for own, row, over in zip(shared, held, over_B, strict=True)]
+        count_BH = everyone.own(_numbers(call, count))
+        context.keep_BH1 = count_BH[..., None]
         order = call.policy.eviction_keys(context, empty)
-        _note_mass(call, order, everyone.own(count_BH))
-    elif slots.holes:
+        _note_mass(call, order, count_BH)
+    elif now.keeps_all or slots.holes:
         order = slots.positions[:, :, : slots.used]
-    if call.policy.over_heads is not None:  # while decoding, each head keeps what it has; only the rest is divided
-        extra_B1 = (keep_BH - count_BH).sum(-1, keepdim=True).clamp(min=0)
-        keep_BH = count_BH + extra_B1 // H + (torch.arange(H, device=held_BH.device) < extra_B1 % H)
-    _compress(call, order, everyone.own(count_BH), everyone.own(keep_BH), everyone.size > 1 and not _alike(count_BH, keep_BH))
+    if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
+        keep = [list(map(sum, zip(row, _divided(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
+    uneven = everyone.size > 1 and not (_alike(count) and _alike(keep))
+    _compress(call, order, everyone.own_rows(count), everyone.own_rows(keep), uneven)
 
 
-def _alike(count_BH: Tensor, keep_BH: Tensor) -> bool:
-    """Tell if all heads keep equally many tokens, and may hold equally many more."""
-    return bool((count_BH == count_BH[:1, :1]).all()) and bool((keep_BH == keep_BH[:1, :1]).all())
+def _keep_all(call: Call) -> None:
+    """End a prompt of a layer that never evicts."""
+    slots = call.slots
+    if not call.now.final:
+        slots.round()
+        return
+    slots.allocate(None, None, Layout([slots.used + _more(call, slots.used)]))
+    if call.cache.request.room is not None:
+        slots.holes = True
+        slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
+    else:
+        slots.start_appending()
 
 
-def _compress(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tensor, uneven: bool) -> None:
+def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens that each head holds, and those of them that are kept outside the budget, by row.
+
+    They are read from the device only where earlier evictions have left heads with different tokens.
+    """
+    slots, now = call.slots, call.now
+    B, H, _ = slots.positions.shape
+    positions, outside = slots.positions[:, :, : slots.used], now.fixed_B
+    held_B = None if slots.holes else [slots.used] * B
+    if not past:
+        held_B = now.n_B if now.padding is None else now.padding.real_B
+    fixed_B = now.n_B if call.policy.schedule == "decode" else [0] * B if outside is None else None
+    if held_B is not None and fixed_B is not None:
+        all_heads = H * everyone.size
+        return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]
+    held_BH = (positions >= 0).sum(-1) if held_B is None else now.copy(held_B, positions.device)[:, None].expand(B, H)
+    if outside is None:
+        assert fixed_B is not None
+        fixed_BH = now.copy(fixed_B, positions.device)[:, None].expand_as(held_BH)
+    else:
+        fixed_BH = ((positions >= 0) & (positions < now.copy(outside, positions.device)[:, None, None])).sum(-1)
+    held, fixed = torch.stack([everyone.heads(held_BH), everyone.heads(fixed_BH)]).tolist()
+    return held, fixed
+
+
+def _numbers(call: Call, rows: list[list[int]]) -> Tensor:
+    """Return numbers of heads as a tensor [B,H]."""
+    return call.now.copy([n for row in rows for n in row], call.slots.positions.device).view(len(rows), -1)
+
+
+def _divided(most: list[int], count: list[int]) -> list[int]:
+    """Divide what the heads of a row may keep beyond what they do keep."""
+    rest, H = max(sum(most) - sum(count), 0), len(count)
+    return [rest // H + (h < rest % H) for h in range(H)]
+
+
+def _alike(rows: list[list[int]]) -> bool:
+    """Tell if all heads have the same number."""
+    return len({n for row in rows for n in row}) == 1
+
+
+def _compress(call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool) -> None:
     """Move the kept tokens into buffers for what follows.
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
@@ -86,20 +117,20 @@ def _compress(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tenso
     a score may need all processes to take part.
     """
     slots, now = call.slots, call.now
-    counts, keeps = count_BH.flatten().tolist(), keep_BH.flatten().tolist()
+    counts, keeps = ([n for row in rows for n in row] for rows in (count, keep))
     room = [k - n for k, n in zip(keeps, counts, strict=True)]
     evicts = now.final and call.policy.schedule != "prompt"
     unequal = evicts and (uneven or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
-    index, kept = (None, None) if order is None else top(order, count_BH, counts)
+    index, kept = (None, None) if order is None else top(order, _numbers(call, count), counts)
     if kept is None and unequal and index is not None:
         kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
     if not now.final:  # the next block is appended
         slots.allocate(index, kept, Layout([held + now.reserve]))
         return
-    slots.keep_BH1 = keep_BH[..., None]
+    slots.keep_BH1 = _numbers(call, keep)[..., None]
     filling = max(*room, 0)
     roomy = call.cache.request.room is not None
     if not evicts:
@@ -108,14 +139,14 @@ def _compress(call: Call, order: Tensor | None, count_BH: Tensor, keep_BH: Tenso
     slots.allocate(index, kept, plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy))
     if evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
-        slots.start_evicting(filling)
+        slots.start_evicting(filling, counts=counts, goals=goals)
     elif evicts:
         slots.start_filling(filling)
     elif kept is not None and not slots.kv.appends:
-        slots.start_growing(kept.sum(-1))
+        slots.start_growing(kept.sum(-1), counts)
     elif roomy:
         slots.holes = True
-        slots.start_growing(slots.positions.new_full(count_BH.shape, held))
+        slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], held), [held] * len(counts))
     else:
         slots.start_appending()
 
@@ -126,17 +157,6 @@ def _more(call: Call, tokens: int) -> int:
     if room is not None:
         return room
     return slack(tokens) if coming is None else min(slack(tokens), coming)
-
-
-def _fixed(call: Call, held_BH: Tensor) -> Tensor:
-    """Count each head's tokens that are kept outside the budget."""
-    if call.policy.schedule == "decode":
-        return torch.tensor(call.now.n_B, device=held_BH.device)[:, None].expand_as(held_BH)
-    if call.now.fixed_B is None:
-        return torch.zeros_like(held_BH)
-    positions = call.slots.positions[:, :, : call.slots.used]
-    before_B = torch.tensor(call.now.fixed_B, device=held_BH.device)
-    return ((positions >= 0) & (positions < before_B[:, None, None])).sum(-1)
 
 
 def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
@@ -154,8 +174,8 @@ def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
     slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / total.clamp_min(torch.finfo(seen.dtype).tiny)
 
 
-def limit(call: Call) -> None:
-    """Set the protected sizes of each row, clamped to its budget."""
+def limit(call: Call) -> list[int]:
+    """Set the protected sizes of each row, clamped to its budget; return how many tokens they protect in all."""
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
     own: list[list[int]] = [[] for _ in range(B)]
@@ -169,6 +189,7 @@ def limit(call: Call) -> None:
     )
     slots.limits = cache.limits(sizes, device)
     _say_cuts(call)
+    return [size[-1] for size in sizes]
 
 
 def _say_cuts(call: Call) -> None:
@@ -188,16 +209,16 @@ def _say_cuts(call: Call) -> None:
 
 
 def _watch(call: Call, value_BHT: Tensor) -> None:
-    """Warn of scores that are NaN. Called at a prompt's end alone, where the host waits for the device anyway."""
+    """Warn of scores that are NaN, at a prompt's end alone."""
     notices = call.settings.notices
     if "nan" in notices.said:
         return
-    if bool((value_BHT.isnan() & (call.slots.positions[:, :, : call.slots.used] >= 0)).any()):
-        notices.say(
-            "nan",
-            f"policy {call.policy.name!r} gave NaN scores in layer {call.layer}, which count as the lowest: what is kept there "
-            "is decided by protection and position. patched(..., strict=True) raises where the first NaN arises.",
-        )
+    notices.say_if(
+        (value_BHT.isnan() & (call.slots.positions[:, :, : call.slots.used] >= 0)).any(),
+        "nan",
+        f"policy {call.policy.name!r} gave NaN scores in layer {call.layer}, which count as the lowest: what is kept there "
+        "is decided by protection and position. patched(..., strict=True) raises where the first NaN arises.",
+    )
 
 
 def _budgets(call: Call) -> list[int]:
@@ -207,4 +228,4 @@ def _budgets(call: Call) -> list[int]:
 
 def newest(call: Call) -> Tensor:
     """Return the position of each row's newest token, [B,1,1]."""
-    return torch.tensor(call.now.n_B, device=call.slots.positions.device)[:, None, None] - 1
+    return call.now.copy([n - 1 for n in call.now.n_B], call.slots.positions.device)[:, None, None]

@@ -34,10 +34,14 @@ def attend(
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
         entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
-    if name == "triton":
-        out, named = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t)
-        p_BHGT, positions_BHT = None, call.slots.positions
+    done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t, stack) if name == "triton" else None
+    if done is not None:
+        (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
     else:
+        if name == "triton":  # its kernels could not be launched
+            name = backend_of(call, q_BHGD)
+            if stack is not None:
+                stack.leave_kernels(name)
         call.slots.write(k_BH1D, v_BH1D, None if stack is not None else positions_B1, entry)
         out, p_BHGT, positions_BHT = _by_torch(call, q_BHGD, positions_B1, name, stack)
         named = False
@@ -129,12 +133,18 @@ def _by_kernel(
     positions_B1: Tensor,
     wanted: bool,
     t: int,
-) -> tuple[Tensor, bool]:
-    """Run `attend` in kernels that write, attend and observe; True if they have also named the next slots."""
+    stack: LayerStack | None,
+) -> tuple[Tensor, bool] | None:
+    """Run `attend` in kernels that write, attend and observe; True if they have also named the next slots.
+
+    Returns None, with all as before but for the free slots' contents, if the kernels cannot be launched. Of stacked layers only
+    the first may find that out.
+    """
     slots = call.slots
+    appends = not slots.mode.slotted
     with torch.no_grad():
-        evicting = call.evicting and slots.mode.slotted
-        if not slots.mode.slotted:
+        evicting = call.evicting and not appends
+        if appends:
             slots.mode.free_BH = call.now.column(slots.used, slots.positions)
             slots.open_column(entry)
         else:
@@ -143,7 +153,18 @@ def _by_kernel(
                 slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
         tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
         chosen = backend("triton").rule(call.policy, slots, wanted, evicting)
-        out = backend("triton").step(q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau)
+        step = functools.partial(
+            backend("triton").step, q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau
+        )
+        if call.launched or (stack is not None and call.layer > 0):
+            out = step()
+        else:
+            written = (slots.positions, slots.mode.free_BH, *slots.state.values())
+            out = call.cache.choice.attempt(*_case(call, q_BHGD), step, written)
+    call.launched = out is not None
+    if out is None:
+        slots.used -= appends
+        return None
     if evicting and not chosen.evicts:
         why = backend("triton").torch_evicts(call.policy, slots)
         call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")

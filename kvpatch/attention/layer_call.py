@@ -39,6 +39,7 @@ class Call:
         self.policy = self.settings.policies[layer]
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
+        self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
 
     def begin(self, now: Forward) -> None:
@@ -273,7 +274,7 @@ class Call:
         """Return the factor of the old sums: 1 for rows whose text ended before this block."""
         if min(self.now.rows_B, default=1) > 0:
             return self.score.decay
-        on = torch.tensor(self.now.rows_B, device=total.device)[:, None, None] > 0
+        on = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
         return torch.where(on, self.score.decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -26,11 +28,10 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
         whole = past == 0 and now.ends_prompt and now.final
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
-    if now.padded:
+    if now.padding is not None:
         slots.holes = True
-        reach, gapped = now.padding
-        slots.contiguous &= not past and not gapped
-        slots.floor = max(slots.floor, past + reach)
+        slots.contiguous &= not past and not now.padding.gapped
+        slots.floor = max(slots.floor, past + now.padding.reach)
     slots.seen += now.prompt
     slots.ahead = None  # it counts columns, some of which may be padding
     slots.sliding = call.geometry.sliding
@@ -40,8 +41,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
-    if now.ends_prompt and call.evicts and not now.keeps_all:
-        limit(call)
+    nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
     if not call.evicts or call.policy.rows != "all":
         out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
     else:
@@ -50,22 +50,25 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         if call.evicts and call.score.observed_rows:
             _observe_window(call, q_BHGQD, keys, rows_BQ, lse)
         if now.ends_prompt:
-            end_prompt(call, past)
+            end_prompt(call, past, nominal_B)
     call.cache.meter.count(before, during, slots.kv.nbytes)
     return out
 
 
 def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return attention's output and, if its kernel returns one, the log-sum-exp."""
-    name = call.backend("prompt", q_BHGQD, keys)
+    name, padding = call.backend("prompt", q_BHGQD, keys), call.now.padding
     if name == "flash":
         from ..backends.flash import flash_backend
 
         # packed rows have no padding between their tokens, but transformers' columns count it
-        why = "padding behind tokens" if call.now.behind else flash_backend.misfit(keys, call.geometry)
+        behind, real_B = (padding.behind, padding.real_B) if padding is not None else (False, None)
+        why = "padding behind tokens" if behind else flash_backend.misfit(keys, call.geometry)
         if why is None:
             try:
-                return flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+                out, lse, kernel = flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry, real_B)
+                call.cache.choice.record("prompt", "flash", kernel)
+                return out, lse
             except flash_backend.Refused as error:  # logged already
                 why = str(error)
         call.cache.choice.record("prompt", "torch", f"flash: {why}")
@@ -79,21 +82,27 @@ def _observed_prompt(
     if call.score.samples and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
     names, tau = call.policy.statistics, _temperature(call)
-    name = call.backend("statistics", q_BHGQD, keys, scores=True)
+    choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
+    name, attended = choice.of("statistics", case), None
     if name != "torch":
-        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        out, lse = attended = _attend(call, q_BHGQD, keys, rows_BQ)
         noise = call.slots.state_view().get("noise")
         with torch.no_grad():
-            call.add(backend(name).statistics(q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau))
-        return out, lse
+            gather = functools.partial(
+                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau
+            )
+            found = choice.attempt("statistics", case, gather)
+            if found is not None:
+                call.add(found)
+                return out, lse
     sums, observe = _observer(call, keys, rows_BQ)
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
-    if torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
+    if attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
         call.backend("prompt", q_BHGQD, keys)  # records the backend for the report
         out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
     else:
-        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        out, lse = attended or _attend(call, q_BHGQD, keys, rows_BQ)
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
     with torch.no_grad():
         call.add(sums)
@@ -162,6 +171,11 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     assert slots.limits is not None
     observed = slots.limits.observed
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
-    name = call.backend("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
-    total = backend(name).window_sums(q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse)
+    case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
+    arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
+    name, total = call.cache.choice.of("statistics", case), None
+    if name != "torch":
+        total = call.cache.choice.attempt("statistics", case, functools.partial(backend(name).window_sums, *arguments))
+    if total is None:
+        total = torch_backend.window_sums(*arguments)
     slots.statistic("observed")[:, :, : slots.used] = total / observed.clamp(min=1)

@@ -118,6 +118,11 @@ class LayerStack:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
+    def leave_kernels(self, backend: str) -> None:
+        """Go on with another backend in the midst of a step, after the first layer's kernel could not be launched."""
+        self.backend = backend
+        self.slots.write_position(self.call.positions_BQ)
+
     def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
         """Return the view for a layer's probabilities [B,H,G,C]."""
         if self.p_BHGT is None:

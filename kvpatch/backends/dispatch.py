@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import KVPatchError, named, suggest
+from . import refusals
 from .protocol import TASKS, Case, Task
 
 BACKENDS = {"torch": "torch_backend", "flash": "flash.flash_backend", "triton": "triton.triton_backend"}
@@ -21,6 +24,7 @@ PREFERRED: dict[Task, tuple[str, ...]] = {
 _LOG = logging.getLogger(__name__)
 _said: set[str] = set()
 _loaded: dict[str, Any] = {}
+T = TypeVar("T")
 
 
 def backend(name: str) -> Any:
@@ -81,6 +85,20 @@ class Choice:
         if not torch.compiler.is_compiling():
             self.ran[task] = (name, why)
 
+    def attempt(self, task: Task, case: Case, run: Callable[[], T], written: tuple[Tensor, ...] = ()) -> T | None:
+        """Run the kernel chosen for a task; if its first launch fails, record who serves instead and return None.
+
+        written: tensors that it changes in place, which are then as before.
+        """
+        name = self.known[task, case][0]
+        if torch.compiler.is_compiling():
+            return run()
+        found = refusals.attempt(f"{name} {task}", case, run, backend(name).advice, written)
+        if found is None:
+            del self.known[task, case]
+            self.of(task, case)
+        return found
+
     def foresee(self, task: Task, case: Case) -> None:
         """Choose ahead for a step under torch.compile, which cannot choose while it is traced."""
         self.coming[task] = self._found(task, case)
@@ -98,10 +116,9 @@ class Choice:
             if name == "triton" and self.wanted != name and case.device == "cpu":
                 passed.append("triton: kernels run on a GPU")  # the interpreter runs only on request
                 continue
-            reason = backend(name).reason(task, case)
+            reason = refusals.known.get((f"{name} {task}", case)) or backend(name).reason(task, case)
             if reason is None:
-                kernel = [backend(name).which(case)] if name == "flash" and task == "prompt" else []
-                return name, "; ".join(kernel + passed)
+                return name, "; ".join(passed)
             passed.append(f"{name}: {reason}")
             if name == self.wanted and passed[-1] not in _said:
                 _said.add(passed[-1])

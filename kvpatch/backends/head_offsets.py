@@ -17,6 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ..policies.numbers import on_device
 from .entries import EXACT, Codec, dot, mix
 
 SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
@@ -76,10 +77,10 @@ class HeadOffsets:
         self.width, self.rows = max(capacities), sum(capacities)
         order = sorted(range(len(capacities)), key=capacities.__getitem__)
         begins = dict(zip(order, accumulate((capacities[n] for n in order), initial=0), strict=False))
-        self.begin_N = torch.tensor([begins[n] for n in range(len(capacities))], device=device)
-        self.capacity_N = torch.tensor(capacities, device=device)
-        self.order = torch.tensor(order, device=device)
-        head = self.order.repeat_interleave(self.capacity_N[self.order])
+        self.begin_N = on_device([begins[n] for n in range(len(capacities))], device)
+        self.capacity_N = on_device(capacities, device)
+        self.order = on_device(order, device)
+        head = self.order.repeat_interleave(self.capacity_N[self.order], output_size=self.rows)
         column = torch.arange(self.rows, device=device) - self.begin_N[head]
         self.slot_F = (head * self.width + column).int()
         self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
@@ -150,8 +151,8 @@ class HeadOffsets:
         """
         if self._sequences is None:
             device = self.begin_N.device
-            starts = torch.cat([self.begin_N[self.order], torch.tensor([self.rows], device=device)]).int()
-            self._sequences = self.order, starts, torch.tensor(self.filled, device=device)[self.order].int()
+            starts = torch.cat([self.begin_N[self.order], on_device([self.rows], device)]).int()
+            self._sequences = self.order, starts, on_device(self.filled, device)[self.order].int()
         return self._sequences
 
     def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:

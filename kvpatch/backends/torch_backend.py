@@ -11,8 +11,10 @@ computes the output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,8 @@ from .protocol import Case, Geometry, Keys, Task
 NAME = "torch"
 CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 26  # on other devices: 256 MiB
-MASK_BLOCK = 1 << 22  # entries of an explicit mask
+MASK_BLOCK = 1 << 22  # entries of an explicit mask on the CPU
+LOGITS = 4  # tensors of a block's size that `_attend_special` holds at once
 FLOAT16 = torch.finfo(torch.float16).max
 
 
@@ -91,9 +94,9 @@ def attend(
         # with ALiBi the log-sum-exp is relative to one far token: too coarse for exp(x - lse)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), lse if geometry.slopes_HG is None else None
     if square and not keys.holes and geometry.slopes_HG is None:
-        out = F.scaled_dot_product_attention(
-            q, keys.k_BHTD, keys.v_BHTD, is_causal=True, scale=geometry.scale, enable_gqa=G > 1
-        )
+        k, v = _per_head(q, keys.k_BHTD, keys.v_BHTD, None)
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=geometry.scale, enable_gqa=grouped)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), None
     return _attend_masked(q_BHGQD, keys, rows_BQ, geometry), None
 
@@ -111,16 +114,14 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | No
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Call scaled_dot_product_attention on blocks of rows, with explicit masks of at most MASK_BLOCK entries."""
+    """Call scaled_dot_product_attention on blocks of rows, with explicit masks of bounded size."""
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
         q_BHGQD, k_BHTD, v_BHTD = (t.to(accumulator(dtype)) for t in (q_BHGQD, k_BHTD, v_BHTD))
     heads = H * G if geometry.slopes_HG is not None else (1 if keys.past == 0 else H)
-    size = max(MASK_BLOCK // (B * heads * keys.k_BHTD.shape[2]), 1)
     outs = []
-    for start in range(0, Q, size):
-        stop = min(start + size, Q)
+    for start, stop in mask_blocks(q_BHGQD.device.type, B * heads, Q, keys, geometry):
         lo, hi = _columns(keys, geometry, start, stop)
         visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)
         q = rearrange(q_BHGQD[:, :, :, start:stop], "b h g r d -> b (h g) r d")
@@ -130,22 +131,49 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
             slopes, own = geometry.slopes_HG[None, :, :, None, None].to(q.dtype), keys.positions_BHT[:, :, None, None, lo:hi]
             bias = _alibi(slopes, own, rows_BQ[:, None, None, start:stop, None], geometry)
             mask = rearrange(bias.masked_fill(~visible[:, :, None], -torch.inf), "b h g r m -> b (h g) r m")
-        k, v = k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale, enable_gqa=G > 1)
+        k, v = _per_head(q, k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi], mask)
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale, enable_gqa=grouped)
         outs.append(rearrange(out, "b (h g) r d -> b h g r d", g=G))
     return torch.cat(outs, 3).to(dtype)
 
 
+def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
+    """Split rows into blocks whose masks of `heads` heads have a bounded size: taller where rows see fewer keys."""
+    entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
+    while start < Q:
+        lo, hi = _columns(keys, geometry, start, start)  # a block of R rows sees R more
+        size = (math.isqrt((hi - lo) ** 2 + 4 * entries) - (hi - lo)) // 2
+        stop = min(start + max(size, 1), Q)
+        yield start, stop
+        start = stop
+
+
+def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values for each query head, copied off the CPU where no fused kernel takes groups as they are.
+
+    torch would compute all logits at once there: for float32, masks and older GPUs it has no kernel for groups.
+    """
+    G = q_BNQD.shape[1] // k_BHTD.shape[1]
+    if G == 1 or q_BNQD.device.type == "cpu":
+        return k_BHTD, v_BHTD
+    cuda = torch.backends.cuda
+    inputs: list[Any] = [q_BNQD, k_BHTD, v_BHTD]
+    params = cuda.SDPAParams(*inputs, mask, 0.0, mask is None, True)  # type: ignore[call-arg]
+    fused = (cuda.can_use_flash_attention, cuda.can_use_cudnn_attention, cuda.can_use_efficient_attention)
+    if any(can_use(params) for can_use in fused):
+        return k_BHTD, v_BHTD
+    return k_BHTD.repeat_interleave(G, 1), v_BHTD.repeat_interleave(G, 1)
+
+
 def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Compute attention with capped logits or sinks, in blocks of rows of at most MASK_BLOCK logits."""
+    """Compute attention with capped logits or sinks, in blocks of rows."""
     assert geometry.slopes_HG is None, "no architecture has both"
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)
     k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
-    size = max(MASK_BLOCK // (B * H * G * keys.k_BHTD.shape[2]), 1)
     outs = []
-    for start in range(0, Q, size):
-        stop = min(start + size, Q)
+    for start, stop in mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry):
         lo, hi = _columns(keys, geometry, start, stop)
         x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
         visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
@@ -242,19 +270,21 @@ def observe(
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
     for n0 in range(0, B * H, heads):
         n1 = min(n0 + heads, B * H)
-        q, kt, v = q_NGQD[n0:n1].to(dtype), k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
+        q, kt, v = q_NGQD[n0:n1].to(dtype) * geometry.scale, k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
         for start, stop in _row_blocks(ends, budget // ((n1 - n0) * G)):
             lo, hi = _columns(keys, geometry, start, stop)[0], ends[stop - 1]
             rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
             if lse_NGQ is None:
-                x = _capped(torch.bmm(rows, kt[:, :, lo:hi]).mul_(geometry.scale), geometry)
+                x = _capped(torch.bmm(rows, kt[:, :, lo:hi]), geometry)
             else:
                 minus = -rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1").to(dtype)
-                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi], alpha=geometry.scale)
+                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi])
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = (x[:, 0] > -torch.inf).sum(-1) if count else None
-            if lse_NGQ is None:
+            if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
+                p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
+            elif lse_NGQ is None:
                 p = _weights(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
                 p = x.exp_()

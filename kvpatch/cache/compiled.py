@@ -63,7 +63,7 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -
         torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
     if any(layer.mode.growing for layer in cache.layers):
         torch._assert_async(cache.counters.device.columns < cache.counters.device.limit, NO_ROOM)
-    cache.now = Forward(cache.seen_B[:, None], 0, False, [], False, None, False, 0, traced=True)
+    cache.now = Forward(cache.seen_B[:, None], 0, False, [], None, None, False, 0, traced=True)
     for layer in cache.layers:
         layer.traced = True
     cache.now.table = None if cache.rotary is None else cache.rotary[1]

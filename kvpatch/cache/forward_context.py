@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..policies.numbers import on_device
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where padding lies among a prompt's columns.
+
+    Attributes:
+        reach: columns up to the last padding.
+        gapped: some padding follows a token of its row. A sliding window then reaches columns that are not contiguous.
+        behind: such padding attends to the tokens, as in the unpatched model.
+        real_B: tokens of each row.
+    """
+
+    reach: int
+    gapped: bool
+    behind: bool
+    real_B: list[int]
 
 
 @dataclass
 class Forward:
     """A pass, or one block of its prompt.
 
-    positions_BQ: -1 for padding. rows_BQ: positions of the queries, if padding after a row's tokens attends to them as it
-    does in the unpatched model; else None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or
-    the block) is complete with them. n_B: tokens of each row so far, known where a prompt ends. recording: the undo log
-    records the decode steps of this pass. first_step: decode steps between the prompt and this pass.
+    positions_BQ: -1 for padding. padding: of the prompt's columns; None if there is none. rows_BQ: positions of the queries, if
+    padding after a row's tokens attends to them as it does in the unpatched model; else None. prompt: number of columns that
+    belong to the prompt. ends_prompt: the prompt (or the block) is complete with them. n_B: tokens of each row so far, known
+    where a prompt ends. recording: the undo log records the decode steps of this pass. first_step: decode steps between the
+    prompt and this pass.
 
     Known where a prompt or a block ends: budget_n_B, the tokens that a share `k` refers to; fixed_B, tokens below this
     position are kept outside the budget; keeps_all, nothing is evicted; rows_B, query rows of the prompt (or block);
@@ -33,7 +52,7 @@ class Forward:
     prompt: int
     ends_prompt: bool
     n_B: list[int]
-    padded: bool
+    padding: Padding | None
     protect_BQ: Tensor | None
     recording: bool
     first_step: int
@@ -51,22 +70,14 @@ class Forward:
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
+    _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def padding(self) -> tuple[int, bool]:
-        """Return the columns up to the prompt's last padding, and True if some padding follows a token of its row.
-
-        A sliding window then reaches columns that are not contiguous.
-        """
-        pad_BP = self.positions_BQ[:, : self.prompt] < 0
-        last = pad_BP.any(0).nonzero()[-1] + 1
-        reach, gapped = torch.stack([last[0], (pad_BP[:, 1:] & ~pad_BP[:, :-1]).any().long()]).tolist()
-        return reach, bool(gapped)
-
-    @cached_property
-    def behind(self) -> bool:
-        """Tell if some padding follows a token of its row, and attends to it."""
-        return self.rows_BQ is not None and bool(((self.rows_BQ >= 0) & (self.positions_BQ < 0)).any())
+    def copy(self, values: list[int], device: torch.device) -> Tensor:
+        """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""
+        key = (tuple(values), device)
+        if key not in self._copies:
+            self._copies[key] = on_device(values, device)
+        return self._copies[key]
 
     def column(self, index: int, like_BHC: Tensor) -> Tensor:
         """Return a column's index for each head [B,H], as kernels take it."""
@@ -93,13 +104,20 @@ def places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
     return before_B[:, None] + counted.cumsum(-1) - 1
 
 
+def _of_block(real_B: list[int], columns: int) -> Padding | None:
+    """Describe a block of a packed prompt: each row's own tokens come first."""
+    if min(real_B) == columns:
+        return None
+    return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
+
+
 def cut(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
     """Split the prompt columns of a pass into one Forward per block.
 
     before_B, after_B: tokens of each row before and after these columns. final: the prompt ends with them.
     """
     P, positions_BQ, protect_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ
-    if now.padded:
+    if now.padding is not None:
         now.packing_BQ = (positions_BQ < 0).long().argsort(dim=1, stable=True)
         positions_BQ = positions_BQ.gather(1, now.packing_BQ)
         protect_BQ = None if protect_BQ is None else protect_BQ[:, :P].gather(1, now.packing_BQ)
@@ -113,7 +131,7 @@ def cut(now: Forward, block: int, before_B: list[int], after_B: list[int], final
                 prompt=stop - start,
                 ends_prompt=True,
                 n_B=[before + min(count, stop) for before, count in zip(before_B, counts_B, strict=True)],
-                padded=min(counts_B) < stop,
+                padding=_of_block([min(max(count - start, 0), stop - start) for count in counts_B], stop - start),
                 protect_BQ=None if protect_BQ is None else protect_BQ[:, start:stop],
                 recording=False,
                 first_step=now.first_step,

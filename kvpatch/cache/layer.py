@@ -324,21 +324,23 @@ class SlotLayer(CacheLayerMixin):
         """End a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
         self.mode = Filling(steps)
 
-    def start_growing(self, next_BH: Tensor) -> None:
-        """End a prompt: tokens go into slots, starting with these, and none is evicted."""
-        self._open(Growing(next_BH))
+    def start_growing(self, next_BH: Tensor, counts: list[int] | None = None) -> None:
+        """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure`."""
+        self._open(Growing(next_BH), counts)
 
-    def start_evicting(self, steps: int, next_BH: Tensor | None = None) -> None:
+    def start_evicting(
+        self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
+    ) -> None:
         """End a prompt: tokens go into slots, and heads at their budget evict; all heads do after so many steps.
 
-        next_BH: slots for the first tokens; None: the first empty slot of each head.
+        next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure`.
         """
-        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps))
+        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
-    def _open(self, mode: Growing | Evicting) -> None:
+    def _open(self, mode: Growing | Evicting, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
-        self.measure()
+        self.measure(counts, goals)
 
     def empty_slots(self) -> Tensor:
         """Return the first empty slot of each head [B,H], or the index after its last slot if none is empty."""
@@ -358,18 +360,21 @@ class SlotLayer(CacheLayerMixin):
             return None
         return [keep + 1 for keep in self.keep_BH1.flatten().tolist()]
 
-    def measure(self) -> None:
-        """Update how many tokens can be written before buffers move."""
+    def measure(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+        """Update how many tokens can be written before buffers move.
+
+        counts, goals: what the methods of these names return, if the host knows it already.
+        """
         mode = self.mode
         if isinstance(mode, Slotted):
-            heads = zip(self.short_heads(), self.kv.capacities(), self.counts(), strict=True)
+            heads = zip(self.short_heads(goals), self.kv.capacities(), counts or self.counts(), strict=True)
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
 
-    def short_heads(self) -> list[bool]:
+    def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
-        capacities, goals = self.kv.capacities(), self.goals()
+        capacities, goals = self.kv.capacities(), goals or self.goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting):
             self.mode.growing, self.mode.unfilled = any(short), all(short)

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Watched:
+    """A warning that hangs on a number of the device, which is on its way to the host."""
+
+    name: str
+    message: str
+    host: Tensor
+    arrival: torch.cuda.Event
 
 
 class Notices:
@@ -13,7 +27,30 @@ class Notices:
 
     def __init__(self) -> None:
         self.said: set[str] = set()
+        self.watched: list[Watched] = []
         self._lock = threading.Lock()
+
+    def say_if(self, flag: Tensor, name: str, message: str) -> None:
+        """Log a warning if `flag`, 0-d, is True; that of a GPU is not waited for, but looked at later (`look`)."""
+        if flag.device.type != "cuda":
+            if bool(flag):
+                self.say(name, message)
+            return
+        host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        with torch.cuda.device(flag.device):
+            arrival = torch.cuda.Event()
+            arrival.record()
+        self.watched.append(Watched(name, message, host, arrival))
+
+    def look(self, wait: bool = False) -> None:
+        """Log the warnings whose numbers have arrived, or wait for all of them."""
+        while self.watched and (wait or self.watched[0].arrival.query()):
+            one = self.watched.pop(0)
+            if wait:
+                one.arrival.synchronize()
+            if bool(one.host):
+                self.say(one.name, one.message)
 
     def say(self, name: str, message: str) -> None:
         """Log a warning, unless one of that name was logged before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..policies.scopes import protect_tensor
 from . import compiled
-from .forward_context import Forward, cut, places
+from .forward_context import Forward, Padding, cut, places
 from .modes import Evicting, Growing, Slotted
 from .snapshot import LayerPart
 from .state import DeviceCounters, TextState
@@ -38,6 +38,7 @@ def begin(
     """
     cache.begin_change("forward pass")
     cache.catch_up()
+    cache.settings.notices.look()
     try:
         now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable)
     except BaseException:
@@ -45,8 +46,8 @@ def begin(
         raise
     # all checks have passed: from here on the cache changes, until _finish()
     seen, prompt = cache.get_seq_length(), now.prompt
-    cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padded
-    if cache.settings.by_columns and now.behind:
+    cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
+    if cache.settings.by_columns and now.padding is not None and now.padding.behind:
         _count_gaps(cache, now)
     if prompt:
         _note_ids(cache, now, input_ids, seen)
@@ -59,7 +60,7 @@ def begin(
         cache.make_table = table
         now.table = _rotary_table(cache, Q, prompt > 0)
     if prompt and cache.settings.block is not None:
-        now.blocks = cut(now, cache.settings.block, before.tolist(), now.n_B, final=now.ends_prompt)
+        now.blocks = cut(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
     cache.counters.steps += Q - prompt
@@ -78,13 +79,13 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
         turns.ids = ids if before is None else torch.cat([before, ids], 1)
 
 
-def _begin_prompt(cache: TextState, now: Forward, before_B: Tensor) -> None:
+def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
     """Begin a prompt or a further piece of it; decode steps count anew from its end."""
     turns, counters = cache.turns, cache.counters
     cache.stack, cache.meter.now = None, sum(layer.kv.nbytes for layer in cache.layers)
     _clear_undo_logs(cache)  # they do not lead back over a prompt
     if not turns.open:
-        turns.begin_B, turns.open = before_B.tolist(), True
+        turns.begin_B, turns.open = before_B, True
     if now.ends_prompt:
         counters.steps, counters.shortfall_B, cache.stack_due = 0, None, cache.request.room is None
         cache.limits_of.clear()
@@ -142,8 +143,8 @@ def _read(
     input_ids: Tensor | None,
     device: torch.device,
     repeatable: bool,
-) -> tuple[Forward, Tensor, Tensor]:
-    """Read the pass, and the tokens of each row before and after it, [B]. Nothing changes yet."""
+) -> tuple[Forward, list[int], Tensor]:
+    """Read the pass, and the tokens of each row before (if it has a prompt) and after it, [B]. Nothing changes yet."""
     check_batch(cache, B, Q, mask_BT)
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
@@ -154,28 +155,71 @@ def _read(
             "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
         )
     real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
-    # reading the mask waits for the device: only during a prompt
-    padded = real is not None and prompt > 0 and not bool(real[:, :prompt].all())
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
-    rows = None
-    if real is not None and padded:
+    read, rows = _Prompt([], [], None, []), None
+    if prompt:
+        read = _read_prompt(cache, before, prompt, mask_BT if mask_BT is None else mask_BT.to(device)[:, -Q:])
+    if real is not None and read.padding is not None:
         rows = places(real, before, settings.by_columns)
-        positions = rows.masked_fill(~real, -1)
-        after, whole = rows[:, -1] + 1, rows[:, prompt - 1] + 1
+        positions, after = rows.masked_fill(~real, -1), rows[:, -1] + 1
     else:
-        positions = before[:, None] + torch.arange(Q, device=device)
-        after, whole = before + Q, before + prompt
+        positions, after = before[:, None] + torch.arange(Q, device=device), before + Q
     ends = prompt > 0 and seen + prompt >= (cache.request.prompt_len or 0)
-    n_B = whole.tolist() if ends or (prompt and settings.block) else []
-    if ends and padded and real is not None:
-        _check_rows(cache, n_B, real[:, prompt - 1])
+    n_B = read.whole_B if ends or settings.block else []
+    if ends and read.padding is not None:
+        _check_rows(cache, n_B, read.last_B)
     protect = _protect(cache, positions, input_ids, seen) if prompt else None
     first = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
-    now = Forward(positions, prompt, ends, n_B, padded, protect, recording, first, repeatable=repeatable)
+    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable)
     now.rows_BQ = rows if settings.transparent else None
-    return now, before, after
+    return now, read.before_B, after
+
+
+class _Prompt(NamedTuple):
+    """Numbers of a pass's prompt columns: tokens of each row before and with them, padding, rows that end with a token."""
+
+    before_B: list[int]
+    whole_B: list[int]
+    padding: Padding | None
+    last_B: list[int]
+
+
+def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
+    """Read what a prompt's end needs, in one wait for the device, or in none if there is no mask and no row was padded."""
+    B, rows = len(before), cache.rows
+    even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
+    if mask_BQ is None and even:
+        seen = 0 if cache.seen_B is None else cache.get_seq_length()
+        return _Prompt([seen] * B, [seen + prompt] * B, None, [])
+    if mask_BQ is None:
+        read = before.tolist()
+        return _Prompt(read, [n + prompt for n in read], None, [])
+    mask_BP = mask_BQ[:, :prompt].expand(B, -1)
+    real = mask_BP.bool()
+    rows_BP = places(real, before, cache.settings.by_columns)
+    column = torch.arange(1, prompt + 1, device=real.device)
+    later = (real[:, :-1] & ~real[:, 1:]).any()
+    wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())
+    behind = (~real & (rows_BP >= 0)).any()
+    facts = [wrong, later, behind, (~real * column).amax(), before, rows_BP[:, -1] + 1, real.sum(1), real[:, -1]]
+    read = torch.cat([fact.long().reshape(-1) for fact in facts]).tolist()
+    (wrong_mask, gapped, attends, reach), per_row = read[:4], [read[4 + B * i : 4 + B * (i + 1)] for i in range(4)]
+    if wrong_mask:
+        refuse_mask(mask_BP)
+    before_B, whole_B, real_B, last_B = per_row
+    padding = Padding(reach, bool(gapped), cache.settings.transparent and bool(attends), real_B) if reach else None
+    return _Prompt(before_B, whole_B, padding, last_B)
+
+
+def refuse_mask(mask: Tensor) -> None:
+    """Raise KVPatchError if a mask holds other numbers than ones and zeros."""
+    wrong = mask[(mask != 0) & (mask != 1)]
+    if wrong.numel():
+        raise KVPatchError(
+            f"attention_mask holds {wrong[0].item():g}; give 1 for tokens and 0 for padding, not what is added to logits."
+        )
 
 
 def _count_gaps(cache: TextState, now: Forward) -> None:
@@ -217,15 +261,15 @@ def _refuse_padding(real_BQ: Tensor) -> None:
         torch._assert_async(real_BQ.all(), message)
 
 
-def _check_rows(cache: TextState, n_B: list[int], last_B: Tensor) -> None:
+def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
     if min(n_B) == 0:
         raise KVPatchError(
             f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch, in "
             "the collator or the dataset (an empty text), or pass use_cache=False with block=."
         )
-    if cache.request.prompt_len is not None and not cache.settings.transparent and not bool(last_B.all()):
+    if cache.request.prompt_len is not None and not cache.settings.transparent and not all(last_B):
         raise KVPatchError(
-            f"Row {int((~last_B).nonzero()[0])} is padded on the right: generate() continues behind the last column, "
+            f"Row {last_B.index(0)} is padded on the right: generate() continues behind the last column, "
             "so pad on the left (tokenizer.padding_side = 'left')."
         )
 

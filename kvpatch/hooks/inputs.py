@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..cache.checks import real
 from ..errors import KVPatchError, suggest
@@ -76,8 +77,8 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     return value
 
 
-def padding_mask(mask: object, B: int, prompt: bool) -> Tensor | None:
-    """Return the caller's attention_mask [B,T] of ones and zeros, or None."""
+def padding_mask(mask: object, B: int) -> Tensor | None:
+    """Return the caller's attention_mask [B,T] of ones and zeros, or None; a prompt's on a GPU is read with its lengths."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -89,12 +90,8 @@ def padding_mask(mask: object, B: int, prompt: bool) -> Tensor | None:
     real("attention_mask", mask)
     if mask.shape[0] not in (1, B):
         raise KVPatchError(f"attention_mask has {mask.shape[0]} rows, but the input has {B}: give one for each.")
-    if mask.dtype != torch.bool and (prompt or at_hand(mask)):  # reading it waits for the device
-        wrong = mask[(mask != 0) & (mask != 1)]
-        if wrong.numel():
-            raise KVPatchError(
-                f"attention_mask holds {wrong[0].item():g}; give 1 for tokens and 0 for padding, not what is added to logits."
-            )
+    if mask.dtype != torch.bool and at_hand(mask):
+        passes.refuse_mask(mask)
     return mask
 
 
@@ -103,7 +100,7 @@ def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
 
     Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
     """
-    return None if mask_BT is None else mask_BT.bool() | ~mask_BT.bool().any(-1, keepdim=True)
+    return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
 
 def mask_columns(mask: object, new: int, seen: int) -> None:

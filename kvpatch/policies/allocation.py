@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
+from .numbers import on_device
 from .parallel import WHOLE, Parallel
 from .selection import FIRST, LAST, in_top
 
@@ -114,13 +115,13 @@ class Adaptive:
             empty_BHT = everyone.heads(empty_BHT, empty=True)
         B, H, T = key_BHT.shape
         at_least = [max(share(float(self.floor), b), p) for b, p in zip(budget_B, nominal_B, strict=True)]
-        least_BH = fixed_BH + torch.tensor(at_least, device=key_BHT.device)[:, None]
+        least_BH = fixed_BH + on_device(at_least, key_BHT.device)[:, None]
         own = in_top(key_BHT, least_BH[..., None], None)
         key_BHT = key_BHT.masked_fill(own, LAST)
         if empty_BHT is not None:
             key_BHT = key_BHT.masked_fill(empty_BHT, FIRST)
         # stable: of equal entries the lower head's comes first
         ranked, index = key_BHT.flatten(1).sort(dim=-1, descending=True, stable=True)
-        total_B1 = fixed_BH.sum(-1, keepdim=True) + H * torch.tensor(budget_B, device=key_BHT.device)[:, None]
+        total_B1 = fixed_BH.sum(-1, keepdim=True) + H * on_device(budget_B, key_BHT.device)[:, None]
         taken = (torch.arange(H * T, device=key_BHT.device) < total_B1) & (ranked > FIRST)
         return torch.zeros(B, H, dtype=torch.long, device=key_BHT.device).scatter_add_(1, index // T, taken.long())

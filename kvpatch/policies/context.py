@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .numbers import on_device
 from .parallel import WHOLE, Parallel
 
 
@@ -123,7 +124,7 @@ class Limits:
         """Build the limits of a batch from one tuple (first, newest, prompt, deviation, observed, nominal) per row."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
-        sizes = torch.tensor(rows, device=device).T.contiguous().view(6, len(rows), 1, 1)
+        sizes = on_device(rows, device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
         found: dict[str, Any] = dict(zip((*SIZES, *FLAGS), (*sizes, *flags), strict=True))
         return cls(**found, deviation_count=count)

@@ -55,6 +55,10 @@ class Parallel:
         """Select this process' heads from a tensor of all heads."""
         return all_BH if self.size == 1 else all_BH.chunk(self.size, 1)[self.rank]
 
+    def own_rows(self, rows: list[list[int]]) -> list[list[int]]:
+        """Select this process' heads from numbers of all heads by batch row."""
+        return [row[self.rank * len(row) // self.size : (self.rank + 1) * len(row) // self.size] for row in rows]
+
     def __str__(self) -> str:
         return "all heads" if self.size == 1 else f"the heads of process {self.rank} of {self.size}"
 

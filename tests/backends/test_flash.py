@@ -1,10 +1,6 @@
-"""The flash backend: every kernel's arguments and conventions by emulations of its functions, its results on a GPU.
-
-An emulation has the real function's signature, refuses what that refuses, and computes in float64 what it would.
-"""
+"""The flash backend: every kernel's arguments and conventions by emulations of its functions, its results on a GPU."""
 
 import dataclasses
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -16,10 +12,12 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import torch_backend
+from kvpatch.backends import refusals, torch_backend
 from kvpatch.backends.flash import flash_backend, kernels
 from kvpatch.backends.head_offsets import HeadOffsets
 from kvpatch.backends.protocol import Case, Geometry, Keys
+from tests.backends import flash_emulations as emulations
+from tests.backends.flash_emulations import module
 from tests.helpers.tiny import force, make, prompt
 
 SLOPES = torch.tensor([[0.5, 0.25], [0.125, 0.0625]])
@@ -27,184 +25,53 @@ REAL = torch.ops.aten._flash_attention_forward
 CASE = Case("cuda", torch.bfloat16, 64)
 
 
-# ---- emulations ----
-
-
-def one_sequence(q_SND, k_TMD, v_TMD, scale, left, right, slopes, empty):
-    """Query row i stands at column i + T - S; -1: no limit on that side. Returns [S,N,D] and [N,S]."""
-    S, N, T = q_SND.shape[0], q_SND.shape[1], k_TMD.shape[0]
-    k, v = (t.double().repeat_interleave(N // t.shape[1], 1) for t in (k_TMD, v_TMD))
-    x = torch.einsum("snd,tnd->nst", q_SND.double(), k) * scale
-    row, column = torch.arange(S)[:, None] + T - S, torch.arange(T)
-    if slopes is not None:
-        causal = left < 0 and right == 0
-        distance = column.expand(S, T) if causal else -(row - column).abs()  # flash_attn 2's mask.h
-        x = x + slopes.double()[:, None, None] * distance
-    hidden = torch.zeros(S, T, dtype=torch.bool)
-    hidden |= (column > row + right) if right >= 0 else False
-    hidden |= (column < row - left) if left >= 0 else False
-    x = x.masked_fill(hidden, -torch.inf)
-    out = torch.einsum("nst,tnd->snd", x.softmax(-1).nan_to_num(), v)
-    lse = x.logsumexp(-1)
-    return out.to(q_SND.dtype), lse.masked_fill(lse == -torch.inf, empty).float()
-
-
-def sequences(q, k, v, starts_q, starts_k, used, scale, left, right, slopes, empty):
-    """`one_sequence` over dense tensors (starts None) or over packed ones; rows that no sequence has stay NaN."""
-    if starts_q is None:
-        pairs = [one_sequence(*row, scale, left, right, slopes, empty) for row in zip(q, k, v, strict=True)]
-        return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
-    outs, lses = [], []
-    for i in range(len(starts_q) - 1):
-        begin = int(starts_k[i])
-        end = int(starts_k[i + 1]) if used is None else begin + int(used[i])
-        part = q[starts_q[i] : starts_q[i + 1]], k[begin:end], v[begin:end]
-        out, lse = one_sequence(*part, scale, left, right, slopes, empty)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses, 1)
-
-
-def contract(q, k, v, starts_q, starts_k, longest_q, longest_k, used=None):
-    """What all of them ask of tensors."""
-    D = q.shape[-1]
-    assert q.dtype in flash_backend.HALVES and k.dtype == v.dtype == q.dtype, "FlashAttention only support fp16 and bf16"
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "Input tensor must have contiguous last dimension"
-    assert D <= 256 and D % 8 == 0, "head dimension at most 256, a multiple of 8"
-    assert q.shape[-2] % k.shape[-2] == 0, "Number of heads in key/value must divide number of heads in query"
-    assert q.ndim == k.ndim == v.ndim == (4 if starts_q is None else 3)
-    if starts_q is None:
-        return
-    assert starts_q.dtype == starts_k.dtype == torch.int32 and starts_q.shape == starts_k.shape
-    assert starts_q.is_contiguous() and starts_k.is_contiguous()
-    assert int(starts_q[0]) == 0 and int(starts_q[-1]) == len(q) and int(starts_q.diff().max()) == longest_q
-    assert int(starts_q.diff().min()) > 0 or longest_q > 1, "a single token each: the rows are reshaped to the batch"
-    if used is None:
-        assert int(starts_k[-1]) == len(k) and int(starts_k.diff().max()) == longest_k
-    else:
-        assert used.dtype == torch.int32 and used.is_contiguous() and used.shape == (len(starts_k) - 1,)
-        assert bool((starts_k[:-1] + used <= starts_k[1:]).all()) and int(used.max()) <= longest_k
-
-
-def flash_attn_2():
-    def run(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout_p, scale, causal, window, alibi, deterministic, probs):
-        contract(q, k, v, starts_q, starts_k, longest_q, longest_k)
-        assert dropout_p == 0.0 and probs and deterministic
-        left, right = (-1 if side >= longest_k else side for side in window)
-        right = 0 if causal and (longest_q > 1 or alibi is not None) else right
-        if alibi is not None:
-            assert alibi.dtype == torch.float32 and alibi.shape == (q.shape[-2],) and alibi.stride(-1) == 1
-        out, lse = sequences(q, k, v, starts_q, starts_k, None, scale, left, right, alibi, torch.inf)
-        return out, lse, torch.empty(0)
-
-    def flash_attn_func(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-        deterministic=False, return_attn_probs=False,
-    ):  # fmt: skip
-        return run(
-            q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-            deterministic, return_attn_probs,
-        )  # fmt: skip
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-        window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
-        return run(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-            alibi_slopes, deterministic, return_attn_probs,
-        )  # fmt: skip
-
-    return module("flash_attn", flash_attn_func, flash_attn_varlen_func, __version__="2.8.3", __path__=[])
-
-
-def cute():
-    def run(q, k, v, starts_q, starts_k, longest_q, longest_k, used, scale, causal, window, return_lse):
-        contract(q, k, v, starts_q, starts_k, longest_q, longest_k, used)
-        left, right = window
-        if left is not None and right is not None and left < 0 and right < 0:
-            left = right = None
-        right = 0 if causal else right
-        assert left is None or left >= 0
-        left, right = (-1 if side is None else side for side in (left, right))
-        out, lse = sequences(q, k, v, starts_q, starts_k, used, scale, left, right, None, -torch.inf)
-        return out, lse if return_lse or q.requires_grad else None
-
-    def flash_attn_func(
-        q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
-        learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,
-        score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,
-        block_sparse_tensors_bwd=None, return_lse=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
-    ):  # fmt: skip
-        assert deterministic
-        return run(q, k, v, None, None, None, None, None, softmax_scale, causal, window_size, return_lse)
-
-    def flash_attn_varlen_func(
-        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
-        seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-        window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-        score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
-        return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
-        gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
-    ):  # fmt: skip
-        return run(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, softmax_scale, causal, window_size,
-            return_lse,
-        )  # fmt: skip
-
-    return module("flash_attn.cute", flash_attn_func, flash_attn_varlen_func, __version__="0.0.0")
-
-
-def operator(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    """aten::_flash_attention_forward."""
-    if alibi_slopes is not None:
-        raise RuntimeError("This flash attention build does not support alibi.")
-    contract(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k)
-    if cum_seq_q is None:
-        assert (max_q, max_k) == (query.shape[1], key.shape[1])
-    assert dropout_p == 0.0 and not return_debug_mask
-    left, right = (-1 if side is None or side >= max_k else side for side in (window_size_left, window_size_right))
-    right = 0 if is_causal and max_q > 1 else right
-    found = sequences(query, key, value, cum_seq_q, cum_seq_k, seqused_k, scale, left, right, None, torch.inf)
-    return *found, None, None, None
-
-
-def module(name, *functions, **attributes):
-    made = types.ModuleType(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    for function in functions:
-        setattr(made, function.__name__, function)
-    for key, value in attributes.items():
-        setattr(made, key, value)
-    return made
+def which(case):
+    """Return the name of the kernel that a prompt would run on, or "none"."""
+    taking = (kernel.name for kernel in kernels.kernels() if flash_backend._lack(kernel, case) is None)
+    return next(taking, "none") if flash_backend.reason("prompt", case) is None else "none"
 
 
 @pytest.fixture
 def install(monkeypatch):
-    """Calls with names ("flash_attn", "cute", "torch") make these the only kernels there are."""
+    """Calls with names ("flash_attn", "cute", "three", "vllm", "operator", "cudnn", "torch") make these the only kernels."""
     version = importlib.metadata.version
+    libraries = []
 
-    def put(*names, **modules):
+    def put(*names, hub=None, **modules):
         monkeypatch.setattr(kernels, "_kernels", None)
-        monkeypatch.setattr(flash_backend, "_refused", {})
+        monkeypatch.setattr(refusals, "known", {})
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: "torch" in names)
-        made = {"flash_attn": flash_attn_2, "flash_attn.cute": cute}
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900 if "cudnn" in names else None)
+        monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.query.shape[2] > 1)
         monkeypatch.setattr(importlib.metadata, "version", lambda of: "4.0.0b36" if of == "flash-attn-4" else version(of))
+        made = {"flash_attn": emulations.flash_attn_2, "flash_attn.cute": emulations.cute, "three": emulations.three}
         for name, make_module in made.items():
             known = make_module() if name.removeprefix("flash_attn.") in names else modules.get(name)
-            monkeypatch.setitem(sys.modules, name, known)  # None: not installed
+            monkeypatch.setitem(sys.modules, "flash_attn_interface" if name == "three" else name, known)  # None: not installed
         if "cute" in names and "flash_attn" not in names:  # the namespace package that it lies in
             monkeypatch.setitem(sys.modules, "flash_attn", module("flash_attn", __path__=[]))
+        hub = {"kernels-community/vllm-flash-attn3": emulations.three(None)} if "vllm" in names else hub
+        monkeypatch.setitem(sys.modules, "kernels", emulations.hub(hub) if hub else None)
+        forget()
+        if "operator" in names:
+            libraries.append(torch.library.Library("flash_attn_3", "DEF"))
+            libraries[0].define(emulations.FWD)
+            libraries[0].impl("fwd", emulations.fwd, "CPU")
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", REAL)
         found = kernels.kernels()
         if "torch" in names:
-            monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+            monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", emulations.operator)
+        if "cudnn" in names:
+            monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", emulations.cudnn)
         return [kernel.name for kernel in found]
 
-    return put
+    def forget():
+        while libraries:
+            libraries.pop()._destroy()
+            vars(torch.ops.flash_attn_3).pop("fwd", None)
+
+    yield put
+    forget()
 
 
 # ---- what is compared ----
@@ -269,12 +136,13 @@ WINDOWS = {
     "window longer than every row": {"sliding": 12, "pads": (5, 7, 9)},
 }
 SHAPES = {**PLAIN, **WINDOWS}
+WHOLE = ("causal", "multi-query", "no groups", "bfloat16", "window of all", "nothing but padding")  # square causal, or nothing
 BIASED = {f"ALiBi, {name}": {**how, "alibi": True} for name, how in SHAPES.items() if name not in ("multi-query", "no groups")}
 
 
 def compare(how, device="cpu", atol=1e-5):
     q, keys, rows, geometry = case(**how, device=device)
-    out, lse = flash_backend.attend(q, keys, rows, geometry)
+    out, lse, _ = flash_backend.attend(q, keys, rows, geometry)
     out, lse, rows = out.cpu(), lse.cpu(), rows.cpu()
     want, want_lse = twin(*case(**how))
     assert out.dtype == q.dtype and lse.dtype == torch.float32 and not lse.requires_grad
@@ -288,11 +156,15 @@ def compare(how, device="cpu", atol=1e-5):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("kernel", ["flash_attn", "cute", "torch"])
+@pytest.mark.parametrize("kernel", ["flash_attn", "cute", "three", "vllm", "operator", "cudnn", "torch"])
 def test_attention_and_log_sum_exp(install, kernel, name):
     assert len(install(kernel)) == 1
-    compare(SHAPES[name])
-    assert flash_backend._refused == {}
+    if kernel == "cudnn" and name not in WHOLE:
+        with pytest.raises(flash_backend.Refused, match=r"cuDNN 9\.19\.0 takes no (sliding window|padding|keys before)"):
+            compare(SHAPES[name])
+    else:
+        compare(SHAPES[name])
+    assert refusals.known == {}
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -321,7 +193,7 @@ def test_holes_anywhere(install):
     real = torch.rand(3, 13, generator=torch.Generator().manual_seed(1)) > 0.4
     rows = (real.cumsum(1) - 1).masked_fill(~real, -1)
     keys.holes, keys.positions_BHT = True, rows[:, None].expand(3, 2, 13)
-    out, lse = flash_backend.attend(q, keys, rows, geometry)
+    out, lse, _ = flash_backend.attend(q, keys, rows, geometry)
     want, want_lse = twin(q, keys, rows, geometry)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=0)
@@ -333,7 +205,7 @@ def test_a_past_without_order_is_attended_where_distance_does_not_count(install)
     shuffled = torch.cat([torch.randperm(9, generator=torch.Generator().manual_seed(2)), torch.arange(9, 22)])
     keys.k_BHTD, keys.v_BHTD, keys.positions_BHT = (t[:, :, shuffled] for t in (keys.k_BHTD, keys.v_BHTD, keys.positions_BHT))
     keys.ordered = False
-    out, lse = flash_backend.attend(q, keys, rows, geometry)
+    out, lse, _ = flash_backend.attend(q, keys, rows, geometry)
     want, want_lse = twin(q, keys, rows, geometry)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=0)
@@ -346,15 +218,17 @@ def test_a_past_without_order_is_attended_where_distance_does_not_count(install)
 
 
 @pytest.mark.parametrize("how", [{}, {"pads": (0, 5, 2)}, {"past": 9, "sliding": 6}])
-@pytest.mark.parametrize("kernel", ["flash_attn", "cute", "torch"])
+@pytest.mark.parametrize("kernel", ["flash_attn", "cute", "three", "vllm", "cudnn", "torch"])
 def test_gradients_of_the_output(install, kernel, how):
+    if kernel == "cudnn" and how:
+        pytest.skip("takes whole prompts without padding")
     install(kernel)
     grads = []
     for function in (flash_backend.attend, twin):
         q, keys, rows, geometry = case(**how)
         leaves = [t.detach().requires_grad_() for t in (q, keys.k_BHTD, keys.v_BHTD)]
         keys.k_BHTD, keys.v_BHTD = leaves[1:]
-        out, lse = function(leaves[0], keys, rows, geometry)
+        out, lse, *_ = function(leaves[0], keys, rows, geometry)
         assert function is twin or not lse.requires_grad
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         (out.double() * weight)[(rows >= 0)[:, None, None].expand(out.shape[:-1])].sum().backward()
@@ -378,14 +252,73 @@ def test_the_first_kernel_that_takes_a_case(install):
     two, four = "flash_attn 2.8.3", "flash_attn.cute 4.0.0b36"
     own = f"torch's flash kernel (torch {torch.__version__.split('+')[0]})"
     alibi = Case("cuda", torch.float16, 64, alibi=True)
-    assert install("flash_attn", "cute", "torch") == [two, four, own]
-    assert (flash_backend.which(CASE), flash_backend.which(alibi)) == (two, two)
+    assert install("flash_attn", "cute", "torch") == [four, two, own]
+    assert (which(CASE), which(alibi)) == (four, two)
     assert install("cute", "torch") == [four, own]
-    assert (flash_backend.which(CASE), flash_backend.which(alibi)) == (four, "none")
+    assert (which(CASE), which(alibi)) == (four, "none")
     assert install("torch") == [own]
-    assert flash_backend.which(CASE) == own
+    assert which(CASE) == own
     assert install() == []
-    assert flash_backend.which(CASE) == "none"
+    assert which(CASE) == "none"
+
+
+def test_the_best_kernel_first(install):
+    own, vllm = f"torch's flash kernel (torch {torch.__version__.split('+')[0]})", "kernels-community/vllm-flash-attn3"
+    names = [
+        "flash_attn_interface", vllm, "flash_attn_3's operator", "flash_attn.cute 4.0.0b36", "cuDNN 9.19.0", "flash_attn 2.8.3",
+        own,
+    ]  # fmt: skip
+    assert install("flash_attn", "cute", "three", "vllm", "operator", "cudnn", "torch") == names
+    assert which(CASE) == "flash_attn_interface"
+    install("flash_attn", "cudnn", "torch")
+    served = {"cuDNN 9.19.0": [{}, {"gradients": True}, {"group": 8}, {"head_dim": 128}]}
+    served["flash_attn 2.8.3"] = [{"padding": True}, {"past": True}, {"window": True}, {"head_dim": 136}, {"alibi": True}]
+    for name, cases in served.items():
+        assert [which(dataclasses.replace(CASE, **case)) for case in cases] == [name] * len(cases)
+
+
+def test_the_operator_of_flash_attn_3_has_no_gradients(install):
+    """It serves packages whose functions return no log-sum-exp; one that does is taken before it."""
+    early = module("flash_attn_interface")
+    early.flash_attn_func = early.flash_attn_varlen_func = lambda q, k, v, softmax_scale, causal, window_size, deterministic: q
+    assert install("operator", three=early) == ["flash_attn_3's operator"]
+    assert "takes no gradients" in flash_backend.reason("prompt", dataclasses.replace(CASE, gradients=True))
+
+
+def test_cudnn_where_torch_prefers_it(install, monkeypatch):
+    assert install("cudnn", "torch")[0] == "cuDNN 9.19.0"
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert len(install("cudnn", "torch")) == 1
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
+    for version in (None, 91500):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        monkeypatch.setattr(kernels, "_kernels", None)
+        assert len(kernels.kernels()) == 1
+
+
+def test_cudnn_is_asked_of_at_each_call(install, monkeypatch):
+    """torch's answer hangs on the lengths, and on settings that change: deterministic algorithms, enable_cudnn_sdp."""
+    install("cudnn", "torch")
+    compare({"Q": 1})  # it takes no single key: torch's flash kernel serves
+    asked = []
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: asked.append(params) or len(asked) > 1)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", None)
+    with pytest.raises(flash_backend.Refused):
+        compare({})
+    refusals.known.clear()
+    compare({})  # and now it may
+    params = asked[0]
+    assert (params.query.shape, params.key.shape, params.is_causal) == ((3, 4, 13, 16), (3, 2, 13, 16), True)
+    assert params.attn_mask is None and params.dropout == 0.0
+
+
+def test_kernels_of_the_hub_are_taken_once_loaded(install):
+    """By their functions, under the repository's name, and only those that something else has loaded."""
+    two, other = emulations.flash_attn_2(), types.ModuleType("activation")
+    assert install("torch", hub={"kernels-community/activation": other})[0].startswith("torch's")
+    sys.modules["kernels"] = emulations.hub({"kernels-community/activation": other, "kernels-community/flash-attn2": two})
+    assert which(dataclasses.replace(CASE, alibi=True)) == "kernels-community/flash-attn2"
+    compare(BIASED["ALiBi, causal"])
 
 
 def test_packages_are_known_by_their_functions(install, caplog):
@@ -458,7 +391,7 @@ def test_reasons(install, task, asked, said):
     install("torch")
     asked = {"device": "cuda", "dtype": torch.float16, "head_dim": 64, **asked}
     assert re.search(said, flash_backend.reason(task, Case(**asked)))
-    assert task != "prompt" or flash_backend.which(Case(**asked)) == "none"
+    assert task != "prompt" or which(Case(**asked)) == "none"
 
 
 def test_what_is_taken(install):
@@ -472,7 +405,7 @@ def test_what_is_taken(install):
     assert flash_backend.reason("prompt", Case(**half, alibi=True, window=True, padding=True, gradients=True)) is None
     assert "used lengths" in flash_backend.reason("ragged", Case(**half))
     install()
-    assert "neither flash-attn nor flash-attn-4" in flash_backend.reason("prompt", Case(**half))
+    assert "no flash-attn is installed" in flash_backend.reason("prompt", Case(**half))
 
 
 @pytest.mark.parametrize(
@@ -481,6 +414,12 @@ def test_what_is_taken(install):
         ((7, 5), "torch", 64, r"torch .*needs a GPU of compute capability 8\.0"),
         ((8, 0), "cute", 64, r"cute .*needs a GPU of compute capability 9\.0"),
         ((9, 0), "cute", 192, None),
+        ((8, 6), "cudnn", 64, r"cuDNN .*needs a GPU of compute capability 9\.0 to 10\.x"),
+        ((10, 3), "cudnn", 64, None),
+        ((12, 0), "cudnn", 64, r"cuDNN .*needs a GPU of compute capability 9\.0 to 10\.x"),
+        ((9, 0), "cudnn", 136, "cuDNN .*has no head size 136"),
+        ((9, 0), "three", 256, None),
+        ((10, 0), "three", 64, r"flash_attn_interface needs a GPU of compute capability 9\.0 to 9\.x"),
         ((10, 0), "cute", 192, "cute .*has no head size 192"),
         ((10, 0), "cute", 256, None),
         ((12, 0), "cute", 256, "cute .*has no head size 256"),
@@ -493,7 +432,7 @@ def test_what_depends_on_the_gpu(install, monkeypatch, device, kernel, head, sai
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device)
     assert re.search(said or "^None$", str(flash_backend.reason("prompt", Case("cuda", torch.float16, head))))
     ragged = flash_backend.reason("ragged", Case("cuda", torch.float16, head))
-    assert (ragged is not None) == (device < (8, 0))
+    assert (ragged is not None) == (device < (8, 0) or kernel == "cudnn")
 
 
 # ---- refusals ----
@@ -512,7 +451,7 @@ def test_a_refusal_falls_to_the_next_kernel_and_is_remembered(install, monkeypat
     compare({"pads": (0, 5, 2)})
     assert caplog.text.count("refused") == 1  # the packed function still serves
     asked = Case("cuda", torch.float16, 16, group=2)
-    assert flash_backend.which(asked).startswith("torch's")
+    assert which(asked).startswith("torch's")
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", refuse)
     with pytest.raises(RuntimeError, match=r"no kernel image.*use the torch backend"):
         compare({})
@@ -524,7 +463,7 @@ def test_a_log_sum_exp_of_another_shape_is_refused(install, monkeypatch):
     install("torch")
 
     def padded(*args, **kwargs):
-        out, _, *rest = operator(*args, **kwargs)
+        out, _, *rest = emulations.operator(*args, **kwargs)
         return out, torch.zeros(3, 4, 13), *rest
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", padded)
@@ -544,7 +483,7 @@ def test_memory_that_runs_out_is_no_refusal(install, monkeypatch):
     q, keys = ragged()
     with pytest.raises(torch.OutOfMemoryError):
         flash_backend.ragged_step(q, keys, Geometry(0.3, None, None))
-    assert flash_backend._refused == {}
+    assert refusals.known == {}
 
 
 # ---- torch's operator as it is ----
@@ -553,7 +492,7 @@ def test_memory_that_runs_out_is_no_refusal(install, monkeypatch):
 def test_the_operator_has_the_arguments_that_are_passed():
     """In this order, and those after the star by these names."""
     schema = REAL.default._schema
-    emulated = inspect.signature(operator).parameters.values()
+    emulated = inspect.signature(emulations.operator).parameters.values()
     assert [(a.name, a.kwarg_only) for a in schema.arguments] == [(p.name, p.kind is p.KEYWORD_ONLY) for p in emulated]
 
 
@@ -569,7 +508,7 @@ def own(install, monkeypatch):
 def test_the_call_fits_the_operator(own, how):
     q, keys, rows, geometry = case(**how, device="meta")
     q.requires_grad_()
-    out, lse = flash_backend.attend(q, keys, rows, geometry)
+    out, lse, _ = flash_backend.attend(q, keys, rows, geometry)
     assert (out.shape, lse.shape, lse.dtype) == ((3, 2, 2, 13, 16), (3, 2, 2, 13), torch.float32)
     out.sum().backward()
     assert q.grad is not None
@@ -611,7 +550,7 @@ def ragged_twin(q_BHGD, keys, scale):
     return out.view(q_BHGD.shape)
 
 
-@pytest.mark.parametrize("kernel", ["cute", "torch"])
+@pytest.mark.parametrize("kernel", ["cute", "three", "vllm", "torch"])
 def test_every_head_is_a_sequence(install, kernel):
     install("flash_attn", kernel)  # flash_attn 2's public function takes no used lengths
     q, keys = ragged()
@@ -635,7 +574,7 @@ def test_ragged_heads_that_are_not_taken(install, what, caplog):
     q.requires_grad_(what == "gradients")
     slopes = torch.ones(3, 2) if what == "slopes" else None
     assert flash_backend.ragged_step(q, keys, Geometry(0.3, slopes, 9 if what == "window" else None)) is None
-    assert caplog.text == "" and flash_backend._refused == {}
+    assert caplog.text == "" and refusals.known == {}
 
 
 def test_a_refusal_of_ragged_heads_is_said_once(own, caplog):
@@ -649,7 +588,10 @@ def test_a_refusal_of_ragged_heads_is_said_once(own, caplog):
 
 # ---- whole models ----
 
-KERNELS = {"flash_attn": "flash_attn 2", "cute": "flash_attn.cute", "torch": "torch's"}
+KERNELS = {
+    "flash_attn": "flash_attn 2", "cute": "flash_attn.cute", "three": "flash_attn_interface", "cudnn": "cuDNN",
+    "torch": "torch's",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", ["cute", "torch"])
@@ -678,11 +620,13 @@ def test_steps_whose_scores_count_are_not_flash_s(install, monkeypatch, kernel):
         ("cute", "mistral_sliding", "adakv"),
         ("torch", "llama_gqa", "adakv"),
         ("torch", "gptj", "h2o"),
+        ("three", "mistral_sliding", "h2o"),
+        ("cudnn", "llama_gqa", "roco"),
     ],
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, policy, padded):
-    install(kernel)
+    install(kernel, "torch")
     answer = flash_backend.reason
     monkeypatch.setattr(flash_backend, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
     model, ids, fed = make(name, dtype=torch.float16), prompt(2, 44), prompt(2, 5, seed=2)
@@ -696,8 +640,9 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
             return logits.float(), cache.held(1), patch.report()
 
     want, got = run("torch"), run("auto")
-    assert got[2].backends["prompt"][0] == "flash" and flash_backend._refused == {}
-    assert got[2].backends["prompt"][1].startswith(KERNELS[kernel])
+    assert got[2].backends["prompt"][0] == "flash" and refusals.known == {}
+    served = "torch" if kernel == "cudnn" and padded else kernel
+    assert got[2].backends["prompt"][1].startswith(KERNELS[served])
     if policy == "adakv" and name == "llama_gqa" and not padded:
         assert got[2].backends["ragged"][0] == "flash"
     torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
@@ -730,11 +675,12 @@ def only(monkeypatch):
 
     def keep(start):
         monkeypatch.setattr(kernels, "_kernels", None)
-        monkeypatch.setattr(flash_backend, "_refused", {})
+        monkeypatch.setattr(refusals, "known", {})
         found = tuple(kernel for kernel in kernels.kernels() if kernel.name.startswith(start))
         if not found:
             pytest.skip(f"{start} is not installed")
         monkeypatch.setattr(kernels, "_kernels", found)
+        torch.use_deterministic_algorithms(start != "cuDNN")  # which it refuses
 
     return keep
 
@@ -745,10 +691,10 @@ def only(monkeypatch):
 def test_on_a_gpu(only, kernel, name):
     only(KERNELS[kernel])
     how = {**SHAPES, **BIASED}[name]
-    if how.get("alibi") and kernel != "flash_attn":
-        pytest.skip("takes no ALiBi")
+    if (how.get("alibi") and kernel != "flash_attn") or (kernel == "cudnn" and name not in WHOLE):
+        pytest.skip("does not take it")
     compare({**how, "D": 64}, "cuda", atol=1e-3)
-    assert flash_backend._refused == {}
+    assert refusals.known == {}
 
 
 @pytest.mark.gpu
@@ -756,10 +702,10 @@ def test_on_a_gpu(only, kernel, name):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_long_prompts_on_a_gpu(only, kernel, how):
     only(KERNELS[kernel])
-    if how.get("alibi") and kernel != "flash_attn":
-        pytest.skip("takes no ALiBi")
+    if (how.get("alibi") and kernel != "flash_attn") or (kernel == "cudnn" and how):
+        pytest.skip("does not take it")
     compare({**how, "Q": 2049, "D": 128, "dtype": torch.bfloat16}, "cuda", atol=1e-3)
-    assert flash_backend._refused == {}
+    assert refusals.known == {}
 
 
 @pytest.mark.gpu
@@ -768,13 +714,20 @@ def test_ragged_heads_on_a_gpu(only, kernel):
     only(KERNELS[kernel])
     q, keys = ragged(torch.bfloat16, "cuda")
     got = flash_backend.ragged_step(q, keys, Geometry(0.3, None, None))
-    assert got is not None, flash_backend._refused
+    assert got is not None, refusals.known
     want = ragged_twin(*ragged(torch.bfloat16), 0.3)
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-2, rtol=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kernel", "emulation"), [("flash_attn", flash_attn_2), ("flash_attn.cute", cute)])
+@pytest.mark.parametrize(
+    ("kernel", "emulation"),
+    [
+        ("flash_attn", emulations.flash_attn_2),
+        ("flash_attn.cute", emulations.cute),
+        ("flash_attn_interface", emulations.three),
+    ],
+)
 def test_emulations_have_the_real_signatures(kernel, emulation):
     real, copy = pytest.importorskip(kernel), emulation()
     for name in ("flash_attn_func", "flash_attn_varlen_func"):

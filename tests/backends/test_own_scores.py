@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import dispatch
+from kvpatch.backends import dispatch, refusals
 from kvpatch.backends.flash import flash_backend
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
@@ -294,7 +294,7 @@ def test_beside_a_flash_kernel(install, monkeypatch, own):  # noqa: F811
             return logits.float(), [cache.positions(0).sort(-1).values], patch.report()
 
     want, got = run("torch"), run("auto")
-    assert got[2].backends["prompt"][0] == "flash" and flash_backend._refused == {}
+    assert got[2].backends["prompt"][0] == "flash" and refusals.known == {}
     torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
     assert same_tokens(got[1], want[1])
 

@@ -8,21 +8,21 @@ Here N counts query heads, and T the tokens of all sequences laid end to end.
 
 from __future__ import annotations
 
-import logging
+import itertools
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from ...policies.numbers import on_device
+from .. import refusals
+from ..device import capability
 from ..protocol import Case, Geometry, Keys, Task
-from .kernels import Kernel, Mask, Packing, capability, kernels
+from .kernels import ANY, Kernel, Mask, Packing, kernels
 
 NAME = "flash"
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST = 256  # head size
-_LOG = logging.getLogger(__name__)
-_FATAL = (torch.OutOfMemoryError, torch.AcceleratorError)  # errors that every kernel would raise
-_refused: dict[tuple[str, Case | None], str] = {}  # by kernel and case; None: a step over ragged heads
 
 
 class Refused(RuntimeError):
@@ -52,7 +52,7 @@ def reason(task: Task, case: Case) -> str | None:
         return "keys before this piece lie in slots of their own per head"
     why = [f"{kernel.name} {_lack(kernel, case)}" for kernel in kernels() if _lack(kernel, case) is not None]
     if not kernels():
-        return "this torch was built without a flash kernel, and neither flash-attn nor flash-attn-4 is installed"
+        return "this torch was built without a flash kernel, and no flash-attn is installed"
     return None if len(why) < len(kernels()) else "; ".join(why) + ("; flash-attn 2 takes ALiBi" if case.alibi else "")
 
 
@@ -67,11 +67,12 @@ def _lack(kernel: Kernel, case: Case) -> str | None:
     ):
         if asked and not given:
             return f"takes no {word}"
-    if (capability() or kernel.capability) < kernel.capability:
-        return f"needs a GPU of compute capability {kernel.capability}.0"
+    if (capability() or kernel.majors[0]) not in kernel.majors:
+        newest = f" to {kernel.majors[-1]}.x" if kernel.majors.stop < ANY.stop else ""
+        return f"needs a GPU of compute capability {kernel.majors[0]}.0{newest}"
     if not kernel.head(case):
         return f"has no head size {case.head_dim}" + (" with gradients" if case.gradients else "")
-    refusal = _refused.get((kernel.name, case))
+    refusal = refusals.known.get((kernel.name, case))
     return None if refusal is None else f"refused ({refusal})"
 
 
@@ -87,15 +88,8 @@ def _ragged_reason(case: Case) -> str | None:
         return "flash kernels need a GPU of compute capability 8.0"
     if _ragged_kernel() is not None:
         return None
-    refusals = [f"{name} refused ({why})" for (name, prompt), why in _refused.items() if prompt is None]
-    return "; ".join(refusals) or "no flash kernel here takes used lengths beside start offsets"
-
-
-def which(case: Case) -> str:
-    """Return name and version of the kernel that a prompt would run on, or "none" if there is no such kernel."""
-    if reason("prompt", case) is not None:
-        return "none"
-    return next((kernel.name for kernel in kernels() if _lack(kernel, case) is None), "none")
+    refused = [f"{name} refused ({why})" for (name, prompt), why in refusals.known.items() if prompt is None]
+    return "; ".join(refused) or "no flash kernel here takes used lengths beside start offsets"
 
 
 def misfit(keys: Keys, geometry: Geometry) -> str | None:
@@ -110,7 +104,9 @@ def misfit(keys: Keys, geometry: Geometry) -> str | None:
 # ---- a prompt ----
 
 
-def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def attend(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, real_B: list[int] | None = None
+) -> tuple[Tensor, Tensor, str]:
     """Compute attention of a prompt.
 
     Args:
@@ -118,10 +114,11 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
         keys: keys and values; the last Q columns are the prompt's own.
         rows_BQ: positions of the queries; -1 for padding.
         geometry: variant of attention.
+        real_B: queries of each row that are no padding, if the host knows; else it waits for the device.
 
     Returns:
-        The output [B,H,G,Q,D], which is differentiable, and the log-sum-exp [B,H,G,Q], float32, natural logarithm, which is
-        not. Rows of padding have output 0 and log-sum-exp +inf.
+        The output [B,H,G,Q,D], which is differentiable; the log-sum-exp [B,H,G,Q], float32, natural logarithm, which is not;
+        and the name of the kernel. Rows of padding have output 0 and log-sum-exp +inf.
 
     Raises:
         ValueError: keys for which `misfit` returns a reason.
@@ -139,45 +136,58 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
     mask = Mask(geometry.scale, left, None if slopes is None else slopes.reshape(-1).float().contiguous())
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     case = Case("cuda", q_BHGQD.dtype, D, G, slopes is not None, left is not None, keys.holes, keys.past > 0, gradients)
-    out_BQND, lse_BNQ = _padded(tensors, rows_BQ, mask, case) if keys.holes else _call(tensors, mask, None, case)
-    return rearrange(out_BQND, "b q (h g) d -> b h g q d", g=G), lse_BNQ.view(B, H, G, Q)
+    out_BQND, lse_BNQ, name = _padded(tensors, rows_BQ, mask, case, real_B) if keys.holes else _call(tensors, mask, None, case)
+    return rearrange(out_BQND, "b q (h g) d -> b h g q d", g=G), lse_BNQ.view(B, H, G, Q), name
 
 
-def _padded(tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case) -> tuple[Tensor, Tensor]:
+def _padded(
+    tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case, real_B: list[int] | None
+) -> tuple[Tensor, Tensor, str]:
     """Remove the padding, call a kernel, and put its results back into place."""
     B, Q, N, _ = tensors[0].shape
     real_BQ = rows_BQ >= 0
-    lengths = [n for n in real_BQ.sum(1).tolist() if n > 0]  # a kernel refuses empty sequences if all others have one token
+    real_B = real_BQ.sum(1).tolist() if real_B is None else real_B
+    lengths = [n for n in real_B if n > 0]  # a kernel refuses empty sequences if all others have one token
     out_BQND = tensors[0].new_zeros(tensors[0].shape)
     lse_BNQ = torch.full((B, N, Q), torch.inf, device=rows_BQ.device)
     if not lengths:
-        return out_BQND, lse_BNQ
-    row, column = real_BQ.nonzero(as_tuple=True)
-    starts = torch.tensor([0, *lengths], device=rows_BQ.device).cumsum(0).int()
+        return out_BQND, lse_BNQ, "none"
+    row, column = _places(real_BQ, real_B)
+    starts = on_device([0, *itertools.accumulate(lengths)], rows_BQ.device).int()
     packed = tuple(t[row, column] for t in tensors)
-    out_TND, lse_NT = _call(packed, mask, Packing(starts, max(lengths)), case)
+    out_TND, lse_NT, name = _call(packed, mask, Packing(starts, max(lengths)), case)
     lse_BNQ.transpose(1, 2)[row, column] = lse_NT.t()
-    return out_BQND.index_put((row, column), out_TND), lse_BNQ
+    return out_BQND.index_put((row, column), out_TND), lse_BNQ, name
 
 
-def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor]:
+def _places(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
+    """Return row and column of every real query, as real_BQ.nonzero() does, but without a wait for the device."""
+    device, total = real_BQ.device, sum(real_B)
+    counts, begins = (on_device(list(numbers), device) for numbers in (real_B, itertools.accumulate([0, *real_B[:-1]])))
+    row = torch.arange(len(real_B), device=device).repeat_interleave(counts, output_size=total)
+    order_BQ = (~real_BQ).long().argsort(dim=1, stable=True)  # each row's real queries first
+    return row, order_BQ[row, torch.arange(total, device=device) - begins[row]]
+
+
+def _call(
+    tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case
+) -> tuple[Tensor, Tensor, str]:
     """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged."""
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
     for kernel in kernels():
-        if _lack(kernel, case) is not None:
+        if _lack(kernel, case) is not None or not kernel.fits(q, k, v):
             continue
         try:
             out, lse = kernel.attend(q, k, v, mask, packing)
             if lse.shape != shape or lse.dtype != torch.float32:
                 raise RuntimeError(f"its log-sum-exp is {lse.dtype} {tuple(lse.shape)}, not float32 {shape}")
-        except _FATAL:
+        except refusals.FATAL:
             raise
         except Exception as error:
-            _refused[kernel.name, case] = str(error)
-            _LOG.warning("[kvpatch] %s refused (%s); attention goes another way.", kernel.name, error)
+            refusals.remember(kernel.name, case, error, "attention goes another way.")
             continue
-        return out, lse.detach()
+        return out, lse.detach(), kernel.name
     raise Refused(f"No flash kernel took this prompt ({reason('prompt', case)}): use the torch backend.")
 
 
@@ -206,12 +216,10 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
     q_NGD, k_F1D, v_F1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]
     try:
         out_NGD = kernel.ragged(q_NGD, k_F1D, v_F1D, once, starts, filled + keys.grown, longest, geometry.scale)
-    except _FATAL:
+    except refusals.FATAL:
         raise
     except Exception as error:
-        _refused[kernel.name, None] = str(error)
-        said = "[kvpatch] %s refused (%s): attention over heads of different lengths goes head by head."
-        _LOG.warning(said, kernel.name, error)
+        refusals.remember(kernel.name, None, error, "attention over heads of different lengths goes head by head.")
         return None
     out = torch.empty_like(out_NGD)
     out[order] = out_NGD
@@ -220,5 +228,5 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
 
 def _ragged_kernel() -> Kernel | None:
     """Return the kernel for ragged heads: torch's before flash_attn.cute's, since it splits a long head's keys."""
-    able = (kernel for kernel in reversed(kernels()) if kernel.ragged and (kernel.name, None) not in _refused)
+    able = (kernel for kernel in reversed(kernels()) if kernel.ragged and (kernel.name, None) not in refusals.known)
     return next(able, None)

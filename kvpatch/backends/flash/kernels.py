@@ -1,11 +1,15 @@
 """FlashAttention kernels that may be installed, the cases that each takes, and its call.
 
-    flash_attn 2.x        ALiBi and everything below
-    flash_attn.cute 4.x   Hopper and newer; no ALiBi
+    flash-attn 3          Hopper; no ALiBi
+    flash-attn 4          Hopper and newer (flash_attn.cute); no ALiBi
+    cuDNN                 as torch builds it, on Hopper and newer data center GPUs; whole prompts without padding
+    flash-attn 2          ALiBi and everything above
     torch's own           FlashAttention 2 as torch builds it for CUDA; no ALiBi
 
-They are recognized by the arguments of their functions, not by their names: empty packages of these names exist, and
-flash_attn 2 contains an early flash_attn.cute that returns no log-sum-exp. Nothing is imported before `kernels` is called.
+Modules are recognized by the arguments of their functions, not by their names: empty packages of these names exist,
+flash_attn 2 contains an early flash_attn.cute that returns no log-sum-exp, and kernels of the Hugging Face hub have names of
+their own. Those are used if the process has loaded them, as a model does that is loaded with
+attn_implementation="kernels-community/flash-attn3"; nothing is fetched here. Nothing is imported before `kernels` is called.
 
 In a kernel's layout, N counts query heads and T the tokens of all sequences laid end to end.
 """
@@ -16,16 +20,20 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..device import capability
 from ..protocol import Case
 
 _LOG = logging.getLogger(__name__)
+ANY = range(8, 1000)  # major compute capabilities
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,9 @@ class Kernel:
         attend: attend(q, k, v, mask, packing) takes [B,Q,N,D], or [T,N,D] with a packing, and returns the output in that
             layout and the log-sum-exp [B,N,Q], or [N,T].
         alibi, window, padding, past, gradients: whether it takes cases with these properties.
-        capability: least compute capability of the device, major number.
+        majors: major compute capabilities of the devices that it runs on.
         head: tells whether it takes the head size of a case.
+        fits: tells whether it takes these tensors, under settings that the user may change between calls.
         ragged: ragged(q, k, v, once, starts, used, longest, scale) attends from q [N,G,D], one token per KV head, to the
             first `used` entries of every segment; None if the kernel cannot.
     """
@@ -73,109 +82,176 @@ class Kernel:
     padding: bool = True
     past: bool = True
     gradients: bool = True
-    capability: int = 8
+    majors: range = ANY
     head: Callable[[Case], bool] = lambda case: True
+    fits: Callable[[Tensor, Tensor, Tensor], bool] = lambda q, k, v: True
     ragged: Callable[..., Tensor] | None = None
 
 
-COMMON = ("softmax_scale", "causal", "window_size", "deterministic")
-_kernels: tuple[Kernel, ...] | None = None
+# ---- packages ----
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """Return the kernels that can be called here, best first; the search runs once."""
-    global _kernels
-    if _kernels is None:
-        _kernels = tuple(kernel for kernel in (_flash_attn(), _cute(), _torch()) if kernel is not None)
-    return _kernels
+@dataclass(frozen=True)
+class Generation:
+    """A generation of FlashAttention, found by the arguments of its two functions.
+
+    Attributes:
+        arguments: those that tell it from other generations, beside COMMON.
+        asks: argument that asks for the log-sum-exp; None if it is always returned.
+        endless: side of a window without a limit.
+        limits: fields of its Kernel.
+    """
+
+    arguments: frozenset[str]
+    asks: str | None
+    endless: int | None = -1
+    limits: dict[str, Any] = field(default_factory=dict)
+
+    def found(self, modules: dict[str, Any]) -> Iterator[Kernel]:
+        """Yield a kernel for each of the modules, by name, that is of this generation."""
+        for name, module in modules.items():
+            functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
+            if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):
+                yield self._kernel(name, module)
+
+    def _kernel(self, name: str, module: Any) -> Kernel:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+            left = mask.left
+            if mask.slopes is not None:
+                # Under a causal mask flash-attn 2 adds slope * column, so that its log-sum-exp belongs to other logits and is
+                # coarse for large columns. Under a window it adds -slope * distance, as kvpatch does: a window of all tokens.
+                longest = k.shape[1] if packing is None else packing.longest
+                left = longest - 1 if left is None else min(left, longest - 1)
+            options: dict[str, Any] = {
+                "softmax_scale": mask.scale,
+                "causal": True,
+                "window_size": (self.endless, self.endless) if left is None else (left, 0),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+            }
+            if self.asks is not None:
+                options[self.asks] = True
+            if mask.slopes is not None:
+                options["alibi_slopes"] = mask.slopes
+            if packing is None:
+                return module.flash_attn_func(q, k, v, **options)[:2]
+            ends = {f"cu_seqlens_{side}": packing.starts for side in "qk"}
+            lengths = {f"max_seqlen_{side}": packing.longest for side in "qk"}
+            return module.flash_attn_varlen_func(q, k, v, **ends, **lengths, **options)[:2]
+
+        def ragged(
+            q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
+        ) -> Tensor:
+            ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used}
+            lengths = {"max_seqlen_q": 1, "max_seqlen_k": longest}
+            out = module.flash_attn_varlen_func(q, k, v, **ends, **lengths, softmax_scale=scale)
+            return out if isinstance(out, Tensor) else out[0]
+
+        takes_used = "seqused_k" in inspect.signature(module.flash_attn_varlen_func).parameters
+        return Kernel(name, attend, **self.limits, ragged=ragged if takes_used else None)
 
 
-def _load(name: str, wanted: set[str]) -> Any:
-    """Import a module; returns it if its two attention functions take the arguments `wanted`, else None."""
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError:  # flash_attn 2 raises this too for its own flash_attn.cute
-        return None
-    except Exception as error:  # an extension built for another torch, a compiler that finds no GPU
-        _LOG.warning("[kvpatch] %s is installed but cannot be imported (%s); attention goes another way.", name, error)
-        return None
-    functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
-    fits = all(callable(f) and wanted <= set(inspect.signature(f).parameters) for f in functions)
-    return module if fits else None
-
-
-def _flash_attn() -> Kernel | None:
-    module = _load("flash_attn", {*COMMON, "alibi_slopes", "return_attn_probs"})
-    if module is None:
-        return None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        left = mask.left
-        if mask.slopes is not None:
-            # Under a causal mask the kernel adds slope * column, so that its log-sum-exp belongs to other logits and is
-            # coarse for large columns. Under a window it adds -slope * distance, as kvpatch does: pass a window of all tokens.
-            longest = k.shape[1] if packing is None else packing.longest
-            left = longest - 1 if left is None else min(left, longest - 1)
-        options = {
-            "softmax_scale": mask.scale,
-            "causal": True,
-            "window_size": (-1 if left is None else left, 0),
-            "alibi_slopes": mask.slopes,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "return_attn_probs": True,  # without dropout: the log-sum-exp alone
-        }
-        if packing is None:
-            return module.flash_attn_func(q, k, v, **options)[:2]
-        starts, longest = packing.starts, packing.longest
-        return module.flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)[:2]
-
-    return Kernel(f"flash_attn {getattr(module, '__version__', '2')}", attend, alibi=True)
-
-
-def _cute() -> Kernel | None:
-    module = _load("flash_attn.cute", {*COMMON, "return_lse"})
-    if module is None:
-        return None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        options = {
-            "softmax_scale": mask.scale,
-            "causal": True,
-            "window_size": (mask.left, None if mask.left is None else 0),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "return_lse": True,
-        }
-        if packing is None:
-            return module.flash_attn_func(q, k, v, **options)
-        ends = {f"cu_seqlens_{side}": packing.starts for side in "qk"}
-        longest = {f"max_seqlen_{side}": packing.longest for side in "qk"}
-        return module.flash_attn_varlen_func(q, k, v, **ends, **longest, **options)
-
-    def ragged(
-        q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
-    ) -> Tensor:
-        ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used, "max_seqlen_q": 1, "max_seqlen_k": longest}
-        return module.flash_attn_varlen_func(q, k, v, **ends, softmax_scale=scale)[0]
-
-    try:
-        version = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        version = "4"
-    takes_used = "seqused_k" in inspect.signature(module.flash_attn_varlen_func).parameters
-    name = f"flash_attn.cute {version}"
-    return Kernel(name, attend, capability=9, head=_cute_head, ragged=ragged if takes_used else None)
-
-
-def _cute_head(case: Case) -> bool:
-    """Tell whether the head size is taken; only Hopper's kernel has all sizes between 128 and 256."""
+def _four(case: Case) -> bool:
+    """Tell whether flash-attn 4 takes the head size; only Hopper's kernel has all sizes between 128 and 256."""
     major = capability()
     return case.head_dim <= 128 or major in (None, 9) or (case.head_dim == 256 and major in (10, 11))
 
 
-def _torch() -> Kernel | None:
+HOPPER, NEWER = range(9, 10), range(9, 1000)
+COMMON = frozenset({"softmax_scale", "causal", "window_size", "deterministic"})
+THREE = Generation(frozenset({"pack_gqa", "return_attn_probs"}), "return_attn_probs", limits={"majors": HOPPER})
+THREE_OF_VLLM = Generation(frozenset({"pack_gqa", "s_aux", "cp_world_size"}), None, limits={"majors": HOPPER})
+FOUR = Generation(frozenset({"return_lse"}), "return_lse", endless=None, limits={"majors": NEWER, "head": _four})
+TWO = Generation(frozenset({"alibi_slopes", "return_attn_probs"}), "return_attn_probs", limits={"alibi": True})
+
+MODULES = {"flash_attn_interface": "flash-attn-3", "flash_attn.cute": "flash-attn-4", "flash_attn": "flash-attn"}
+
+
+def _installed() -> dict[str, Any]:
+    """Import the modules of MODULES that are installed; returns them by name and version."""
+    found = {}
+    for name, distribution in MODULES.items():
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:  # flash_attn 2 raises this too for its own flash_attn.cute
+            continue
+        except Exception as error:  # an extension built for another torch, a compiler that finds no GPU
+            _LOG.warning("[kvpatch] %s is installed but cannot be imported (%s); attention goes another way.", name, error)
+            continue
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            version = getattr(module, "__version__", "")
+        found[f"{name} {version}".rstrip()] = module
+    return found
+
+
+def _loaded() -> dict[str, Any]:
+    """Return the modules of the Hugging Face hub that this process has loaded, by repository."""
+    loaded: Any = getattr(sys.modules.get("kernels"), "get_loaded_kernels", tuple)()
+    return {kernel.repo_info.repo_id if kernel.repo_info else kernel.metadata.name: kernel.module for kernel in loaded}
+
+
+# ---- operators ----
+
+
+def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
+    """Yield the operator of flash-attn 3, whose functions before 2026 return no log-sum-exp. It has no gradients."""
+    operator = getattr(torch.ops.flash_attn_3, "fwd", None)
+    wanted = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
+    if operator is None or not wanted <= {argument.name for argument in operator.default._schema.arguments}:
+        return
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"softmax_scale": mask.scale, "is_causal": True, "num_splits": 1}
+        if mask.left is not None:
+            options |= {"window_size_left": mask.left, "window_size_right": 0}
+        if packing is not None:
+            options |= {f"cu_seqlens_{side}": packing.starts for side in "qk"}
+            options |= {f"max_seqlen_{side}": packing.longest for side in "qk"}
+        return torch.ops.flash_attn_3.fwd(q, k, v, **options)[:2]
+
+    yield Kernel("flash_attn_3's operator", attend, gradients=False, majors=HOPPER)
+
+
+def _cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
+    """Yield cuDNN's attention where torch itself prefers it to its flash kernel: on the same GPUs, from the same version.
+
+    torch's at::native sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable, and answers
+    `can_use_cudnn_attention` for the tensors: it says no to one key alone, to deterministic algorithms, and where the user
+    has switched it off.
+    """
+    version = torch.backends.cudnn.version()
+    if version is None or version <= 91500 or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        inputs = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *inputs, None, True, 0.0, True, False, scale=mask.scale
+        )[:2]
+        return out.transpose(1, 2), lse.squeeze(-1)
+
+    def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        heads_first: list[Any] = [t.transpose(1, 2) for t in (q, k, v)]
+        params = torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])  # type: ignore[call-arg]
+        return torch.backends.cuda.can_use_cudnn_attention(params)
+
+    yield Kernel(
+        f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}",
+        attend,
+        window=False,
+        padding=False,
+        past=False,  # its causal mask begins at the first key
+        majors=range(9, 11),
+        head=lambda case: case.head_dim <= 128,
+        fits=fits,
+    )
+
+
+def _torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
-        return None
+        return
     takes = {argument.name for argument in operator.default._schema.arguments}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
@@ -194,7 +270,7 @@ def _torch() -> Kernel | None:
         )[0]
 
     hip = torch.version.hip is not None  # ROCm's kernel returns a log-sum-exp of another shape and has no window
-    return Kernel(
+    yield Kernel(
         f"torch's flash kernel (torch {torch.__version__.split('+')[0]})",
         attend,
         window=not hip and {"window_size_left", "window_size_right"} <= takes,
@@ -204,6 +280,20 @@ def _torch() -> Kernel | None:
     )
 
 
-def capability() -> int | None:
-    """Return the device's major compute capability, or None without a device."""
-    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+# ---- the list ----
+
+SOURCES: tuple[Callable[[dict[str, Any]], Iterator[Kernel]], ...] = (
+    THREE.found, THREE_OF_VLLM.found, _three_operator, FOUR.found, _cudnn, TWO.found, _torch,
+)  # fmt: skip
+_kernels: tuple[Kernel, ...] | None = None
+_hub: tuple[str, ...] = ()
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """Return the kernels that can be called here, best first; the search runs once, and again after the hub has loaded one."""
+    global _kernels, _hub
+    loaded = _loaded()
+    if _kernels is None or tuple(loaded) != _hub:
+        modules = {**_installed(), **loaded}
+        _kernels, _hub = tuple(kernel for source in SOURCES for kernel in source(modules)), tuple(loaded)
+    return _kernels

@@ -5,7 +5,10 @@ Kernels run on a GPU. In Triton's interpreter (TRITON_INTERPRET=1) they also run
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
+from ..device import capability
 from ..protocol import Case, Geometry, Keys, StepSlots, Task
 
 if TYPE_CHECKING:
@@ -21,6 +25,13 @@ if TYPE_CHECKING:
 
 NAME = "triton"
 KNOWN = ("sum", "squares", "count", "gumbel")  # statistics
+OLDEST = 8  # major compute capability: older GPUs have too little shared memory, and no tensor cores for bfloat16
+ADVICE = (  # pattern of an error, and what to do about it
+    (r"C compiler|\bgcc\b|\bclang\b|Python\.h", "Triton compiles a small C file: install gcc and Python's headers, or set CC."),
+    (r"[Pp]ermission denied|Read-only file system|No space left", "Set TRITON_CACHE_DIR to a writable directory."),
+    (r"out of resource", "The GPU has too little shared memory for these kernels."),
+    (r"(?i)ptxas|sm_\d+|unsupported gpu|no kernel image", "This Triton does not know the GPU: pip install -U triton."),
+)
 
 
 def reason(task: Task, case: Case) -> str | None:
@@ -35,6 +46,10 @@ def reason(task: Task, case: Case) -> str | None:
         return "its kernels run on a GPU"
     if case.device not in ("cpu", "cuda"):
         return f"its kernels were not tried on {case.device}"
+    if case.device == "cuda" and (capability() or OLDEST) < OLDEST:
+        return f"its kernels need a GPU of compute capability {OLDEST}.0"
+    if case.device == "cuda" and (problem := driver_problem()) is not None:
+        return problem
     if case.fresh:
         return "it draws no noise for every query and key"
     for name, kernel in case.statistics:
@@ -53,6 +68,33 @@ def reason(task: Task, case: Case) -> str | None:
     from . import decode
 
     return decode.reason(case.dtype, case.head_dim, case.group)
+
+
+@functools.cache
+def driver_problem() -> str | None:
+    """Return the reason that Triton cannot launch a kernel on this GPU, or None if it can; asked once, since it compiles."""
+    if not torch.cuda.is_available():
+        return None
+    import triton
+
+    try:
+        _ = triton.runtime.driver.active.utils
+    except Exception as error:
+        told = advice(error)
+        return f"Triton finds no way to launch kernels ({' '.join(str(error).split())})" + (f": {told}" if told else "")
+    return None
+
+
+def advice(error: Exception) -> str | None:
+    """Return what the user can do about a kernel that does not compile or launch, "" if nothing is known.
+
+    None: the error is of another kind, or comes from Triton's interpreter, where nothing is launched.
+    """
+    kind = type(error)
+    of_triton = kind.__module__.split(".")[0] == "triton" and kind.__name__ != "InterpreterError"
+    if not of_triton and not isinstance(error, (RuntimeError, OSError, subprocess.SubprocessError)):
+        return None
+    return next((told for pattern, told in ADVICE if re.search(pattern, str(error))), "")
 
 
 # ---- a prompt ----
