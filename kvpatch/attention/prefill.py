@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..backends import backend, torch_backend
 from ..backends.protocol import Keys
-from ..backends.torch_backend import Rows
+from ..backends.torch_backend import Observer, Rows
 from ..cache.modes import Reading
+from ..policies import sampling
 from ..policies.context import accumulator
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
@@ -77,10 +78,10 @@ def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[T
 def _observed_prompt(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `_attend`, and add the statistics of all rows to the state."""
-    B, H, G, _, _ = q_BHGQD.shape
-    T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
-    tau = call.score.temperature(0, call.cache.request.new_tokens)
+    """Run `_attend`, and add the statistics of all rows, or of a sample of them, to the state."""
+    if call.score.samples and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
+        return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
+    names, tau = call.policy.statistics, _temperature(call)
     choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
     name, attended = choice.of("statistics", case), None
     if name != "torch":
@@ -95,12 +96,7 @@ def _observed_prompt(
             if found is not None:
                 call.add(found)
                 return out, lse
-    sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in names}
-
-    def observe(rows: Rows) -> None:
-        for name, increment in call.sums(rows, rows_BQ, tau).items():
-            sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
-
+    sums, observe = _observer(call, keys, rows_BQ)
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
     if attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
         call.backend("prompt", q_BHGQD, keys)  # records the backend for the report
@@ -108,11 +104,52 @@ def _observed_prompt(
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
     else:
         out, lse = attended or _attend(call, q_BHGQD, keys, rows_BQ)
-        lse = lse if call.geometry.slopes_HG is None else None  # torch adds ALiBi block by block, from another origin
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
     with torch.no_grad():
-        call.add({name: total.view(B, H, T) for name, total in sums.items()})
+        call.add(sums)
     return out, lse
+
+
+def _temperature(call: Call) -> float:
+    tau = call.score.temperature(0, call.cache.request.new_tokens)
+    assert isinstance(tau, int | float)
+    return tau
+
+
+def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
+    """Return the policy's statistics [B,H,T], zero, and a function that adds those of a block of rows to them."""
+    tau, dtype = _temperature(call), accumulator(keys.k_BHTD.dtype)
+    sums = {name: torch.zeros(keys.k_BHTD.shape[:3], dtype=dtype, device=rows_BQ.device) for name in call.policy.statistics}
+
+    def observe(rows: Rows) -> None:
+        for name, increment in call.sums(rows, rows_BQ, tau).items():
+            sums[name].flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi] += increment
+
+    return sums, observe
+
+
+def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Run `_attend`, and add statistics estimated from a sample of the rows. A sliding window bounds their cost anyway."""
+    out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+    call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
+    with torch.no_grad():
+        column_BR = sampling.sample(rows_BQ, call.settings.seed, call.layer)
+        index_BR = column_BR.clamp(min=0)
+        read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
+        q, lse_BHGR = _picked(q_BHGQD, lse, index_BR)
+        sums, observe = _observer(call, keys, read_BR)
+        ends = (column_BR.amax(0) + keys.past + 1).tolist()
+        torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
+        scale = sampling.factor(keys.positions_BHT, rows_BQ, read_BR, accumulator(q.dtype))
+        call.add({name: total * scale for name, total in sums.items()})
+    return out, lse
+
+
+def _picked(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the queries [B,H,G,R,D] at these columns of each text, and their log-sum-exp."""
+    b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
+    q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
+    return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")
 
 
 def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
@@ -127,9 +164,7 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     # the newest rows of each text, wherever its padding lies
     index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
     rows_BW = rows_BW.gather(1, index_BW)
-    b = torch.arange(len(rows_BW), device=rows_BW.device)[:, None]
-    q_BHGWD = rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BW]
-    q_BHGWD = rearrange(q_BHGWD, "b w h g d -> b h g w d")
+    q_BHGWD, lse = _picked(q_BHGQD, lse, index_BW)
     if not call.now.ends_prompt:
         mode.window_rows = (q_BHGWD, rows_BW)
         return
@@ -138,8 +173,6 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     observed = slots.limits.observed
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
-    if lse is not None:
-        lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
     arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
     name, total = call.cache.choice.of("statistics", case), None
     if name != "torch":

@@ -156,7 +156,7 @@ def _blocks(entries_NTW: Tensor, codec: Rounded) -> Iterator[tuple[int, int, Ten
     """Unpack columns [lo, hi) of all heads at a time."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
-    size = max(most // (math.prod(N) * codec.D), 1)
+    size = max(most // max(math.prod(N) * codec.D, 1), 1)
     for lo in range(0, T, size):
         hi = min(lo + size, T)
         block = codec.decode(entries_NTW[..., lo:hi, :])

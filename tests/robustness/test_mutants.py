@@ -105,6 +105,12 @@ MUTANTS = {
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
+    "sampled sums not scaled up": (
+        "attention/prefill.py", "total * scale for", "total * 1.0 for",
+        f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
+    "sampled rows see what is newer": (
+        "backends/torch_backend.py", "unseen = positions[..., first:] > self", "unseen = positions[..., first:] > 1 + self",
+        f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'damping': 0.5, 'recent': 3}]"),
@@ -168,10 +174,10 @@ MUTANTS = {
         "attention/compress.py", "            context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
     "one head's extent off by one": (
-        "backends/head_offsets.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
+        "backends/head_offsets.py", "accumulate((capacities[n] for n", "accumulate((capacities[n] - (n == 1) for n",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
-    "a ragged head forgets its newest token": (
-        "cache/modes.py", "return self.grown + 1", "return self.grown",
+    "the edges of ragged heads count their first entry again": (
+        "backends/head_offsets.py", "[blocks.edge_NE]] * blocks.real_NE", "[blocks.edge_NE]]",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
