@@ -136,7 +136,7 @@ class Call:
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
         """Describe the task to a backend."""
-        T = keys.positions_BHT.shape[-1]
+        T, size = keys.positions_BHT.shape[-1], keys.codecs[1].size(keys.v_BHTD)
         return Case(
             device=q_BHGQD.device.type,
             dtype=q_BHGQD.dtype,
@@ -146,13 +146,15 @@ class Call:
             window=self.geometry.sliding is not None and (task != "prompt" or self.geometry.sliding < T),
             padding=keys.holes and (task == "prompt" or keys.grown is None),
             past=keys.past > 0 and task in ("prompt", "statistics"),
-            gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
+            # gradient checkpointing runs a pass once without gradients and once with them: both by the same backend
+            gradients=(torch.is_grad_enabled() and q_BHGQD.requires_grad) or self.now.repeatable,
             scores=scores,
             statistics=self.policy.kernels if scores else (),
             fresh=self.evicts and self.score.fresh,
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
             narrow=not keys.exact,
+            value_dim=None if size == q_BHGQD.shape[-1] else size,
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:

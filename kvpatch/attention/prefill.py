@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..backends import backend, torch_backend
-from ..backends.protocol import Keys
+from ..backends.protocol import Attended, Keys, Noise
 from ..backends.torch_backend import Rows
 from ..cache.modes import Reading
 from ..policies.context import accumulator
@@ -42,41 +42,49 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
     if not call.evicts or call.policy.rows != "all":
-        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        found = _attend(call, q_BHGQD, keys, rows_BQ)
     else:
-        out, lse = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
+        found = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
         if call.evicts and call.score.observed_rows:
-            _observe_window(call, q_BHGQD, keys, rows_BQ, lse)
+            _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B)
     call.cache.meter.count(before, during, slots.kv.nbytes)
-    return out
+    return found.out
 
 
-def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return attention's output and, if its kernel returns one, the log-sum-exp."""
-    name, padding = call.backend("prompt", q_BHGQD, keys), call.now.padding
+def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
+    """Attend; noise: of logits whose log-sum-exp is returned too by a kernel that computes both at once."""
+    choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
+    name = choice.of("prompt", case)
+    if name != "torch" and padding is not None and padding.behind:
+        # kernels leave out padding between tokens, but transformers' columns count it, and its queries attend
+        choice.record("prompt", "torch", f"{name}: padding behind tokens")
+        name = "torch"
     if name == "flash":
         from ..backends.flash import flash_backend
 
-        # packed rows have no padding between their tokens, but transformers' columns count it
-        behind, real_B = (padding.behind, padding.real_B) if padding is not None else (False, None)
-        why = "padding behind tokens" if behind else flash_backend.misfit(keys, call.geometry)
+        real_B, why = None if padding is None else padding.real_B, flash_backend.misfit(keys, call.geometry)
         if why is None:
             try:
                 out, lse, kernel = flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry, real_B)
-                call.cache.choice.record("prompt", "flash", kernel)
-                return out, lse
+                choice.record("prompt", "flash", kernel)
+                return Attended(out, lse)
             except flash_backend.Refused as error:  # logged already
                 why = str(error)
-        call.cache.choice.record("prompt", "torch", f"flash: {why}")
-    return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+        name = choice.instead("prompt", case, name, why)
+    if name == "triton":
+        run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise)
+        found = choice.attempt("prompt", case, run, name=name)
+        if found is not None:
+            return found
+    return Attended(*torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry))
 
 
 def _observed_prompt(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Run `_attend`, and add the statistics of all rows to the state."""
     B, H, G, _, _ = q_BHGQD.shape
     T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
@@ -84,16 +92,16 @@ def _observed_prompt(
     choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
     name, attended = choice.of("statistics", case), None
     if name != "torch":
-        out, lse = attended = _attend(call, q_BHGQD, keys, rows_BQ)
-        noise = call.slots.state_view().get("noise")
+        noise = _noise(call, keys, tau) if "gumbel" in names else None
+        attended = _attend(call, q_BHGQD, keys, rows_BQ, noise)
         with torch.no_grad():
             gather = functools.partial(
-                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau
+                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, attended, names, noise
             )
             found = choice.attempt("statistics", case, gather)
             if found is not None:
                 call.add(found)
-                return out, lse
+                return attended
     sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in names}
 
     def observe(rows: Rows) -> None:
@@ -101,17 +109,26 @@ def _observed_prompt(
             sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
-    if attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
-        call.backend("prompt", q_BHGQD, keys)  # records the backend for the report
-        out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
-        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
+    fuses = attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable
+    if fuses and call.backend("prompt", q_BHGQD, keys) == "torch":
+        attended = Attended(torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format))
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, None, observe, "count" in sums, attended.out)
     else:
-        out, lse = attended or _attend(call, q_BHGQD, keys, rows_BQ)
-        lse = lse if call.geometry.slopes_HG is None else None  # torch adds ALiBi block by block, from another origin
-        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
+        attended = attended or _attend(call, q_BHGQD, keys, rows_BQ)
+        # with it, torch would add ALiBi block by block from another origin, and not cap
+        same = call.geometry.slopes_HG is None and call.geometry.softcap is None
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, attended.lse if same else None, observe, "count" in sums)
     with torch.no_grad():
         call.add({name: total.view(B, H, T) for name, total in sums.items()})
-    return out, lse
+    return attended
+
+
+def _noise(call: Call, keys: Keys, tau: float | Tensor) -> Noise:
+    """Return Keyformer's noise of all keys; ones, which are exp(0), if its distribution is "none"."""
+    weights_BHTG = call.slots.state_view().get("noise")
+    if weights_BHTG is None:
+        weights_BHTG = torch.ones(*keys.positions_BHT.shape, call.group, device=keys.positions_BHT.device)
+    return Noise(weights_BHTG, float(tau))
 
 
 def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
