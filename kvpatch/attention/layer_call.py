@@ -136,7 +136,7 @@ class Call:
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
         """Describe the task to a backend."""
-        T, size = keys.positions_BHT.shape[-1], keys.codecs[1].size(keys.v_BHTD)
+        T = keys.positions_BHT.shape[-1]
         return Case(
             device=q_BHGQD.device.type,
             dtype=q_BHGQD.dtype,
@@ -154,7 +154,7 @@ class Call:
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
             narrow=not keys.exact,
-            value_dim=None if size == q_BHGQD.shape[-1] else size,
+            value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:

@@ -143,6 +143,7 @@ def test_missing_triton_is_a_reason(monkeypatch):
         (Case("cuda", torch.float32, 64, gradients=True), "gradients"),
         (Case("cuda", torch.float32, 64, renumbered=True), "renumbered"),
         (Case("cuda", torch.float32, 64, group=128), "query heads"),
+        (Case("cuda", torch.float16, 128, value_dim=64), "values"),
         (Case("mps", torch.float32, 64), "mps"),
     ],
 )
@@ -172,3 +173,17 @@ def test_every_backend_answers_for_every_task():
         for task in TASKS:
             answer = module.reason(task, PLAIN)
             assert answer is None or isinstance(answer, str)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_several_decode_tokens_in_one_pass(rows):
+    """What follows an announced prompt's end in the same pass is decoded token by token."""
+    model, ids = make("llama_gqa").to(DEVICE), prompt(rows, 26).to(DEVICE)
+    found = {}
+    for name in ("torch", "triton"):
+        with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5, backend=name) as patch:
+            cache = patch.new_cache()
+            cache.request.prompt_len = 20
+            found[name] = model(ids, past_key_values=cache).logits
+            assert patch.report().backends["decode"][0] == name
+    torch.testing.assert_close(found["triton"], found["torch"], atol=2e-5, rtol=0)

@@ -227,7 +227,7 @@ CASES = {
     ),
     "a group of five in many segments": (
         rule("mean", ("sum", "count")),
-        {"H": 1, "G": 5, "C": 400, "splits": 20, "steps": 2, "slopes": slopes(1, 5), "sliding": 300},
+        {"H": 1, "G": 5, "C": 400, "D": 256, "splits": 25, "steps": 2, "slopes": slopes(1, 5), "sliding": 300},
     ),
     "holes over stretches": (
         rule("sum"),
@@ -327,12 +327,13 @@ def test_programs_for_a_gpu(chips):
     """Segments of whole blocks and stretches cover all slots; there are as many as keep the device's multiprocessors busy."""
     for C in (1, 63, 64, 65, 1000, 8192, 100_000):
         for heads in (1, 8, 136, 300, 4096):
-            for splits in (None, 1, 2, 3, 50):
+            for splits in (None, 1, 2, 3, 50, 5000):
                 sizes = kernels.plan(C, heads, 4, 128, 2, chips, splits)
                 assert sizes.span % sizes.block == 0
                 for share, count in ((sizes.span, sizes.parts), (sizes.stretch, sizes.stretches)):
                     assert (count - 1) * share < C <= count * share
                     assert count <= (splits or -(-4 * chips // heads))
+                assert sizes.stretches <= kernels.MOST_STRETCHES, "evict_kernel compares no more"
     busy = kernels.plan(8192, 8, 4, 128, 2, chips)
     assert 8 * busy.parts > 3 * chips and busy.stretches == 4
     assert kernels.plan(8192, 8192, 4, 128, 2, chips).parts == 1

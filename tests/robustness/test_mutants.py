@@ -243,7 +243,8 @@ MUTANTS = {
         "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M - 1, hi)",
         "tests/backends/test_triton_columns.py::test_rows_split_over_programs[shape1-1024]"),
     "key blocks of one head first": (
-        "backends/triton/columns.py", "_kernel[(B * H * splits, blocks)](", "_kernel[(blocks, B * H * splits)](",
+        "backends/triton/columns.py", "_columns_kernel[(B * H * splits, blocks)](",
+        "_columns_kernel[(blocks, B * H * splits)](",
         "tests/backends/test_triton_columns.py::test_programs_that_see_most_rows_start_first"),
     "the forward kernel's window one too wide": (
         "backends/triton/forward.py", "(row_place[:, None] - place[None, :] < sliding)",
@@ -273,6 +274,22 @@ MUTANTS = {
     "the kernel's noise left out": (
         "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
+    "the victim of the first stretch alone": (
+        "backends/triton/decode.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
+        "at = tl.load(here + 1, mask=s < 1, other=NOWHERE)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over stretches]"),
+    "tokens of the first stretch alone counted": (
+        "backends/triton/decode.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[holes over stretches]"),
+    "segments beyond the first sixteen outweigh them in the output": (
+        "backends/triton/decode.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
+    "segments beyond the first sixteen outweigh them in the statistics": (
+        "backends/triton/decode.py", "total * tl.exp2(maximum - _rest(higher)) + tl.sum(more, 0)", "total + tl.sum(more, 0)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
+    "the newest tokens of a batch read as one column": (
+        "backends/triton/triton_backend.py", "newest_B = newest_B.contiguous()", "newest_B = newest_B.view_as(newest_B)",
+        "tests/backends/test_backends.py::test_several_decode_tokens_in_one_pass[2]"),
     "keys that a row attends to, without those before": (
         "backends/triton/triton_backend.py", "return own[:, None] + held", "return own[:, None] + 0 * held",
         "tests/backends/test_backends.py::test_keys_that_a_row_attends_to[None]"),

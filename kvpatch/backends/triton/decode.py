@@ -81,6 +81,10 @@ class Rule:
         return self.ranked, *(name in self.decayed for name in STATISTICS[:4])
 
 
+known_rule = lru_cache(maxsize=256)(Rule)
+"""Rule(...), the same object for the same arguments: it works out its constants once, not at every step."""
+
+
 def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None) -> str | None:
     """Return the reason that the kernels do not support such queries, or None.
 
@@ -136,7 +140,8 @@ def plan(C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
     span = _share(C, splits or min(-(-C // SHORTEST), programs), block)
-    stretch = _share(C, splits or min(max(C // (BLOCKS * cells), 1), programs, MOST_STRETCHES), 16)
+    stretches = splits or min(max(C // (BLOCKS * cells), 1), programs)
+    stretch = _share(C, min(stretches, MOST_STRETCHES), 16)
     # a block of fewer slots than threads has its positions copied asynchronously too, which the keys' copies then wait for: it
     # takes a pipeline of five stages to keep the next block's keys and values in flight, else three
     stages = 3 if block >= 32 * warps else 5

@@ -52,7 +52,7 @@ def reason(task: Task, case: Case) -> str | None:
         return problem
     if case.narrow:
         return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
-    if case.value_dim is not None:
+    if case.value_dim not in (None, case.head_dim):
         return f"its kernels take values of the keys' size {case.head_dim}, not {case.value_dim}"
     if task in ("prompt", "statistics") and (why := arguments.reason(case.dtype, case.head_dim)) is not None:
         return why
@@ -71,7 +71,7 @@ def reason(task: Task, case: Case) -> str | None:
         return "it reads keys and positions as they are cached, and renumbered positions change at every step"
     from . import decode
 
-    return decode.reason(case.dtype, case.head_dim, case.group)
+    return decode.reason(case.dtype, case.head_dim, case.group, case.value_dim)
 
 
 @functools.cache
@@ -199,15 +199,15 @@ def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 
 def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
     """Return the Rule of a step over `slots`: statistics to update, and a value if the kernel can choose the victim."""
-    from .decode import Rule
+    from .decode import Rule, known_rule
 
-    score = policy.score
+    make, score = Rule if torch.compiler.is_compiling() else known_rule, policy.score  # a graph has constants of its own
     if not (wanted or evicting):
-        return Rule(evicts=False)
+        return make(evicts=False)
     names = (*policy.statistics, *(("observed",) if score.observed_rows else ())) if wanted else ()
     decayed = score.statistics if score.decay != 1.0 else ()
     value = score.stored if evicting and torch_evicts(policy, slots) is None else None
-    return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
+    return make(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
@@ -236,33 +236,26 @@ def step(
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
     limits, head_offsets = slots.limits if chosen.evicts else None, slots.kv.head_offsets
-    run = compiled_step if torch.compiler.is_compiling() else plain_step
-    return run(
-        q_BHGD,
-        k_BH1D[:, :, 0],
-        v_BH1D[:, :, 0],
-        slots.kv.keys,
-        slots.kv.values,
-        slots.positions,
-        slots.mode.free_BH,
-        newest_B,
-        list(slots.state.values()),
-        ",".join(slots.state),
-        ",".join(chosen.statistics),
-        ",".join(chosen.decayed),
-        chosen.decay,
-        chosen.value or "",
-        geometry.scale,
-        geometry.sliding,
-        geometry.slopes_HG,
-        None if head_offsets is None else head_offsets.begin_N,
-        None if head_offsets is None else head_offsets.capacity_N,
-        slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None,
-        limits.first.flatten() if limits is not None and limits.any_first else None,
-        limits.newest.flatten() if limits is not None and limits.any_newest else None,
-        tau if isinstance(tau, Tensor) else None,
-        1.0 if isinstance(tau, Tensor) else tau,
-    )
+    begin, capacity = (None, None) if head_offsets is None else (head_offsets.begin_N, head_offsets.capacity_N)
+    keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
+    first = limits.first.flatten() if limits is not None and limits.any_first else None
+    recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
+    newest_B = newest_B.contiguous()  # a column, if the pass has several tokens
+    tensors = q_BHGD, k_BH1D[:, :, 0], v_BH1D[:, :, 0], slots.kv.keys, slots.kv.values, slots.positions, slots.mode.free_BH
+    if not torch.compiler.is_compiling():
+        from . import decode
+
+        return decode.step(
+            *tensors, newest_B, slots.state, chosen, scale=geometry.scale, sliding=geometry.sliding,
+            slopes_HG=geometry.slopes_HG, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
+            tau=tau,
+        )  # fmt: skip
+    heat, constant = (tau, 1.0) if isinstance(tau, Tensor) else (None, tau)
+    return compiled_step(
+        *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
+        ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
+        begin, capacity, keep, first, recent, heat, constant,
+    )  # fmt: skip
 
 
 def plain_step(
@@ -292,11 +285,10 @@ def plain_step(
     constant_tau: float,
 ) -> Tensor:
     """Run `decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
-    from .decode import Rule, step
+    from .decode import known_rule, step
 
-    split = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
-    known, added, damped = split
-    chosen = Rule(added, decay, damped, value or None, evicts=bool(value))
+    known, added, damped = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
+    chosen = known_rule(added, decay, damped, value or None, evicts=bool(value))
     return step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
