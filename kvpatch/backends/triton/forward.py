@@ -167,10 +167,10 @@ def _forward_kernel(
     # positions are subtracted as integers: the differences are small, and exact as float32
     origin = tl.max(rows, 0)
     row_place = (rows - origin).to(tl.float32)
-    slope = 0.0
+    row_bias = 0.0  # a row's share of ALiBi, in base 2
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + h * G + g)
-    row_bias = slope * LOG2 * row_place  # a row's share of ALiBi, in base 2
+        row_bias = slope * LOG2 * row_place
     if noise_ptr is not None:
         noise_tile = noise_ptr + bhg * noise_g
 
