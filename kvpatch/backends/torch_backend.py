@@ -262,8 +262,9 @@ def observe(
     budget = CPU_BLOCK if on_cpu else DEVICE_BLOCK
     heads = 1 if on_cpu else max(1, min(B * H, budget // (G * 64 * T)))
     q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
-    # ALiBi is added block by block, from another origin than that of a kernel's log-sum-exp
-    lse_NGQ = None if lse is None or geometry.slopes_HG is not None else lse.flatten(0, 1)
+    # ALiBi is added block by block, from another origin than a kernel's; and the shortcut below does not cap logits
+    usable = geometry.slopes_HG is None and geometry.softcap is None
+    lse_NGQ = lse.flatten(0, 1) if lse is not None and usable else None
     out_NGQD = None if out is None else out.view(B * H, G, Q, -1)
     mask = _Mask(keys, rows_BQ, geometry, ends)
     ends = range(keys.past + 1, keys.past + Q + 1) if ends is None else ends

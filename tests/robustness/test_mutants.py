@@ -49,7 +49,8 @@ MUTANTS = {
         "attention/decode.py",
         "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if named:\n",
         "    if call.evicting:\n        _evict(call, newest_B11, t)\n"
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n        return\n    if named:\n",
+        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n"
+        "        return\n    if named:\n",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -260,8 +261,27 @@ MUTANTS = {
         "backends/triton/columns.py", "_columns_kernel[(B * H * splits, blocks)](",
         "_columns_kernel[(blocks, B * H * splits)](",
         "tests/backends/test_triton_columns.py::test_programs_that_see_most_rows_start_first"),
+    "the forward kernel's window one too wide": (
+        "backends/triton/forward.py", "(row_place[:, None] - place[None, :] < sliding)",
+        "(row_place[:, None] - place[None, :] <= sliding)",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
+    "whole tiles of the forward kernel reach out of the window": (
+        "backends/triton/forward.py", "tl.maximum(begin, m0 + BLOCK_M - sliding)", "tl.maximum(begin, m0 - sliding)",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
+    "sinks have no share in the forward kernel": (
+        "backends/triton/forward.py", "        total += 1.0\n", "        total += 0.0\n",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[sinks]"),
+    "the noisy sum stays on an old maximum": (
+        "backends/triton/forward.py", "noisy_total = noisy_total * shrunk", "noisy_total = noisy_total",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[noise]"),
+    "values of empty slots read by the forward kernel": (
+        "backends/triton/forward.py", "here = here & (positions >= 0)[:, None]", "here = here",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[past]"),
+    "capped logits taken for products in the column kernel": (
+        "backends/triton/columns.py", "x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))", "x = x * inner",
+        "tests/backends/test_triton_columns.py::test_column_statistics[cap]"),
     "the column kernel forgets ALiBi": (
-        "backends/triton/columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
+        "backends/triton/columns.py", "x += (slope * key_place)[:, None]", "x += 0.0",
         "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
     "the kernel's victim ignores the protected window": (
         "backends/triton/decode.py", "position > newest - recent, LAST", "position > newest, LAST",

@@ -102,15 +102,21 @@ def decode_step(
     return run
 
 
-def _normalisers(module: Any, D: int, G: int) -> object:
-    """Keyformer's rows: noise, a temperature."""
-    positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-    noise_BHTG = torch.zeros(1, H, Q, G)
-    q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
-    return module.row_normalisers(q_BHGQD, k_BHTD, positions_BHT, rows_BQ, scale=1.0, noise_BHTG=noise_BHTG, tau=1.5)
+def _forward(*extra: str, values: bool = True, **options: Any) -> Callable[[Any, int, int], object]:
+    """A prompt's attention, or its normalizers alone. extra: tensors to pass besides."""
+
+    def run(module: Any, D: int, G: int) -> object:
+        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
+        known = {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+        tensors = {name: torch.ones(known[name]) for name in extra}
+        q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
+        v_BHTD = _some(1, H, Q, D) if values else None
+        return module.attend(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, scale=1.0, **tensors, **options)
+
+    return run
 
 
-def _columns(names: tuple[str, ...]) -> Callable[[Any, int, int], object]:
+def _columns(names: tuple[str, ...], **options: Any) -> Callable[[Any, int, int], object]:
     """A prompt's statistics."""
 
     def run(module: Any, D: int, G: int) -> object:
@@ -118,7 +124,7 @@ def _columns(names: tuple[str, ...]) -> Callable[[Any, int, int], object]:
         lse_BHGQ, keys_BHQ = torch.zeros(1, H, G, Q), torch.ones(1, H, Q)
         q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
         return module.column_statistics(
-            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ
+            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ, **options
         )
 
     return run
@@ -131,7 +137,15 @@ CALLS = (
     Call("columns", "columns", _columns(("sum",))),
     Call("columns squares", "columns", _columns(("sum", "squares")), ONE_SHAPE),
     Call("columns count", "columns", _columns(("count",)), ONE_SHAPE),
-    Call("rows noise", "columns", _normalisers),
+    Call("columns cap", "columns", _columns(("sum",), softcap=50.0), ONE_SHAPE),
+    Call("forward", "forward", _forward(holes=False)),
+    Call("forward noise", "forward", _forward("noise_BHTG", holes=False)),
+    Call("forward ALiBi noise padding", "forward", _forward("slopes_HG", "noise_BHTG"), ((64, 1), (128, 1))),
+    Call("forward cap window", "forward", _forward(softcap=50.0, sliding=1000), ONE_SHAPE),
+    Call("forward sinks window", "forward", _forward("sinks_HG", sliding=128), ((64, 8),)),
+    Call("rows", "forward", _forward(values=False, holes=False)),
+    Call("rows noise", "forward", _forward("noise_BHTG", "lse_BHGQ", values=False, holes=False)),
+    Call("rows noise tau", "forward", _forward("noise_BHTG", values=False, tau=1.5), ONE_SHAPE),
 )
 
 
