@@ -18,6 +18,7 @@ from .hooks.inputs import file_path
 from .hooks.install import Installation
 from .hooks.state import PatchState
 from .hooks.target import Target
+from .hooks.warmup import warm_up
 from .policies.budgets import check_count
 from .report import Report
 from .report_text import budget
@@ -72,6 +73,28 @@ class Patch:
         if past is not None:
             from_dynamic.absorb(cache, past)
         return cache
+
+    def warmup(self, tokens: int | None = None, batch_size: int = 1) -> None:
+        """Compile the kernels of this policy before the first request: read a made-up prompt, and decode after it.
+
+        What is compiled serves prompts of any length; it stays in Triton's cache on disk for the next process. The report
+        does not count these passes.
+
+        Args:
+            tokens: length of the prompt, above the budget; None: 512, or twice a larger budget.
+            batch_size: rows; with two or more, a batch with padding is read as well.
+
+        Raises:
+            KVPatchError: the prompt is within the budget, or an argument is no number of tokens or rows.
+
+        Example:
+            with kvpatch.patched(model, "h2o", k=0.5) as patch:
+                patch.warmup(batch_size=8)
+        """
+        check_count("batch_size", batch_size, "rows")
+        if tokens is not None:
+            check_count("tokens", tokens, "tokens")
+        warm_up(self._target, self._state, tokens, batch_size)
 
     def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
         """Write a compressed cache, with its scores, to a safetensors file.

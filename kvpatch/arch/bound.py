@@ -59,6 +59,7 @@ class BoundAdapter:
 
     def __init__(self, adapter: Adapter, attn: Any, H: int) -> None:
         self.adapter, self.attn, self.H, self.autocast = adapter, attn, H, False
+        self._rows: tuple[Any, Tensor] | None = None  # of a plain projection: its weight, and `output_rows`
 
     def geometry(self, device: torch.device) -> Geometry:
         """Return the layer's scale, ALiBi slopes, sliding window, softcap and sinks."""
@@ -89,6 +90,8 @@ class BoundAdapter:
             parallel: the share of this process in the layer's heads.
         """
         module = getattr(self.attn, self.adapter.projection) if self.adapter.projection else None
+        if self._rows is not None and self._rows[0] is getattr(module, "weight", None) and type(module) is nn.Linear:
+            return self._rows[1], False
         inputs, measured = self.H * group * like.shape[-1], False
         plain = _plain_weight(module, inputs)
         if plain is not None:
@@ -100,4 +103,7 @@ class BoundAdapter:
             with mixed, _evaluating(self.attn):  # a dropout on the way is no part of the weight
                 answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
                 weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
-        return rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group), measured
+        rows = rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group)
+        if plain is not None and weight._base is getattr(module, "weight", None):  # a view, which changes with the weight
+            self._rows = weight._base, rows
+        return rows, measured

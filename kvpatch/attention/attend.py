@@ -12,7 +12,7 @@ from torch import Tensor
 from ..arch.bound import BoundAdapter
 from ..cache import passes
 from ..cache.state import TextState
-from . import anomaly, blockwise, decode, prefill
+from . import anomaly, blockwise, bound_step, decode, prefill
 from .layer_call import Call
 from .stacked import LayerStack
 
@@ -64,8 +64,11 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (B, N, Q, D), P = q.shape, call.now.prompt
     if Q == 1 and not P:
         q_BHGD = q.view(B, N // call.group, call.group, D)
-        out = decode.attend(call, q_BHGD, k, v, 0, _stack(call, q_BHGD))
+        stack = _stack(call, q_BHGD)
+        out = decode.attend(call, q_BHGD, k, v, 0, stack)
         out_BQE = out.reshape(B, 1, -1)
+        if layer == 0:
+            bound_step.bind(call, q_BHGD, stack)
     else:
         out = _attend_columns(call, q.view(B, N // call.group, call.group, Q, D), k, v)
         out_BQE = rearrange(out, "b h g q d -> b q (h g d)")

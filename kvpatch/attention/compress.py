@@ -42,16 +42,14 @@ def end_prompt(call: Call, past: int, nominal_B: list[int]) -> None:
             keys = call.policy.eviction_keys(context, empty)
             shared = share.counts(keys, empty, _numbers(call, fixed), budget_B, nominal_B, everyone).tolist()
             count = [own if over else row for own, row, over in zip(shared, held, over_B, strict=True)]
-        count_BH = everyone.own(_numbers(call, count))
-        context.keep_BH1 = count_BH[..., None]
+        context.keep_BH1 = everyone.own(_numbers(call, count))[..., None]
         order = call.policy.eviction_keys(context, empty)
-        _note_mass(call, order, count_BH)
     elif now.keeps_all or slots.holes:
         order = slots.positions[:, :, : slots.used]
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divided(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
     uneven = everyone.size > 1 and not (_alike(count) and _alike(keep))
-    _compress(call, order, everyone.own_rows(count), everyone.own_rows(keep), uneven)
+    _compress(call, order, everyone.own_rows(count), everyone.own_rows(keep), uneven, any(over_B))
 
 
 def _keep_all(call: Call) -> None:
@@ -109,12 +107,14 @@ def _alike(rows: list[list[int]]) -> bool:
     return len({n for row in rows for n in row}) == 1
 
 
-def _compress(call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool) -> None:
+def _compress(
+    call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool, scored: bool
+) -> None:
     """Move the kept tokens into buffers for what follows.
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
     perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
-    a score may need all processes to take part.
+    a score may need all processes to take part. scored: `order` are eviction keys.
     """
     slots, now = call.slots, call.now
     counts, keeps = ([n for row in rows for n in row] for rows in (count, keep))
@@ -124,13 +124,15 @@ def _compress(call: Call, order: Tensor | None, count: list[list[int]], keep: li
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
     index, kept = (None, None) if order is None else top(order, _numbers(call, count), counts)
+    if scored and index is not None:
+        _note_mass(call, index, kept)
     if kept is None and unequal and index is not None:
         kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
     if not now.final:  # the next block is appended
         slots.allocate(index, kept, Layout([held + now.reserve]))
         return
-    slots.keep_BH1 = _numbers(call, keep)[..., None]
+    slots.keep_BH1 = _numbers(call, keep)[..., None].clone()  # the layer may write to its own
     filling = max(*room, 0)
     roomy = call.cache.request.room is not None
     if not evicts:
@@ -159,19 +161,20 @@ def _more(call: Call, tokens: int) -> int:
     return slack(tokens) if coming is None else min(slack(tokens), coming)
 
 
-def _note_mass(call: Call, order: Tensor, count_BH: Tensor) -> None:
-    """Note the share of the observed attention that the kept tokens received."""
+def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
+    """Note the share of the observed attention that the tokens at `index` [B,H,K], where `kept`, received."""
     slots = call.slots
     name = "sum" if "sum" in slots.state else "observed"
     if name not in slots.state:
         return
-    seen = slots.state[name][:, :, : slots.used].masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0)
-    index = order.argsort(-1, descending=True)
-    kept = torch.arange(order.shape[-1], device=order.device) < count_BH[..., None]
-    total = seen.sum(-1)
+    seen = slots.state[name][:, :, : slots.used]
+    mass = seen.gather(-1, index)
+    mass = (mass if kept is None else mass.masked_fill(~kept, 0.0)).sum(-1)
     if name == "sum":  # each row gave a total of one; tokens evicted by earlier blocks took their share along
-        total = torch.full_like(total, call.group) * (newest(call)[..., 0] + 1)
-    slots.mass_BH = (seen.gather(-1, index) * kept).sum(-1) / total.clamp_min(torch.finfo(seen.dtype).tiny)
+        total = call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None].to(mass.dtype)
+    else:
+        total = seen.masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0).sum(-1) if slots.holes else seen.sum(-1)
+    slots.mass_BH = mass / total.clamp_min(torch.finfo(seen.dtype).tiny)
 
 
 def limit(call: Call) -> list[int]:
@@ -213,8 +216,11 @@ def _watch(call: Call, value_BHT: Tensor) -> None:
     notices = call.settings.notices
     if "nan" in notices.said:
         return
+    broken = value_BHT.isnan()
+    if call.slots.holes:
+        broken &= call.slots.positions[:, :, : call.slots.used] >= 0
     notices.say_if(
-        (value_BHT.isnan() & (call.slots.positions[:, :, : call.slots.used] >= 0)).any(),
+        broken.any(),
         "nan",
         f"policy {call.policy.name!r} gave NaN scores in layer {call.layer}, which count as the lowest: what is kept there "
         "is decided by protection and position. patched(..., strict=True) raises where the first NaN arises.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Call:
         self.policy = self.settings.policies[layer]
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
+        self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
 
@@ -149,13 +151,15 @@ class Call:
             window=self.geometry.sliding is not None and (task != "prompt" or self.geometry.sliding < T),
             padding=keys.holes and (task == "prompt" or keys.grown is None),
             past=keys.past > 0 and task in ("prompt", "statistics"),
-            gradients=torch.is_grad_enabled() and q_BHGQD.requires_grad,
+            # gradient checkpointing runs a pass once without gradients and once with them: both by the same backend
+            gradients=(torch.is_grad_enabled() and q_BHGQD.requires_grad) or self.now.repeatable,
             scores=scores,
             statistics=self.policy.kernels if scores else (),
             fresh=self.evicts and self.score.fresh,
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
             narrow=not keys.exact,
+            value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:

@@ -9,9 +9,10 @@ from einops import rearrange
 from torch import Tensor
 
 from ..backends import backend, torch_backend
-from ..backends.protocol import Keys
-from ..backends.torch_backend import Rows
+from ..backends.protocol import Attended, Keys, Noise
+from ..backends.torch_backend import Observer, Rows
 from ..cache.modes import Reading
+from ..policies import sampling
 from ..policies.context import accumulator
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
@@ -42,76 +43,129 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
     if not call.evicts or call.policy.rows != "all":
-        out, lse = _attend(call, q_BHGQD, keys, rows_BQ)
+        found = _attend(call, q_BHGQD, keys, rows_BQ)
     else:
-        out, lse = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
+        found = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
         if call.evicts and call.score.observed_rows:
-            _observe_window(call, q_BHGQD, keys, rows_BQ, lse)
+            _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B)
     call.cache.meter.count(before, during, slots.kv.nbytes)
-    return out
+    return found.out
 
 
-def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return attention's output and, if its kernel returns one, the log-sum-exp."""
-    name, padding = call.backend("prompt", q_BHGQD, keys), call.now.padding
+def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
+    """Attend; noise: of logits whose log-sum-exp is returned too by a kernel that computes both at once."""
+    choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
+    name = choice.of("prompt", case)
+    if name != "torch" and padding is not None and padding.behind:
+        # kernels leave out padding between tokens, but transformers' columns count it, and its queries attend
+        choice.record("prompt", "torch", f"{name}: padding behind tokens")
+        name = "torch"
     if name == "flash":
         from ..backends.flash import flash_backend
 
-        # packed rows have no padding between their tokens, but transformers' columns count it
-        behind, real_B = (padding.behind, padding.real_B) if padding is not None else (False, None)
-        why = "padding behind tokens" if behind else flash_backend.misfit(keys, call.geometry)
+        real_B, why = None if padding is None else padding.real_B, flash_backend.misfit(keys, call.geometry)
         if why is None:
             try:
                 out, lse, kernel = flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry, real_B)
-                call.cache.choice.record("prompt", "flash", kernel)
-                return out, lse
+                choice.record("prompt", "flash", kernel)
+                return Attended(out, lse)
             except flash_backend.Refused as error:  # logged already
                 why = str(error)
-        call.cache.choice.record("prompt", "torch", f"flash: {why}")
-    return torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry)
+        name = choice.instead("prompt", case, name, why)
+    if name == "triton":
+        run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise)
+        found = choice.attempt("prompt", case, run, name=name)
+        if found is not None:
+            return found
+    return Attended(*torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry))
 
 
 def _observed_prompt(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Run `_attend`, and add the statistics of all rows to the state."""
-    B, H, G, _, _ = q_BHGQD.shape
-    T, dtype, names = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype), call.policy.statistics
-    tau = call.score.temperature(0, call.cache.request.new_tokens)
+) -> Attended:
+    """Run `_attend`, and add the statistics of all rows, or of a sample of them, to the state."""
+    if call.score.samples and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
+        return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
+    names = call.policy.statistics
     choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
     name, attended = choice.of("statistics", case), None
     if name != "torch":
-        out, lse = attended = _attend(call, q_BHGQD, keys, rows_BQ)
-        noise = call.slots.state_view().get("noise")
+        noise = _noise(call, keys) if "gumbel" in names else None
+        attended = _attend(call, q_BHGQD, keys, rows_BQ, noise)
         with torch.no_grad():
+            spans = call.now.once("spans", q_BHGQD.device, functools.partial(backend(name).spans, rows_BQ))
             gather = functools.partial(
-                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, lse, names, noise, tau
+                backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, attended, names, noise, spans
             )
             found = choice.attempt("statistics", case, gather)
             if found is not None:
                 call.add(found)
-                return out, lse
-    sums = {name: torch.zeros(B * H, T, dtype=dtype, device=q_BHGQD.device) for name in names}
+                return attended
+    sums, observe = _observer(call, keys, rows_BQ)
+    # gradient checkpointing repeats the pass: it must compute alike with and without gradients
+    fuses = attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable
+    if fuses and call.backend("prompt", q_BHGQD, keys) == "torch":
+        attended = Attended(torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format))
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, None, observe, "count" in sums, attended.out)
+    else:
+        attended = attended or _attend(call, q_BHGQD, keys, rows_BQ)
+        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, attended.lse, observe, "count" in sums)
+    with torch.no_grad():
+        call.add(sums)
+    return attended
+
+
+def _noise(call: Call, keys: Keys) -> Noise:
+    """Return Keyformer's noise of all keys; ones, which are exp(0), if its distribution is "none"."""
+    weights_BHTG = call.slots.state_view().get("noise")
+    if weights_BHTG is None:
+        weights_BHTG = torch.ones(*keys.positions_BHT.shape, call.group, device=keys.positions_BHT.device)
+    return Noise(weights_BHTG, _temperature(call))
+
+
+def _temperature(call: Call) -> float:
+    tau = call.score.temperature(0, call.cache.request.new_tokens)
+    assert isinstance(tau, int | float)
+    return tau
+
+
+def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
+    """Return the policy's statistics [B,H,T], zero, and a function that adds those of a block of rows to them."""
+    tau, dtype = _temperature(call), accumulator(keys.k_BHTD.dtype)
+    sums = {name: torch.zeros(keys.k_BHTD.shape[:3], dtype=dtype, device=rows_BQ.device) for name in call.policy.statistics}
 
     def observe(rows: Rows) -> None:
         for name, increment in call.sums(rows, rows_BQ, tau).items():
-            sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += increment
+            sums[name].flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
-    # gradient checkpointing repeats the pass: it must compute alike with and without gradients
-    if attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable:
-        call.backend("prompt", q_BHGQD, keys)  # records the backend for the report
-        out, lse = torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format), None
-        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums, out)
-    else:
-        out, lse = attended or _attend(call, q_BHGQD, keys, rows_BQ)
-        lse = lse if call.geometry.slopes_HG is None else None  # torch adds ALiBi block by block, from another origin
-        torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, lse, observe, "count" in sums)
+    return sums, observe
+
+
+def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
+    """Run `_attend`, and add statistics estimated from a sample of the rows. A sliding window bounds their cost anyway."""
+    attended = _attend(call, q_BHGQD, keys, rows_BQ)
+    call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
-        call.add({name: total.view(B, H, T) for name, total in sums.items()})
-    return out, lse
+        column_BR = sampling.sample(rows_BQ, call.settings.seed, call.layer)
+        index_BR = column_BR.clamp(min=0)
+        read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
+        q, lse_BHGR = _picked(q_BHGQD, attended.lse, index_BR)
+        sums, observe = _observer(call, keys, read_BR)
+        ends = (column_BR.amax(0) + keys.past + 1).tolist()
+        torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
+        scale = sampling.factor(keys.positions_BHT, rows_BQ, read_BR, accumulator(q.dtype))
+        call.add({name: total * scale for name, total in sums.items()})
+    return attended
+
+
+def _picked(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the queries [B,H,G,R,D] at these columns of each text, and their log-sum-exp."""
+    b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
+    q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
+    return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")
 
 
 def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
@@ -126,9 +180,7 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     # the newest rows of each text, wherever its padding lies
     index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
     rows_BW = rows_BW.gather(1, index_BW)
-    b = torch.arange(len(rows_BW), device=rows_BW.device)[:, None]
-    q_BHGWD = rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BW]
-    q_BHGWD = rearrange(q_BHGWD, "b w h g d -> b h g w d")
+    q_BHGWD, lse = _picked(q_BHGQD, lse, index_BW)
     if not call.now.ends_prompt:
         mode.window_rows = (q_BHGWD, rows_BW)
         return
@@ -137,8 +189,6 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     observed = slots.limits.observed
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
-    if lse is not None:
-        lse = lse[b, :, :, index_BW].permute(0, 2, 3, 1)
     arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
     name, total = call.cache.choice.of("statistics", case), None
     if name != "torch":

@@ -28,8 +28,8 @@ class LayerStack:
     """Stacked state of a cache whose layers have equal shapes; `of` makes one, or returns None.
 
     slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: the Call of the
-    whole stack. backend: runs each layer's part of a step. p_BHGT: probabilities of a step. newest_B11: the new token's
-    position, for all rows.
+    whole stack. backend: runs each layer's part of a step. p_BHGT: probabilities of a step. newest_B, newest_B11: the new
+    token's position, for a layer's rows and for all. tau: temperature of a step.
     """
 
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
@@ -109,6 +109,7 @@ class LayerStack:
 
     def _open(self, call: Call) -> None:
         """Write the new token's position and an empty score in every layer, which kernels do themselves."""
+        self.newest_B, self.tau = call.positions_BQ[:, 0], call.cache.temperature(1) if call.observes else 1.0
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
         self.slots.seen += 1

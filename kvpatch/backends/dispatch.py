@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from .protocol import TASKS, Case, Task
 
 BACKENDS = {"torch": "torch_backend", "flash": "flash.flash_backend", "triton": "triton.triton_backend"}
 PREFERRED: dict[Task, tuple[str, ...]] = {
-    "prompt": ("flash", "torch"),
+    "prompt": ("flash", "triton", "torch"),
     "statistics": ("triton", "torch"),
     "decode": ("triton", "torch"),
     "ragged": ("triton", "flash", "torch"),
@@ -80,17 +81,24 @@ class Choice:
         self.ran[task] = self._found(task, case)
         return self.ran[task][0]
 
+    def instead(self, task: Task, case: Case, name: str, why: str) -> str:
+        """Choose and record who serves a call that the chosen backend `name` cannot take after all, for a reason `why`."""
+        self.ran[task] = self._choose(task, case, {name: why})
+        return self.ran[task][0]
+
     def record(self, task: Task, name: str, why: str) -> None:
         """Record a backend that the caller chose itself, and its reason."""
         if not torch.compiler.is_compiling():
             self.ran[task] = (name, why)
 
-    def attempt(self, task: Task, case: Case, run: Callable[[], T], written: tuple[Tensor, ...] = ()) -> T | None:
+    def attempt(
+        self, task: Task, case: Case, run: Callable[[], T], written: tuple[Tensor, ...] = (), name: str | None = None
+    ) -> T | None:
         """Run the kernel chosen for a task; if its first launch fails, record who serves instead and return None.
 
-        written: tensors that it changes in place, which are then as before.
+        written: tensors that it changes in place, which are then as before. name: its backend, if it serves `instead`.
         """
-        name = self.known[task, case][0]
+        name = name or self.known[task, case][0]
         if torch.compiler.is_compiling():
             return run()
         found = refusals.attempt(f"{name} {task}", case, run, backend(name).advice, written)
@@ -108,11 +116,15 @@ class Choice:
             self.known[task, case] = self._choose(task, case)
         return self.known[task, case]
 
-    def _choose(self, task: Task, case: Case) -> tuple[str, str]:
+    def _choose(self, task: Task, case: Case, known: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+        """Return the first backend that takes a case, and the reasons against those before it. known: reasons by name."""
         if self.wanted == "torch":
             return "torch", "asked for"
         passed = []
         for name in PREFERRED[task]:
+            if name in known:
+                passed.append(f"{name}: {known[name]}")
+                continue
             if name == "triton" and self.wanted != name and case.device == "cpu":
                 passed.append("triton: kernels run on a GPU")  # the interpreter runs only on request
                 continue

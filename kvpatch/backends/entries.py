@@ -21,6 +21,7 @@ CPU_BLOCK = 1 << 18  # numbers unpacked at a time on the CPU: 1 MiB of float32, 
 DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
 
 
+@dataclass(frozen=True)
 class Exact:
     """Entries [...,D] in the model's own precision."""
 
@@ -155,7 +156,7 @@ def _blocks(entries_NTW: Tensor, codec: Rounded) -> Iterator[tuple[int, int, Ten
     """Unpack columns [lo, hi) of all heads at a time."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
-    size = max(most // (math.prod(N) * codec.D), 1)
+    size = max(most // max(math.prod(N) * codec.D, 1), 1)
     for lo in range(0, T, size):
         hi = min(lo + size, T)
         block = codec.decode(entries_NTW[..., lo:hi, :])

@@ -11,38 +11,40 @@ attention call and half a page per head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..policies.numbers import on_device
+from .entries import EXACT, Codec, dot, mix
 
-FEW = 64  # with more heads, capacities are rounded up, so that heads share capacities and there are fewer runs
-WASTE = 50  # rounding adds at most 1/50 of the mean capacity
 SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
+BLOCK = 32  # entries of a block
 
 
-@dataclass
-class Run:
-    """Heads of one capacity, with adjacent segments.
+@dataclass(frozen=True)
+class Blocks:
+    """Flat entries cut into blocks, so that the products of all heads are one batched matrix product, and one for the edges.
+
+    No product of a head takes in another head's value, not even with a weight of zero: it may be NaN.
 
     Attributes:
-        heads: indices into the flattened B*H.
-        count: number of heads.
-        begin: first entry of the first segment.
-        capacity: slots of each head.
-        filled: slots in use in each head when the offsets were made; None if heads differ.
+        whole: entries [0, whole) are cut into blocks of BLOCK.
+        head_P: the head of each block's first entry, int64.
+        inner: int64, blocks within one head's segment.
+        edge_NE: int64, entries of each head in no such block; where it has fewer than others, its first entry.
+        real_NE: bool, False there.
+        at_S: the place of each dense slot's product among those of all blocks and then of all edges, int32 [N * width].
     """
 
-    heads: Tensor | slice
-    count: int
-    begin: int
-    capacity: int
-    filled: int | None
-
-    def of(self, entries_FD: Tensor) -> Tensor:
-        """Return the run's part of flat keys or values, a view [count, capacity, D]."""
-        return entries_FD[self.begin : self.begin + self.count * self.capacity].view(self.count, self.capacity, -1)
+    whole: int
+    head_P: Tensor
+    inner: Tensor
+    edge_NE: Tensor
+    real_NE: Tensor
+    at_S: Tensor
 
 
 def wasteful(needs: list[int], least: int = 0) -> bool:
@@ -57,54 +59,88 @@ def wasteful(needs: list[int], least: int = 0) -> bool:
 class HeadOffsets:
     """Offsets of each head's segment in flat storage.
 
-    While decoding, either all heads gain one token per step or none does.
-
     Args:
         capacities: slots of each head of the flattened B*H.
         filled: slots in use in each head.
         device: device of the offset tensors.
-        exactly: keep the capacities; else they are rounded up if there are many heads.
 
     Attributes:
         width: slots of the longest segment.
-        runs: heads grouped by capacity.
         rows: F, entries in all.
         begin_N: first entry of each head, int64.
         capacity_N: slots of each head, int64.
-        uneven: whether heads of equal capacity differ in use, so that some slots must always be masked.
+        slot_F: the slot of each entry in dense slots of this width, head * width + column, int32.
     """
 
-    def __init__(self, capacities: list[int], filled: list[int], device: torch.device, exactly: bool = False) -> None:
-        many = len(capacities) > FEW and not exactly
-        step = max(sum(capacities) // (WASTE * len(capacities)), 1) if many else 1
-        self.capacities, self.filled = [-(-capacity // step) * step for capacity in capacities], filled
-        self.width = max(self.capacities)
-        self.runs: list[Run] = []
-        begins, row = [0] * len(capacities), 0
-        for capacity in sorted(set(self.capacities)):
-            heads = [n for n, own in enumerate(self.capacities) if own == capacity]
-            used = {filled[n] for n in heads}
-            adjacent = heads[-1] - heads[0] + 1 == len(heads)
-            index = slice(heads[0], heads[-1] + 1) if adjacent else on_device(heads, device)
-            self.runs.append(Run(index, len(heads), row, capacity, used.pop() if len(used) == 1 else None))
-            for n in heads:
-                begins[n], row = row, row + capacity
-        self.rows = row
-        self.begin_N = on_device(begins, device)
-        self.capacity_N = on_device(self.capacities, device)
-        self.uneven = any(run.filled is None for run in self.runs)
+    def __init__(self, capacities: list[int], filled: list[int], device: torch.device) -> None:
+        self.capacities, self.filled = capacities, filled
+        self.width, self.rows = max(capacities), sum(capacities)
+        order = sorted(range(len(capacities)), key=capacities.__getitem__)
+        begins = dict(zip(order, accumulate((capacities[n] for n in order), initial=0), strict=False))
+        self.begin_N = on_device([begins[n] for n in range(len(capacities))], device)
+        self.capacity_N = on_device(capacities, device)
+        self.order = on_device(order, device)
+        head = self.order.repeat_interleave(self.capacity_N[self.order], output_size=self.rows)
+        column = torch.arange(self.rows, device=device) - self.begin_N[head]
+        self.slot_F = (head * self.width + column).int()
         self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._blocks: Blocks | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Return head and column of every entry, int64 [F] each."""
-        if self._places is None:
-            device = self.begin_N.device
-            lengths = on_device(self.capacities, device)
-            order = self.begin_N.argsort()
-            head = order.repeat_interleave(lengths[order])
-            self._places = head, torch.arange(self.rows, device=device) - self.begin_N[head]
-        return self._places
+        slot = self.slot_F.long()
+        return slot // self.width, slot % self.width
+
+    def blocks(self) -> Blocks:
+        """Return the blocks of the entries."""
+        if self._blocks is None:
+            self._blocks = self._cut()
+        return self._blocks
+
+    def _cut(self) -> Blocks:
+        F, N, device = self.rows, len(self.capacities), self.begin_N.device
+        whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
+        head_P = head_F[:whole:BLOCK]
+        same_P = head_P == head_F[BLOCK - 1 : whole : BLOCK]
+        outside = torch.ones(F, dtype=torch.bool, device=device)
+        outside[:whole] = ~same_P.repeat_interleave(BLOCK)
+        edge = outside.nonzero().flatten()
+        head, order = head_F[edge].sort(stable=True)
+        edge, count_N = edge[order], torch.bincount(head, minlength=N)
+        rank = torch.arange(len(edge), device=device) - (count_N.cumsum(0) - count_N)[head]
+        E = max(int(count_N.max()), 1)
+        edge_NE = self.begin_N[:, None].repeat(1, E)
+        edge_NE[head, rank] = edge
+        at_F = torch.arange(F, device=device)
+        at_F[edge] = whole + head * E + rank
+        at_S = torch.zeros(N * self.width, dtype=torch.int32, device=device)
+        at_S[self.slot_F.long()] = at_F.int()
+        real_NE = torch.arange(E, device=device) < count_N[:, None]
+        return Blocks(whole, head_P, same_P.nonzero().flatten(), edge_NE, real_NE, at_S)
+
+    def products(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
+        """Return the products of each head's queries with its keys [N,G,width]; behind a head's end anything."""
+        blocks, (N, G, _) = self.blocks(), q_NGD.shape
+        inner, edges = self._parts(k_FD, codec, q_NGD.dtype)
+        x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, codec), dot(q_NGD, edges, codec)
+        every = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
+        return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
+
+    def mixed(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
+        """Return the values of each head [N,G,D], summed with the weights p."""
+        blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
+        inner, edges = self._parts(v_FD, codec, p_NGT.dtype)
+        w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
+        w_NGE = rearrange(p_GS[:, self.slot_F[blocks.edge_NE]] * blocks.real_NE, "g n e -> n g e")
+        part = mix(w_PGM, inner, codec, w_PGM.dtype).index_select(0, blocks.inner)
+        return mix(w_NGE, edges, codec, w_NGE.dtype).index_add(0, blocks.head_P[blocks.inner], part)
+
+    def _parts(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return entries in blocks [P,BLOCK,D] and those of the heads' edges [N,E,D]; rounded ones are unpacked later."""
+        blocks = self.blocks()
+        inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
+        edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
+        return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the segments in the form that variable-length attention kernels take.
@@ -115,9 +151,8 @@ class HeadOffsets:
         """
         if self._sequences is None:
             device = self.begin_N.device
-            order = self.begin_N.argsort()
-            starts = torch.cat([self.begin_N[order], on_device([self.rows], device)]).int()
-            self._sequences = order, starts, on_device(self.filled, device)[order].int()
+            starts = torch.cat([self.begin_N[self.order], on_device([self.rows], device)]).int()
+            self._sequences = self.order, starts, on_device(self.filled, device)[self.order].int()
         return self._sequences
 
     def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
@@ -144,13 +179,13 @@ class HeadOffsets:
     def select(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
         """Return the offsets of the heads `heads_N`, in that order and with repetitions, and the entries to take for them."""
         mine = heads_N.tolist()
-        new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device, exactly=True)
+        new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device)
         head, column = new.places()
         return new, self.begin_N[heads_N[head]] + column
 
     def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
         """Return offsets of the same heads with other capacities."""
-        return HeadOffsets(capacities, filled, self.begin_N.device, exactly=True)
+        return HeadOffsets(capacities, filled, self.begin_N.device)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
         """Move entries to the segments of `new`, which has the same heads; entries that do not fit must be free slots."""

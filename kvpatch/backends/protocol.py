@@ -3,7 +3,8 @@
 There are four tasks. A backend is a module that performs some of them; for the others, and for cases that it cannot take,
 `reason` returns why not.
 
-    prompt      torch, flash: attend() -> output and, if the kernel returns it, the log-sum-exp of every row
+    prompt      all: attend() -> output and, if the kernel returns it, the log-sum-exp of every row; triton also that of the
+                noisy logits
     statistics  triton: statistics() -> sums of the probabilities per key; torch: observe() passes the probabilities block by
                 block to an observer, for any sum that a policy defines; both: window_sums() of a few rows
     decode      one token over dense slots. triton: step() writes, attends, observes and evicts; torch: step() attends
@@ -23,6 +24,12 @@ from .entries import EXACT, Codecs
 from .head_offsets import HeadOffsets
 
 Task = Literal["prompt", "statistics", "decode", "ragged"]
+Special = Literal["softcap", "sinks", "coarse"]
+SPECIAL: dict[Special, str] = {  # variants of attention that few kernels compute
+    "softcap": "capped logits",
+    "sinks": "attention sinks",
+    "coarse": "ALiBi rounded to bfloat16",
+}
 TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")
 
 
@@ -59,6 +66,34 @@ class Keys:
 
 
 @dataclass
+class Noise:
+    """Noise of the logits in a prompt's statistic "gumbel": softmax((logits + noise) / tau).
+
+    Attributes:
+        weights_BHTG: exp(noise), float32.
+        tau: temperature.
+    """
+
+    weights_BHTG: Tensor
+    tau: float
+
+
+@dataclass
+class Attended:
+    """Results of a prompt's attention.
+
+    Attributes:
+        out: output [B,H,G,Q,D].
+        lse: log-sum-exp [B,H,G,Q] of the rows, attention sinks included, if the kernel returns it for the same logits.
+        noisy: log-sum-exp of the noisy logits, without sinks, if it was asked for and the kernel returns it.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    noisy: Tensor | None = None
+
+
+@dataclass
 class Geometry:
     """Variant of attention that a layer computes.
 
@@ -85,9 +120,10 @@ class Geometry:
         return self.softcap is None and self.sinks_HG is None
 
     @property
-    def special(self) -> bool:
-        """Tell whether the layer needs torch, because no kernel computes its variant of attention."""
-        return not self.plain or self.coarse is not None
+    def special(self) -> tuple[Special, ...]:
+        """Return the names of what the layer has that few kernels compute."""
+        own = (self.softcap, self.sinks_HG, self.coarse)
+        return tuple(name for name, value in zip(SPECIAL, own, strict=True) if value is not None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +133,7 @@ class Case:
     Attributes:
         device: type of the device, "cpu" or "cuda".
         dtype: of queries, keys and values.
-        head_dim: D.
+        head_dim: D, of queries and keys.
         group: G, query heads per KV head.
         alibi: positions are ALiBi biases.
         window: there is a sliding window shorter than the text.
@@ -109,8 +145,9 @@ class Case:
             torch computes it.
         fresh: noise is needed for every query and key.
         renumbered: positions are ranks among the held tokens, new at every step.
-        special: logits are capped, there are attention sinks, or ALiBi is coarse.
+        special: names of Geometry's variants: the cap of logits, attention sinks, coarse ALiBi.
         narrow: keys or values are rounded entries.
+        value_dim: size of a value; None if it is D.
     """
 
     device: str
@@ -126,8 +163,9 @@ class Case:
     statistics: tuple[tuple[str, str | None], ...] = ()
     fresh: bool = False
     renumbered: bool = False
-    special: bool = False
+    special: tuple[Special, ...] = ()
     narrow: bool = False
+    value_dim: int | None = None
 
 
 class KeyValues(Protocol):

@@ -12,8 +12,8 @@ computes the output.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..policies.context import accumulator
 from .entries import dot, mix
-from .head_offsets import HeadOffsets
 from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"
@@ -32,7 +31,6 @@ DEVICE_BLOCK = 1 << 26  # on other devices: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask on the CPU
 LOGITS = 4  # tensors of a block's size that `_attend_special` holds at once
 FLOAT16 = torch.finfo(torch.float16).max
-SMALL = 1 << 19  # elements: padding ragged heads to at most this size costs less than a call for each length
 
 
 @dataclass
@@ -243,6 +241,7 @@ def observe(
     observer: Observer,
     count: bool = False,
     out: Tensor | None = None,
+    ends: Sequence[int] | None = None,
 ) -> None:
     """Pass the probabilities of all rows to an observer, one block at a time.
 
@@ -255,6 +254,7 @@ def observe(
         observer: called with each block.
         count: whether to set `Rows.keys_NR`.
         out: attention output [B,H,G,Q,D] to fill; None if it is not needed.
+        ends: number of key columns up to each row's own, if rows were left out; rows then see keys by position.
     """
     B, H, G, Q, _ = q_BHGQD.shape
     T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
@@ -262,25 +262,30 @@ def observe(
     budget = CPU_BLOCK if on_cpu else DEVICE_BLOCK
     heads = 1 if on_cpu else max(1, min(B * H, budget // (G * 64 * T)))
     q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
-    lse_NGQ = None if lse is None else lse.flatten(0, 1)
+    # ALiBi is added block by block, from another origin than a kernel's; and the shortcut below does not cap logits
+    usable = geometry.slopes_HG is None and geometry.softcap is None
+    lse_NGQ = lse.flatten(0, 1) if lse is not None and usable else None
     out_NGQD = None if out is None else out.view(B * H, G, Q, -1)
-    mask = _Mask(keys, rows_BQ, geometry)
+    mask = _Mask(keys, rows_BQ, geometry, ends)
+    ends = range(keys.past + 1, keys.past + Q + 1) if ends is None else ends
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
     for n0 in range(0, B * H, heads):
         n1 = min(n0 + heads, B * H)
-        q, kt, v = q_NGQD[n0:n1].to(dtype), k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
-        for start, stop in _row_blocks(Q, keys.past, budget // ((n1 - n0) * G)):
-            lo, hi = _columns(keys, geometry, start, stop)
+        q, kt, v = q_NGQD[n0:n1].to(dtype) * geometry.scale, k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
+        for start, stop in _row_blocks(ends, budget // ((n1 - n0) * G)):
+            lo, hi = _columns(keys, geometry, start, stop)[0], ends[stop - 1]
             rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
             if lse_NGQ is None:
-                x = _capped(torch.bmm(rows, kt[:, :, lo:hi]).mul_(geometry.scale), geometry)
+                x = _capped(torch.bmm(rows, kt[:, :, lo:hi]), geometry)
             else:
                 minus = -rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1").to(dtype)
-                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi], alpha=geometry.scale)
+                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi])
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = (x[:, 0] > -torch.inf).sum(-1) if count else None
-            if lse_NGQ is None:
+            if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
+                p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
+            elif lse_NGQ is None:
                 p = _weights(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
                 p = x.exp_()
@@ -291,11 +296,11 @@ def observe(
             observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
 
 
-def _row_blocks(Q: int, past: int, entries: int) -> Iterator[tuple[int, int]]:
+def _row_blocks(ends: Sequence[int], entries: int) -> Iterator[tuple[int, int]]:
     """Split rows into blocks of about `entries` probabilities each, so blocks are taller where rows see fewer keys."""
     start = 0
-    while start < Q:
-        stop = min(Q, start + max(16, min(256, entries // (past + start + 128))))
+    while start < len(ends):
+        stop = min(len(ends), start + max(16, min(256, entries // (ends[start] + 127))))
         yield start, stop
         start = stop
 
@@ -303,8 +308,8 @@ def _row_blocks(Q: int, past: int, entries: int) -> Iterator[tuple[int, int]]:
 class _Mask:
     """Masks of blocks of logits: adds ALiBi, and sets invisible keys to -inf."""
 
-    def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> None:
-        self.keys, self.geometry = keys, geometry
+    def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry, ends: Sequence[int] | None = None) -> None:
+        self.keys, self.geometry, self.ends = keys, geometry, ends
         B, H, _ = keys.positions_BHT.shape
         self.padded = keys.holes
         self.positions_NT = keys.positions_BHT.flatten(0, 1)
@@ -320,8 +325,13 @@ class _Mask:
             # relative to the block's last row, so that large distances do not cancel
             slopes, last = self.slopes_NG[n0:n1, :, None, None], self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
             x_NGRM += _alibi(slopes.to(x_NGRM.dtype), positions, last, self.geometry)
-        future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
-        x_NGRM[..., -R:].masked_fill_(future, -torch.inf)
+        if self.ends is None:
+            future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
+            x_NGRM[..., -R:].masked_fill_(future, -torch.inf)
+        else:
+            first = 0 if self.padded else self.ends[start] - lo  # all rows of the block see the keys before
+            unseen = positions[..., first:] > self.rows_NQ[n0:n1, None, start:stop, None]
+            x_NGRM[..., first:].masked_fill_(unseen, -torch.inf)
         if self.padded:
             x_NGRM.masked_fill_(positions < 0, -torch.inf)
         if self.geometry.sliding is not None:
@@ -329,8 +339,8 @@ class _Mask:
             x_NGRM.masked_fill_(gone, -torch.inf)
 
     def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
-        """Set the probabilities of padding rows to zero; they are NaN in a row that sees no key."""
-        if self.padded:
+        """Set the probabilities of rows that do not count to zero; they are NaN in a row that sees no key."""
+        if self.padded or self.ends is not None:
             p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
 
 
@@ -342,18 +352,18 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
         keys: keys and values.
         rows_BW: positions of the queries; -1 for rows that do not count.
         geometry: variant of attention.
-        lse_BHGW: ignored; other backends need the log-sum-exp of the rows.
+        lse_BHGW: log-sum-exp of the rows, if a kernel returned it.
     """
-    dtype = accumulator(q_BHGWD.dtype)
-    x = torch.einsum("bhgwd,bhtd->bhgwt", q_BHGWD.to(dtype), keys.k_BHTD.to(dtype)) * geometry.scale
-    x = _capped(x, geometry)
-    positions, rows = keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None]
-    if geometry.slopes_HG is not None:
-        x = x + _alibi(geometry.slopes_HG[None, :, :, None, None].to(dtype), positions, rows, geometry)
-    visible = (positions >= 0) & (positions <= rows)
-    if geometry.sliding is not None:
-        visible = visible & (rows - positions < geometry.sliding)
-    return _weights(x.masked_fill(~visible, -torch.inf), geometry).masked_fill(rows < 0, 0.0).sum(3).mean(2)
+    B, H, G, W, _ = q_BHGWD.shape
+    T = keys.k_BHTD.shape[2]
+    total_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
+
+    def add(rows: Rows) -> None:
+        total_NT[rows.n0 : rows.n1, rows.lo : rows.hi] += rows.p_NGRM.sum((1, 2))
+
+    ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
+    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, add, ends=ends)
+    return total_NT.view(B, H, T) / G
 
 
 # ---- decode ----
@@ -380,16 +390,19 @@ def step(
     Returns:
         The output [B,H,G,D], and the probabilities [B,H,G,T] or None.
     """
-    if keys.head_offsets is not None:
-        return _ragged_step(q_BHGD, keys, keys.head_offsets, newest_B11, geometry, probabilities)
-    bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
+    offsets, bias = keys.head_offsets, _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
     exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # ALiBi's bias exceeds half precision
     out = None
-    if geometry.plain and exact and keys.exact and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
+    plain = offsets is None and geometry.plain and exact and keys.exact
+    if plain and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
-    x = _finite(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
+    if offsets is None:
+        x = _finite(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
+    else:
+        q_NGD = q_BHGD.to(accumulator(q_BHGD.dtype)).flatten(0, 1) * geometry.scale
+        x = offsets.products(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
     x = _capped(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
@@ -398,46 +411,9 @@ def step(
             buffer.copy_(p.detach())
     else:
         p = torch.softmax(x, -1, out=buffer)
+    if offsets is not None:
+        out = offsets.mixed(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
     return mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype) if out is None else out, p
-
-
-def _ragged_step(
-    q_BHGD: Tensor, keys: Keys, head_offsets: HeadOffsets, newest_B11: Tensor, geometry: Geometry, probabilities: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as `step` does over heads of different lengths; heads of one capacity are computed together."""
-    (B, H, G, _), T, dtype = q_BHGD.shape, keys.positions_BHT.shape[-1], accumulator(q_BHGD.dtype)
-    masked = keys.grown is None or geometry.slopes_HG is not None or geometry.sliding is not None
-    D = q_BHGD.shape[-1]
-    if len(head_offsets.runs) > 4 and B * H * T * D <= SMALL:
-        k, v = (head_offsets.unpack(entries_FD, B, H, T) for entries_FD in (keys.k_BHTD, keys.v_BHTD))
-        return step(q_BHGD, replace(keys, k_BHTD=k, v_BHTD=v, head_offsets=None), newest_B11, geometry, probabilities)
-    masked = masked or head_offsets.uneven
-    bias = _step_bias(keys, newest_B11, geometry, q_BHGD.dtype) if masked else None
-    bias = None if bias is None else bias.flatten(0, 1)
-    # ALiBi's bias exceeds half precision
-    q_NGD, fused = q_BHGD.flatten(0, 1), geometry.slopes_HG is None and geometry.plain and keys.exact and q_BHGD.dtype != dtype
-    sinks_NG1 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[..., None]
-    q_NGD = q_NGD if fused else q_NGD * geometry.scale
-    out, p = torch.empty_like(q_NGD), q_NGD.new_zeros(B * H, G, T, dtype=dtype) if probabilities else None
-    for run in head_offsets.runs:
-        used = run.capacity if run.filled is None or keys.grown is None else run.filled + keys.grown
-        k, v, q = run.of(keys.k_BHTD)[:, :used], run.of(keys.v_BHTD)[:, :used], q_NGD[run.heads]
-        mask = None if bias is None else bias[run.heads, :, :used]
-        if fused:
-            own = None if mask is None else mask[None]
-            out[run.heads] = F.scaled_dot_product_attention(q[None], k[None], v[None], own, scale=geometry.scale)[0]
-            if p is None:
-                continue
-            q = q * geometry.scale
-        x = _finite(dot(q, k, keys.codecs[0])).to(dtype)
-        x = _capped(x, geometry)
-        sinks = None if sinks_NG1 is None else sinks_NG1[run.heads]
-        weights = _weights(x if mask is None else x + mask, geometry, sinks)
-        if not fused:
-            out[run.heads] = mix(weights, v, keys.codecs[1], q.dtype)
-        if p is not None:
-            p[run.heads, :, :used] = weights
-    return out.view(B, H, G, -1), None if p is None else p.view(B, H, G, T)
 
 
 def _finite(x: Tensor) -> Tensor:

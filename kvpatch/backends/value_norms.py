@@ -27,7 +27,10 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)
     on_cpu = device.type == "cpu"
     block = CPU_BLOCK if on_cpu else DEVICE_BLOCK
-    v_HTD, heads = rearrange(v_BHTD, "b h t d -> h (b t) d"), block // (G * E * max(B * T, 1))
+    v_HTD, heads = v_BHTD.transpose(0, 1).flatten(1, 2), block // (G * E * max(B * T, 1))  # einops takes its time in a step
+    if heads >= H:
+        out_HT = _few(v_HTD.to(dtype), rows_HGDE.to(device, dtype), norm)
+        return out_HT.unflatten(1, (B, T)).transpose(0, 1).contiguous()
     if heads:
         parts = zip(v_HTD.split(heads), rows_HGDE.split(heads), strict=True)
         out_HT = torch.cat([_few(v.to(dtype), rows.to(device, dtype), norm) for v, rows in parts])

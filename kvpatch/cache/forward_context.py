@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..policies.numbers import on_device
 
 @dataclass(frozen=True)
 class Padding:
-    """Where padding lies among a prompt's columns.
+    """Padding among a prompt's columns.
 
     Attributes:
         reach: columns up to the last padding.
@@ -45,7 +46,8 @@ class Forward:
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
     each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
-    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile.
+    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
+    does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
     """
 
     positions_BQ: Tensor
@@ -70,7 +72,9 @@ class Forward:
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
+    bound: list[Any] = field(default_factory=list)
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
+    _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:
         """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""
@@ -85,6 +89,12 @@ class Forward:
         if key not in self.columns:
             self.columns[key] = like_BHC.new_full(like_BHC.shape[:2], index)
         return self.columns[key]
+
+    def once(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that is the same for all layers of a device, made by the first of them."""
+        if (name, device) not in self._shared:
+            self._shared[name, device] = make()
+        return self._shared[name, device]
 
     def on(self, device: torch.device) -> Tensor:
         """Return positions_BQ on a layer's device."""

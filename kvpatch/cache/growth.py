@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..backends.head_offsets import FEW, wasteful
+from ..backends.head_offsets import wasteful
 
 LEAST, PART = 8, 16
 
@@ -43,15 +43,14 @@ def plan(
 ) -> Layout:
     """Plan each head's slots at the end of a prompt: ragged if dense ones would waste too much.
 
-    more: returns the coming tokens that a head of so many gets room for. exactly: no fewer, even if capacities are rounded up.
+    more: returns the coming tokens that a head of so many gets room for. exactly: so many at once, not half of them first.
     """
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     ragged = wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
     if not ragged:
         return Layout(capacities(counts, goals, more(max(counts))))
     free = more(sum(counts) // len(counts))
-    # start with half of the slack; with many heads, capacities are rounded up (HeadOffsets)
-    half = max(free // 2, LEAST if len(counts) <= FEW else LEAST // 2)
+    half = max(free // 2, LEAST)  # start with half of the slack
     sizes = capacities(counts, goals, free if exactly else min(free, half))
     # all slots of an evicting head are in use while it attends, once it has reached its budget
     return Layout(sizes, counts if goals is None else list(map(min, sizes, goals)))

@@ -157,7 +157,7 @@ class SlotLayer(CacheLayerMixin):
 
     def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
             C = self.kv.width
             self.positions = fitted(self.positions[:, :, : self.used], C, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..backends.entries import EXACT, Codecs
-from ..backends.head_offsets import FEW, WASTE, HeadOffsets
+from ..backends.head_offsets import HeadOffsets
 from .growth import Layout, capacities, slack
 
 
@@ -255,8 +255,7 @@ class RaggedSlots(Slots):
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held, typical = sum(counts), sum(counts) // len(counts)
-        rounded = (typical + ahead) // WASTE if ahead and len(counts) > FEW else 0  # else the slack covers the rounding
-        return held, held + len(counts) * max(slack(typical), ahead + rounded)
+        return held, held + len(counts) * max(slack(typical), ahead)
 
     def limits(self, used: int, evicting: bool) -> Tensor:
         return torch.tensor(self.offsets.filled, device=self.keys.device) if evicting else self.offsets.capacity_N
@@ -311,11 +310,13 @@ def restored(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Sl
     """Rebuild slots from their tensors and `described`."""
     if described is None:
         return DenseSlots(keys, values, codecs)
-    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device, exactly=True), codecs)
+    return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
 def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:
     """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`."""
+    if tensor.ndim == 3:
+        return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
     return tensor[b[:, None, None], h[None, :, None], index_BHK]
 

@@ -54,7 +54,8 @@ class PolicyEntry:
 _WINDOW = {"window": 32, "kernel": 7, "pooling": "max"}
 _CRITICAL = {"alpha": 0.5, "eps": 0.0001, "norm": 1}
 _KEYFORMER = {
-    "noise": "gumbel", "resample": False, "tau": (1.0, 2.0), "generation_length": 256, "shared": False, "damping": 1.0,
+    "scores": "all", "noise": "gumbel", "resample": False, "tau": (1.0, 2.0), "generation_length": 256, "shared": False,
+    "damping": 1.0,
 }  # fmt: skip
 
 # fmt: off
@@ -67,15 +68,15 @@ POLICIES = {entry.name: entry for entry in (
     PolicyEntry("streaming_llm", "endless streams: keeps the first 4 tokens and the newest ones", "StreamingLLM", "2309.17453",
                 options={"sinks": 4}),
     PolicyEntry("key_attention", "a baseline: the most attention so far, without protecting the newest tokens",
-                "Keyformer", "2403.09054"),
+                "Keyformer", "2403.09054", options={"scores": "all"}),
     PolicyEntry("h2o", "long generation: keeps what drew the most attention so far, and the newest tokens",
-                "H2O", "2306.14048", options={"recent": 0.5}),
+                "H2O", "2306.14048", options={"scores": "all", "recent": 0.5}),
     PolicyEntry("scissorhands", "long generation: as h2o, but counts how often a token drew more than average attention",
-                "Scissorhands", "2305.17118", options={"recent": 0.5}),
+                "Scissorhands", "2305.17118", options={"scores": "all", "recent": 0.5}),
     PolicyEntry("tova", "text that depends on little: the newest token alone chooses what stays", "TOVA", "2401.06104",
                 options={"heads": "layer"}),
     PolicyEntry("roco", "read now, ask later: keeps the highest mean attention, and tokens whose attention varies",
-                "RoCo", "2402.06262", options={"recent": 10, "protected": 0.5}),
+                "RoCo", "2402.06262", options={"scores": "all", "recent": 10, "protected": 0.5}),
     PolicyEntry("keyformer", "long generation: the most attention so far under Gumbel noise, and the newest tokens",
                 "Keyformer", "2403.09054", options=_KEYFORMER | {"recent": 0.3}),
     PolicyEntry("snapkv", "the question is at the prompt's end: its last tokens choose what stays of the rest",

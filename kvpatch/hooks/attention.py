@@ -42,7 +42,12 @@ def attention_forward(
             )
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            run = attend if cache.now is not None and cache.now.traced else attend_untraced
+            now, compiling = cache.now, torch.compiler.is_compiling()
+            if now is not None and now.bound and not compiling:
+                step = now.bound[self.layer_idx]
+                if step is not None and step.takes(self, q):
+                    return step(cache, q, k, v)
+            run = attend_untraced if compiling and not (now is not None and now.traced) else attend
             out = run(cache, self.layer_idx, q, k, v, BoundAdapter(adapter, self, k.shape[1]))
             return out if out.dtype == v.dtype else out.to(v.dtype)
 

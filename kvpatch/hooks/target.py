@@ -16,7 +16,7 @@ from ..arch.adapter import dtype_of
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..backends.entries import entry_bytes
-from ..backends.protocol import Case
+from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
 from ..storage.schema import Shapes
@@ -147,7 +147,7 @@ class Target:
         for module, adapter in self.attentions:
             heads, head_dim = adapter.kv_shape(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            special = any(own(module) is not None for own in (adapter.softcap, adapter.sinks, adapter.coarse))
+            special = tuple(name for name in SPECIAL if getattr(adapter, name)(module) is not None)
             device = device_of(module, self.decoder).type
             yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
 

@@ -21,6 +21,7 @@ class PolicyOptions(TypedDict, total=False):
         protected: tokens protected by deviation (roco), a number or a share of the budget.
         dilation: tokens skipped between two of the pattern (dilated_window).
         heads: "layer" or "each" (tova).
+        scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
         window: query rows of the observation window (snapkv, pyramidkv, adakv), or tokens whose norms are compared (cur).
         kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv).
         pooling: "max", "avg" or None (snapkv, pyramidkv, adakv).
@@ -46,6 +47,7 @@ class PolicyOptions(TypedDict, total=False):
     protected: int | float
     dilation: int
     heads: Literal["layer", "each"]
+    scores: Literal["all", "sampled"]
     window: int
     kernel: int
     pooling: Literal["max", "avg"] | None

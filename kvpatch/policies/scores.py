@@ -95,6 +95,11 @@ class Score:
         return form(self) if callable(form) else form
 
     @property
+    def samples(self) -> bool:
+        """Tell whether the sums of a long prompt are taken from a sample of its rows (sampling.py)."""
+        return False
+
+    @property
     def fresh(self) -> bool:
         """Tell whether noise is drawn anew for every query and key instead of stored per key."""
         return False
@@ -200,17 +205,40 @@ class DilatedRecency(Score):
 
 
 @dataclass(frozen=True)
-class Accumulated(Score):
+class Summed(Score):
+    """Base class of scores that sum over the attention of all query rows.
+
+    Attributes:
+        scores: "all" reads every row of a prompt; "sampled" reads blocks of a long prompt's rows, chosen by the seed, and
+            scales the sums up (see sampling.py).
+    """
+
+    scores: str = "all"
+    signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
+    rows: ClassVar[Rows] = "all"
+
+    @property
+    def samples(self) -> bool:
+        return self.scores == "sampled"
+
+    def check(self) -> None:
+        if self.scores not in ("all", "sampled"):
+            raise KVPatchError(f"scores={self.scores!r} must be 'all' (every row of a prompt) or 'sampled' (some of them).")
+
+
+@dataclass(frozen=True)
+class Accumulated(Summed):
     """Accumulated attention score, AAS [H2O; RoCo 4.1].
 
     s[i] = sum of a[t,i] over all query rows t, those of the prompt included.
 
     Differs from the paper: nothing.
+
+    Attributes:
+        scores: "all", or "sampled": sums from a sample of a long prompt's rows.
     """
 
-    signed: ClassVar[bool] = False
-    is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
     @kernel_value("sum")
@@ -219,17 +247,17 @@ class Accumulated(Score):
 
 
 @dataclass(frozen=True)
-class AccumulatedQuantized(Score):
+class AccumulatedQuantized(Summed):
     """Accumulated quantized attention score, AQAS [ScissorHands; RoCo 4.1].
 
     s[i] = number of query rows t with a[t,i] > 1 / (number of keys that t attends to).
 
     Differs from the paper: no history window; with grouped queries the rows are counted per query head, then averaged.
+
+    Attributes:
+        scores: "all", or "sampled": counts from a sample of a long prompt's rows.
     """
 
-    signed: ClassVar[bool] = False
-    is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("count",)
 
     @kernel_value("count")
@@ -238,17 +266,17 @@ class AccumulatedQuantized(Score):
 
 
 @dataclass(frozen=True)
-class Mean(Score):
+class Mean(Summed):
     """Mean attention score, MAS [RoCo 4.3].
 
     s[i] = sum of a[t,i] over all query rows t, divided by c[i].
 
     Differs from the paper: nothing.
+
+    Attributes:
+        scores: "all", or "sampled": sums from a sample of a long prompt's rows.
     """
 
-    signed: ClassVar[bool] = False
-    is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
 
     @kernel_value("mean")
@@ -360,7 +388,7 @@ class ObservationWindow(Score):
 
 
 @dataclass(frozen=True)
-class GumbelSoftmax(Score):
+class GumbelSoftmax(Summed):
     """Keyformer's score [Keyformer eq. 9, 10, Algorithm 1].
 
     s[i] = sum over query rows of softmax((x + noise) / tau)[i], where x are the attention logits.
@@ -368,6 +396,7 @@ class GumbelSoftmax(Score):
     Differs from the paper: rows of a batch share their noise (see noise.py).
 
     Attributes:
+        scores: "all", or "sampled": sums from a sample of a long prompt's rows.
         noise: distribution, "gumbel", "gaussian", "constant" or "none". Noise is drawn per layer, query head and key when the
             key enters the cache.
         resample: draw noise anew for every query, as in the authors' code.
@@ -383,9 +412,6 @@ class GumbelSoftmax(Score):
     generation_length: int = 256
     shared: bool = False
     damping: float = 1.0
-    signed: ClassVar[bool] = False
-    is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "all"
     statistics: ClassVar[tuple[str, ...]] = ("gumbel",)
     entry_by_position: ClassVar[bool] = True
 
@@ -402,6 +428,7 @@ class GumbelSoftmax(Score):
         return self.resample and self.noise in ("gumbel", "gaussian")
 
     def check(self) -> None:
+        super().check()
         if self.noise not in ("gumbel", "gaussian", "constant", "none"):
             raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
         if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(map(_is_temperature, self.tau))):

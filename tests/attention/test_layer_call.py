@@ -85,6 +85,16 @@ def test_a_layer_below_its_budget_evicts_only_where_other_processes_may(model):
 
 
 def test_heads_are_alike_if_all_of_all_rows_are():
-    same, rows, heads = torch.tensor([[3, 3], [3, 3]]), torch.tensor([[3, 3], [4, 4]]), torch.tensor([[3, 4], [3, 4]])
-    assert _alike(same, same)
-    assert not any(_alike(one, other) for one, other in ((same, rows), (same, heads), (rows, same), (heads, same)))
+    same, rows, heads = [[3, 3], [3, 3]], [[3, 3], [4, 4]], [[3, 4], [3, 4]]
+    assert _alike(same) and not _alike(rows) and not _alike(heads)
+
+
+def test_a_case_names_the_size_of_values(model):
+    """The kernels of a step refuse values that are no longer or shorter than keys: they read both by one size."""
+    cache = read(model, "h2o", 0.5)
+    call = cache.calls[0]
+    keys = call.keys(call.slots.used)
+    q_BHGD = torch.empty(1, 2, 2, keys.k_BHTD.shape[-1])
+    longer = dataclasses.replace(keys, v_BHTD=torch.cat([keys.v_BHTD, keys.v_BHTD], -1))
+    sizes = [call.case("decode", q_BHGD, one).value_dim for one in (keys, longer)]
+    assert sizes == [q_BHGD.shape[-1], 2 * q_BHGD.shape[-1]]

@@ -13,6 +13,7 @@ from tests.helpers.tiny import force, make, prompt
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 PLAIN = Case("cpu", torch.float32, 64)
+HALF = torch.float16
 
 
 def test_the_operator_is_as_it_says():
@@ -36,7 +37,7 @@ def test_keys_that_a_row_attends_to(sliding):
     rows = torch.tensor([[8, 9, 10], [-1, 3, 4]])
     positions = torch.cat([held, rows[:, None].expand(2, 2, 3)], -1)
     keys = Keys(torch.empty(2, 2, 9, 4), torch.empty(2, 2, 9, 4), positions, True, past=6, ordered=False)
-    got = triton_backend.attended(keys, rows, Geometry(1.0, None, sliding))
+    got = triton_backend.visible_keys(keys, rows, Geometry(1.0, None, sliding))
     for b in range(2):
         for h in range(2):
             for r in range(3):
@@ -76,6 +77,35 @@ def test_a_gpu_gets_the_fastest_that_can(task, monkeypatch):
     assert task == "prompt" or chosen.ran[task][1].startswith("triton: it is broken")
 
 
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (Case("cuda", torch.bfloat16, 128, alibi=True), "triton"),
+        (Case("cuda", torch.bfloat16, 256, special=("softcap",), window=True, padding=True), "triton"),
+        (Case("cuda", torch.bfloat16, 64, special=("sinks",), past=True), "triton"),
+        (Case("cuda", torch.float32, 64), "triton"),
+        (Case("cuda", torch.bfloat16, 64, special=("coarse",)), "torch"),
+        (Case("cuda", torch.bfloat16, 64, alibi=True, gradients=True), "torch"),
+        (Case("cuda", torch.bfloat16, 64, alibi=True, value_dim=32), "torch"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_no_flash_kernel_takes(case, name, monkeypatch):
+    monkeypatch.setattr(backend("flash"), "reason", lambda task, case: "none takes it")
+    chosen = Choice()
+    assert chosen.of("prompt", case) == name
+    assert chosen.ran["prompt"][1].startswith("flash: none takes it")
+
+
+def test_a_call_that_the_chosen_backend_cannot_take_goes_to_the_next(monkeypatch):
+    monkeypatch.setattr(backend("flash"), "reason", lambda task, case: None)
+    cuda, chosen = Case("cuda", torch.bfloat16, 128), Choice()
+    assert chosen.of("prompt", cuda) == "flash"
+    assert chosen.instead("prompt", cuda, "flash", "keys are out of order") == "triton"
+    assert chosen.ran["prompt"] == ("triton", "flash: keys are out of order")
+    assert chosen.of("prompt", cuda) == "flash", "of that call alone"
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_requested_backend_is_taken_or_its_refusal_logged_once(task, caplog, monkeypatch):
     monkeypatch.setattr(dispatch, "_said", set())
@@ -83,7 +113,7 @@ def test_a_requested_backend_is_taken_or_its_refusal_logged_once(task, caplog, m
     assert Choice("torch").of(task, double) == "torch" and not caplog.text
     for _ in range(2):
         assert Choice("triton").of(task, double) == "torch"
-    assert caplog.text.count("backend='triton'") == (task != "prompt")
+    assert caplog.text.count("backend='triton'") == 1
 
 
 def test_a_backend_that_cannot_run_is_refused(monkeypatch):
@@ -113,11 +143,27 @@ def test_missing_triton_is_a_reason(monkeypatch):
         (Case("cuda", torch.float32, 64, gradients=True), "gradients"),
         (Case("cuda", torch.float32, 64, renumbered=True), "renumbered"),
         (Case("cuda", torch.float32, 64, group=128), "query heads"),
+        (Case("cuda", torch.float16, 128, value_dim=64), "values"),
         (Case("mps", torch.float32, 64), "mps"),
     ],
 )
 def test_what_the_kernels_refuse(case, words):
     assert words in triton_backend.reason("decode", case)
+
+
+@pytest.mark.parametrize("task", ["prompt", "statistics"])
+def test_what_the_kernels_of_a_prompt_refuse(task):
+    def why(**case):
+        return triton_backend.reason(task, Case(**{"device": "cuda", "dtype": HALF, "head_dim": 64} | case))
+
+    assert "float64" in why(dtype=torch.float64)
+    assert "up to 256" in why(head_dim=264)
+    assert "values of the keys' size 64, not 96" in why(value_dim=96)
+    assert "precision" in why(narrow=True)
+    assert "rounded to bfloat16" in why(special=("softcap", "coarse"))
+    assert why(special=("softcap", "sinks"), alibi=True, window=True, padding=True, past=True) is None
+    decode = triton_backend.reason("decode", Case("cuda", HALF, 64, special=("softcap", "sinks")))
+    assert "no capped logits and no attention sinks" in decode
 
 
 def test_every_backend_answers_for_every_task():
@@ -127,3 +173,17 @@ def test_every_backend_answers_for_every_task():
         for task in TASKS:
             answer = module.reason(task, PLAIN)
             assert answer is None or isinstance(answer, str)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_several_decode_tokens_in_one_pass(rows):
+    """What follows an announced prompt's end in the same pass is decoded token by token."""
+    model, ids = make("llama_gqa").to(DEVICE), prompt(rows, 26).to(DEVICE)
+    found = {}
+    for name in ("torch", "triton"):
+        with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5, backend=name) as patch:
+            cache = patch.new_cache()
+            cache.request.prompt_len = 20
+            found[name] = model(ids, past_key_values=cache).logits
+            assert patch.report().backends["decode"][0] == name
+    torch.testing.assert_close(found["triton"], found["torch"], atol=2e-5, rtol=0)

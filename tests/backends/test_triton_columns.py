@@ -14,7 +14,9 @@ from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.backends.torch_backend import Rows
 from kvpatch.backends.triton import columns
-from kvpatch.backends.triton.columns import NAMES, column_statistics, reason, row_normalisers
+from kvpatch.backends.triton.arguments import reason
+from kvpatch.backends.triton.columns import NAMES, column_statistics
+from kvpatch.backends.triton.forward import attend
 from kvpatch.policies.context import Block
 from kvpatch.policies.statistics import STATISTICS
 from tests.backends import triton_twins as twins
@@ -58,6 +60,11 @@ CASES = {
     "noise": lambda: make(129, B=2, G=2, noise=True),
     "noise tau": lambda: make(129, B=2, G=2, noise=True, tau=1.7, padding=[(0, 50), (0, 0)]),
     "noise tau ALiBi window past": lambda: make(129, G=2, past=60, noise=True, tau=0.6, alibi=True, sliding=100),
+    "cap": lambda: make(129, G=2, softcap=3.0),
+    "cap half window past": lambda: make(100, 128, G=2, past=70, dtype=HALF, softcap=20.0, sliding=90),
+    "cap ALiBi noise tau": lambda: make(129, G=2, softcap=2.0, alibi=True, noise=True, tau=1.4),
+    "sinks": lambda: make(129, B=2, G=2, sinks=True, sliding=50, padding=[(0, 60), (0, 0)]),
+    "tail cap sinks": lambda: tail(5, 150, B=2, G=2, softcap=3.0, sinks=True),
     "tail": lambda: tail(5, 150, B=2, G=2),
     "tail window ALiBi": lambda: tail(5, 300, B=2, sliding=90, alibi=True),
     "tail half noise": lambda: tail(5, 150, G=4, dtype=HALF, noise=True, tau=1.3),
@@ -72,21 +79,21 @@ def prompt(request):
 
 
 def run(prompt, names=NAMES, lse=None):
-    """column_statistics with the twin's normalisers."""
+    """column_statistics with the twin's normalizers."""
     lse = twins.normalisers(prompt).float() if lse is None else lse
-    return column_statistics(*prompt.tensors, lse, names, keys_BHQ=twins.keys(prompt), **prompt.options)
+    options = {name: value for name, value in prompt.options.items() if name != "sinks_HG"}
+    return column_statistics(*prompt.tensors, lse, names, keys_BHQ=twins.keys(prompt), **options)
+
+
+def normalisers(prompt):
+    """The kernel's, of the logits that the statistics are of."""
+    found = attend(*prompt.tensors[:2], None, *prompt.tensors[2:], holes=prompt.holes, **prompt.options)
+    return found.lse if found.noisy is None else found.noisy
 
 
 def assert_close(got, want, tolerance):
     assert got.shape == want.shape and got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance * float(want.abs().max()) + 1e-30)
-
-
-def test_row_normalisers(prompt):
-    got, want = row_normalisers(*prompt.tensors, **prompt.options), twins.normalisers(prompt)
-    assert got.dtype == torch.float32
-    assert torch.equal(got == torch.inf, want == torch.inf)
-    torch.testing.assert_close(got.double(), want, atol=LSE, rtol=0)
 
 
 def test_column_statistics(prompt):
@@ -114,7 +121,7 @@ def test_each_alone_is_what_it_is_among_others(name):
 
 def test_the_same_bits_again():
     prompt = make(130, H=1, G=2, past=40, noise=True, tau=1.3, alibi=True)
-    first, second = (row_normalisers(*prompt.tensors, **prompt.options) for _ in range(2))
+    first, second = (normalisers(prompt) for _ in range(2))
     assert torch.equal(first, second)
     once, again = (run(prompt, lse=first) for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in NAMES)
@@ -144,11 +151,8 @@ def test_programs_that_see_most_rows_start_first(monkeypatch):
     monkeypatch.setattr(
         type(columns._columns_kernel), "__getitem__", lambda kernel, grid: grids.append(grid) or launch(kernel, grid)
     )
-    prompt = make(256, B=2, H=3, G=2)
-    run(prompt, ["sum"])
-    row_normalisers(*prompt.tensors, **prompt.options)
-    (heads, blocks), (query_heads, row_blocks) = grids
-    assert (heads, blocks) == (6, 4) and (query_heads, row_blocks) == (12, 4)
+    run(make(256, B=2, H=3, G=2), ["sum"])
+    assert grids == [(6, 4)]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="takes 4 GB")
@@ -180,7 +184,7 @@ def test_rows_that_see_nothing_count_for_nothing(empty):
     got, want = run(prompt, lse=lse.masked_fill(lse == torch.inf, empty)), twins.statistics(prompt)
     for name, tolerance in CLOSE.items():
         assert_close(got[name], want[name], tolerance)
-    assert torch.equal(row_normalisers(*prompt.tensors, **prompt.options) == torch.inf, lse == torch.inf)
+    assert torch.equal(normalisers(prompt) == torch.inf, lse == torch.inf)
 
 
 @pytest.mark.parametrize("empty", [torch.inf, -torch.inf])
@@ -213,13 +217,13 @@ def test_other_layouts(layout):
     assert prompt.q_BHGQD.stride() == (70 * 256, 128, 64, 256, 1)
     want = run(prompt)["sum"]
     assert_close(want, twins.statistics(prompt)["sum"], 1e-5)
-    lse = row_normalisers(*prompt.tensors, **prompt.options)
+    lse = normalisers(prompt)
     for name in ("q_BHGQD", "k_BHTD"):
         tensor = getattr(prompt, name)
         strided = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
         setattr(prompt, name, tensor.contiguous() if layout == "heads first" else strided)
     assert torch.equal(run(prompt)["sum"], want)
-    assert torch.equal(row_normalisers(*prompt.tensors, **prompt.options), lse)
+    assert torch.equal(normalisers(prompt), lse)
 
 
 def blocks_of(prompt, names, tau):
@@ -235,7 +239,7 @@ def blocks_of(prompt, names, tau):
         fresh = False
 
     def observe(rows: Rows) -> None:
-        entry = None if noise is None else noise.exp().flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi]
+        entry = None if noise is None else noise.flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi]
         block = Block(rows.p_NGRM, rows.keys_NR, entry, lambda: None, tau, 0, 0)
         for name in names:
             sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += STATISTICS[name](block, Score)
@@ -257,7 +261,7 @@ def test_agrees_with_the_policies_statistics(shape):
 @pytest.mark.parametrize("tau", [1.0, 1.6])
 def test_two_passes_agree_with_keyformer(tau):
     prompt = make(150, B=2, G=2, padding=[(0, 60), (0, 0)], noise=True, tau=tau)
-    lse = row_normalisers(*prompt.tensors, **prompt.options)
+    lse = normalisers(prompt)
     prompt.options["tau"] = 1.0  # the policy's function makes the noisy probabilities from the plain ones
     want = blocks_of(prompt, ["gumbel"], tau)["gumbel"]
     prompt.options["tau"] = tau
@@ -281,7 +285,7 @@ def test_tiles_that_nothing_is_seen_in_are_skipped(monkeypatch, shape, columns, 
     tiles, dot = [], interpreter_builder.create_dot
     monkeypatch.setattr(interpreter_builder, "create_dot", lambda *a, **k: tiles.append(1) or dot(*a, **k))
     prompt = make(512, H=1, **shape)
-    lse = row_normalisers(*prompt.tensors, **prompt.options)
+    lse = normalisers(prompt)
     assert len(tiles) <= rows
     tiles.clear()
     run(prompt, lse=lse)
@@ -299,6 +303,6 @@ def test_what_the_kernels_cannot_take():
     with pytest.raises(ValueError, match="no such statistic: mean"):
         column_statistics(*prompt.tensors, lse, ["mean"], **prompt.options)
     with pytest.raises(ValueError, match="cast one"):
-        row_normalisers(prompt.q_BHGQD.half(), *prompt.tensors[1:], **prompt.options)
+        column_statistics(prompt.q_BHGQD.half(), *prompt.tensors[1:], lse, ["sum"], **prompt.options)
     with pytest.raises(ValueError, match="torch backend"):
-        row_normalisers(*(tensor.double() for tensor in prompt.tensors[:2]), *prompt.tensors[2:], **prompt.options)
+        column_statistics(*(t.double() for t in prompt.tensors[:2]), *prompt.tensors[2:], lse, ["sum"], **prompt.options)

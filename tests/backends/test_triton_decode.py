@@ -227,17 +227,17 @@ CASES = {
     ),
     "a group of five in many segments": (
         rule("mean", ("sum", "count")),
-        {"H": 1, "G": 5, "C": 400, "splits": 20, "steps": 2, "slopes": slopes(1, 5), "sliding": 300},
+        {"H": 1, "G": 5, "C": 400, "D": 256, "splits": 25, "steps": 2, "slopes": slopes(1, 5), "sliding": 300},
     ),
-    "holes over stretches": (
+    "holes over chunks": (
         rule("sum"),
         {"B": 2, "C": 90, "used": [89, 12, 3, 77], "keep": torch.tensor([[88, 12], [6, 78]]), "steps": 4, "splits": 4},
     ),
-    "all but one protected, over stretches": (
+    "all but one protected, over chunks": (
         rule("sum", ("sum",)),
         {"C": 90, "steps": 3, "splits": 5, "first": torch.tensor([85]), "recent": torch.tensor([4])},
     ),
-    "recency over stretches": (rule("recency", ()), {"C": 90, "steps": 4, "splits": 3, "first": torch.tensor([3])}),
+    "recency over chunks": (rule("recency", ()), {"C": 90, "steps": 4, "splits": 3, "first": torch.tensor([3])}),
     "appending": (Rule(ALL, evicts=False, value="sum"), THREE_HEADS | {"steps": 2}),
     "appending, nothing seen": (Rule(evicts=False), {"C": 40, "used": [4, 30], "splits": 2}),
     "no victim asked for": (Rule(("sum",)), {"C": 20, "steps": 1}),
@@ -324,22 +324,23 @@ def test_splits_and_repetition():
 
 @pytest.mark.parametrize("chips", [108, 132, 142])
 def test_programs_for_a_gpu(chips):
-    """Segments of whole blocks and stretches cover all slots; there are as many as keep the device's multiprocessors busy."""
+    """Segments of whole blocks and chunks cover all slots; there are as many as keep the device's multiprocessors busy."""
     for C in (1, 63, 64, 65, 1000, 8192, 100_000):
         for heads in (1, 8, 136, 300, 4096):
-            for splits in (None, 1, 2, 3, 50):
+            for splits in (None, 1, 2, 3, 50, 5000):
                 sizes = kernels.plan(C, heads, 4, 128, 2, chips, splits)
                 assert sizes.span % sizes.block == 0
-                for share, count in ((sizes.span, sizes.parts), (sizes.stretch, sizes.stretches)):
+                for share, count in ((sizes.span, sizes.parts), (sizes.chunk, sizes.chunks)):
                     assert (count - 1) * share < C <= count * share
                     assert count <= (splits or -(-4 * chips // heads))
+                assert sizes.chunks <= kernels.MOST_CHUNKS, "evict_kernel compares no more"
     busy = kernels.plan(8192, 8, 4, 128, 2, chips)
-    assert 8 * busy.parts > 3 * chips and busy.stretches == 4
+    assert 8 * busy.parts > 3 * chips and busy.chunks == 4
     assert kernels.plan(8192, 8192, 4, 128, 2, chips).parts == 1
     # at least four programs for each multiprocessor: in no round do many wait for a few
     assert 136 * kernels.plan(8192, 136, 4, 128, 2, chips).parts >= 3.5 * chips
     # a short cache is not worth a third launch
-    assert kernels.plan(2049, 8, 4, 128, 2, chips).stretches == 1
+    assert kernels.plan(2049, 8, 4, 128, 2, chips).chunks == 1
 
 
 def test_a_gpu_is_asked_for_its_multiprocessors_once(monkeypatch):

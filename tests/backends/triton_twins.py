@@ -1,4 +1,4 @@
-"""Column statistics from their definitions, in float64 with whole matrices, and the prompts they are computed for.
+"""Attention and column statistics from their definitions, in float64 with whole matrices, and prompts for them.
 
 It shares no code with the library. Axes are those of the kernels: b text, h KV head, g query head of its group, r row, t
 column. Padding holds NaN, and empty slots NaN or huge keys, wherever the kernels may not look.
@@ -14,10 +14,11 @@ INF = float("inf")
 
 @dataclass
 class Prompt:
-    """Arguments of the kernels: the tensors, and `options` by name."""
+    """Arguments of the kernels: the tensors, and `options` by name. noise_BHTG: exp(noise)."""
 
     q_BHGQD: Tensor
     k_BHTD: Tensor
+    v_BHTD: Tensor
     positions_BHT: Tensor
     rows_BQ: Tensor
     options: dict
@@ -25,6 +26,10 @@ class Prompt:
     @property
     def tensors(self):
         return self.q_BHGQD, self.k_BHTD, self.positions_BHT, self.rows_BQ
+
+    @property
+    def holes(self):
+        return bool((self.positions_BHT < 0).any() or (self.rows_BQ < 0).any())
 
 
 def visible(prompt: Prompt) -> Tensor:
@@ -43,22 +48,40 @@ def visible(prompt: Prompt) -> Tensor:
     return seen
 
 
-def logits(prompt: Prompt) -> Tensor:
+def logits(prompt: Prompt, noisy: bool) -> Tensor:
     """float64 [B,H,G,Q,T], -inf where nothing is seen."""
     options = prompt.options
     x = options["scale"] * torch.einsum("bhgrd,bhtd->bhgrt", prompt.q_BHGQD.double(), prompt.k_BHTD.double())
+    if options.get("softcap") is not None:
+        x = options["softcap"] * torch.tanh(x / options["softcap"])
     if options.get("slopes_HG") is not None:
         distance = (prompt.positions_BHT[:, :, None] - prompt.rows_BQ[:, None, :, None]).double()
         x = x + options["slopes_HG"].double()[None, :, :, None, None] * distance[:, :, None]
-    if options.get("noise_BHTG") is not None:
-        x = x + options["noise_BHTG"].double().permute(0, 1, 3, 2)[:, :, :, None, :]
-    return (x / options.get("tau", 1.0)).masked_fill(~visible(prompt)[:, :, None], -INF)
+    if noisy:
+        x = x + options["noise_BHTG"].double().log().permute(0, 1, 3, 2)[:, :, :, None, :]
+        x = x / options.get("tau", 1.0)
+    return x.masked_fill(~visible(prompt)[:, :, None], -INF)
 
 
-def normalisers(prompt: Prompt) -> Tensor:
-    """float64 [B,H,G,Q], +inf where a row sees nothing."""
-    lse = logits(prompt).logsumexp(-1)
-    return lse.masked_fill(lse == -INF, INF)
+def is_noisy(prompt: Prompt) -> bool:
+    return prompt.options.get("noise_BHTG") is not None
+
+
+def normalisers(prompt: Prompt, noisy: bool | None = None) -> Tensor:
+    """float64 [B,H,G,Q], +inf where a row sees nothing. Attention sinks join all but the noisy logits."""
+    noisy = is_noisy(prompt) if noisy is None else noisy
+    x = logits(prompt, noisy)
+    lse = x.logsumexp(-1)
+    if prompt.options.get("sinks_HG") is not None and not noisy:
+        lse = torch.logaddexp(lse, prompt.options["sinks_HG"].double()[None, :, :, None])
+    return lse.masked_fill((x == -INF).all(-1), INF)
+
+
+def outputs(prompt: Prompt) -> Tensor:
+    """float64 [B,H,G,Q,D], 0 where a row sees nothing."""
+    p = (logits(prompt, False) - normalisers(prompt, False)[..., None]).exp()
+    v = prompt.v_BHTD.double().masked_fill((prompt.positions_BHT < 0)[..., None], 0.0)
+    return torch.einsum("bhgrt,bhtd->bhgrd", p.nan_to_num(0.0), v)
 
 
 def keys(prompt: Prompt) -> Tensor:
@@ -68,7 +91,7 @@ def keys(prompt: Prompt) -> Tensor:
 def statistics(prompt: Prompt, slack: float = 0.0, counted: Tensor | None = None) -> dict[str, Tensor]:
     """Every statistic, float64 [B,H,T]. slack: by how much a probability must exceed its even share, in parts of it.
     counted: bool [B,H,G,Q], rows that count for something (all)."""
-    p = (logits(prompt) - normalisers(prompt)[..., None]).exp()
+    p = (logits(prompt, is_noisy(prompt)) - normalisers(prompt)[..., None]).exp()
     if counted is not None:
         p = p * counted[..., None]
     share = p * keys(prompt)[:, :, None, :, None]
@@ -95,12 +118,14 @@ def make(
     offset: int = 0,
     alibi: bool = False,
     noise: bool = False,
+    sinks: bool = False,
+    gaps: bool = True,
     **options,
 ) -> Prompt:
     """A prompt of Q rows behind `past` columns of which some slots are empty and each head holds others.
 
     padding: [start, stop) of each text's rows that are none; those after it go on counting where they stopped, or
-    not `counting`, as if they were some. offset: the first position.
+    not `counting`, as if they were some. offset: the first position. gaps: whether slots of the past are empty.
     """
     draw = torch.Generator().manual_seed(Q + D + past)
     real = torch.ones(B, Q, dtype=torch.bool)
@@ -113,24 +138,29 @@ def make(
     positions = own
     if past:
         order = torch.rand(B, H, spread, generator=draw).argsort(-1)[..., :past]
-        held = torch.rand(B, H, past, generator=draw) < 0.8
+        held = torch.rand(B, H, past, generator=draw) < (0.8 if gaps else 1.0)
         positions = torch.cat([(order + offset).masked_fill(~held, -1), own], -1)
     # as a model hands them over: heads beside each other within a token
     q_BQE = torch.randn(B, Q, H * G * D, generator=draw).mul(1.5)
     k_BTHD = torch.randn(B, past + Q, H, D, generator=draw).mul(1.5)
     q_BQE[:, ::2][~real[:, ::2]] = float("nan")  # every other row, so that neither numbers nor NaN are counted
+    v_BTHD = torch.randn(B, past + Q, H, D, generator=draw)
     empty = positions.transpose(1, 2) < 0
-    k_BTHD[:, ::2][empty[:, ::2]] = float("nan")
-    k_BTHD[:, 1::2][empty[:, 1::2]] = 1e3
+    for tensor in (k_BTHD, v_BTHD):
+        tensor[:, ::2][empty[:, ::2]] = float("nan")
+        tensor[:, 1::2][empty[:, 1::2]] = 1e3
     q = q_BQE.to(dtype).view(B, Q, H, G, D).permute(0, 2, 3, 1, 4)
-    k = k_BTHD.to(dtype).transpose(1, 2)
+    k, v = (tensor.to(dtype).transpose(1, 2) for tensor in (k_BTHD, v_BTHD))
     options["scale"], options["past"] = D**-0.5, past
     if alibi:
         options["slopes_HG"] = (0.5 ** torch.arange(1, H * G + 1).view(H, G)).to(device)
     if noise:
-        options["noise_BHTG"] = -(-torch.rand(B, H, past + Q, G, generator=draw).log()).log().to(device)
+        u_BHTG = torch.rand(B, H, past + Q, G, generator=draw)
+        options["noise_BHTG"] = -u_BHTG.log().reciprocal().to(device)  # exp of Gumbel noise
+    if sinks:
+        options["sinks_HG"] = torch.randn(H, G, generator=draw).mul(2.0).to(device)
     # .to keeps the strides
-    return Prompt(q.to(device), k.to(device), positions.to(device), rows.to(device), options)
+    return Prompt(q.to(device), k.to(device), v.to(device), positions.to(device), rows.to(device), options)
 
 
 def tail(W: int, T: int, **arguments) -> Prompt:

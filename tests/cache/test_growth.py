@@ -11,7 +11,6 @@ import kvpatch
 from kvpatch import EvictingCache, KVPatchError
 from kvpatch.backends.head_offsets import HeadOffsets
 from kvpatch.cache.growth import capacities, plan
-from kvpatch.cache.slots import RaggedSlots
 from kvpatch.errors import InvalidError
 from tests.helpers import tiny_families
 from tests.helpers.comparing import SMALL, combined
@@ -309,7 +308,7 @@ def test_a_plan_keeps_the_slack_and_never_passes_the_budget(counts, above, evict
 
 
 @pytest.mark.parametrize("room", [None, 90])
-def test_of_many_heads_capacities_are_rounded_within_the_slack(room):
+def test_many_heads_stay_within_the_slack(room):
     model, lengths = make("llama_gqa", layers=1), [300 - 3 * row for row in range(40)]
     ids = prompt(40, 300)
     for policy, k in (("h2o", WIDE), ("h2o", 310), ("h2o", 0.5), ("adakv", 0.5)):
@@ -359,23 +358,11 @@ def test_every_layout_is_seen():
 
 
 def test_ragged_heads_start_with_half_of_the_slack():
-    """The other half is given when it is needed; with many heads rounding takes its share."""
+    """The other half is given when it is needed."""
     assert plan([1600, 800], None).capacities == [1637, 837]  # slack of 1200 tokens: 75
     assert plan([1600, 800], None, exactly=True).capacities == [1675, 875]
     assert plan([100, 20], None).capacities == [108, 28]
-    assert plan([100, 20] * 40, None).capacities == [104, 24] * 40
-
-
-def test_rounding_is_allowed_for_beside_room():
-    """Many heads share capacities, rounded up by a fiftieth; room that was asked for is no part of that."""
-    counts, ahead = [301, 503] * 40, 100
-    layout = plan(counts, None, lambda tokens: ahead, exactly=True)
-    offsets = HeadOffsets(layout.capacities, layout.filled, torch.device("cpu"))
-    entries = torch.zeros(offsets.rows, 1)
-    kv = RaggedSlots(entries, entries, offsets)
-    assert sum(kv.capacities()) > sum(counts) + ahead * len(counts)
-    assert kv.bound(counts, None, ahead) == (sum(counts), sum(counts) + len(counts) * (ahead + 10))
-    assert kv.bound(counts, None, 0) == (sum(counts), sum(counts) + len(counts) * slack(402))
+    assert plan([100, 20] * 40, None).capacities == [108, 28] * 40
 
 
 def test_what_was_appended_is_the_newest():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import kvpatch
 from kvpatch.backends.head_offsets import HeadOffsets
 from tests.helpers.comparing import agrees, certain, combined
-from tests.helpers.running import RAGGED, go_on, kept, uneven
-from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+from tests.helpers.running import RAGGED, go_on, uneven
+from tests.helpers.tiny import FIVE, force, make, prompt
 
 
 @pytest.fixture(params=RAGGED)
@@ -111,11 +111,42 @@ def test_head_offsets_pack_select_grow_and_unpack(heads, order):
     assert not back[:, :, K:].any()
 
 
-def test_many_heads_make_few_runs():
-    sizes = torch.randint(200, 2000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
-    head_offsets = HeadOffsets(sizes, sizes, torch.device("cpu"))
-    assert len(head_offsets.runs) < 120
-    assert head_offsets.rows < 1.02 * sum(sizes)
+@settings(max_examples=80)
+@given(
+    heads=st.lists(st.integers(1, 30) | st.integers(31, 200), min_size=1, max_size=9),
+    G=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 9),
+)
+def test_products_and_sums_over_blocks_are_those_of_each_head(heads, G, dtype, seed):
+    """Blocks end where they may: in a head, between two, or with many in one; the last one is shorter."""
+    random = torch.Generator().manual_seed(seed)
+    N, F, wide = len(heads), sum(heads), torch.promote_types(dtype, torch.float32)
+    offsets = HeadOffsets(heads, heads, torch.device("cpu"))
+    k, v = (torch.randn(F, D, generator=random).to(dtype) for D in (5, 4))
+    q, p = torch.randn(N, G, 5, generator=random).to(wide), torch.rand(N, G, max(heads), generator=random).to(wide)
+    products, mixed = offsets.products(q, k), offsets.mixed(p, v)
+    assert (products.shape, mixed.shape) == ((N, G, max(heads)), (N, G, 4))
+    assert products.isfinite().all()
+    for n, capacity in enumerate(heads):
+        own = slice(int(offsets.begin_N[n]), int(offsets.begin_N[n]) + capacity)
+        torch.testing.assert_close(products[n, :, :capacity], q[n] @ k[own].to(wide).T)
+        torch.testing.assert_close(mixed[n], p[n, :, :capacity] @ v[own].to(wide))
+
+
+def test_a_head_takes_nothing_from_its_neighbours():
+    """Not even zero times a value that is NaN."""
+    heads = [70, 3, 40, 5, 64, 1, 90]
+    offsets, random = HeadOffsets(heads, heads, torch.device("cpu")), torch.Generator().manual_seed(0)
+    q, p = torch.randn(7, 2, 4, generator=random), torch.rand(7, 2, 90, generator=random)
+    k, v = torch.randn(2, sum(heads), 4, generator=random)
+    for n, capacity in enumerate(heads):
+        begin = int(offsets.begin_N[n])
+        broken_k, broken_v = (torch.full_like(t, torch.nan) for t in (k, v))
+        broken_k[begin : begin + capacity], broken_v[begin : begin + capacity] = (t[begin : begin + capacity] for t in (k, v))
+        own = (slice(None), slice(capacity))
+        assert torch.equal(offsets.products(q, broken_k)[n][own], offsets.products(q, k)[n][own])
+        assert torch.equal(offsets.mixed(p, broken_v)[n], offsets.mixed(p, v)[n])
 
 
 def test_small_waste_stays_dense():
@@ -125,19 +156,3 @@ def test_small_waste_stays_dense():
         cache = model(ids).past_key_values
     assert all(layer.kv.appends for layer in cache.layers)
     assert agrees("llama_gqa", "h2o", 0.4, wrap=("adaptive",), floor=1.0)
-
-
-@pytest.mark.parametrize("name", FIVE)
-def test_small_layers_padded_for_a_step_give_the_same(name, policy, monkeypatch):
-    """Many short heads are padded for one call; a call for each length gives the same."""
-    import kvpatch.backends.torch_backend as backend
-
-    model, ids, fed, outs = make(name), prompt(6, 40), prompt(6, 6, seed=2), []
-    mask = left_pad(ids, [40, 36, 32, 28, 24, 20])
-    for small in (backend.SMALL, 0):
-        monkeypatch.setattr(backend, "SMALL", small)
-        with kvpatch.patched(model, policy, 0.25):
-            outs.append(force(model, ids, fed, mask))
-    assert any(len(layer.kv.head_offsets.runs) > 4 for layer in uneven(outs[0][1]).layers if layer.kv.head_offsets)
-    torch.testing.assert_close(outs[0][0], outs[1][0], atol=3e-5, rtol=0)
-    assert kept(outs[0][1]) == kept(outs[1][1])

@@ -7,6 +7,7 @@ import torch
 
 import kvpatch
 from kvpatch.backends.dispatch import Choice
+from tests.helpers import tiny_families
 from tests.helpers.comparing import SMALL, certain, same_tokens
 from tests.helpers.joined import Loop, same_kept
 from tests.helpers.marks import slow_but
@@ -32,7 +33,7 @@ def run(model, policy, backend, ids, fed, mask=None, **options):
 
 
 def alike(name, policy, padded=False, steps=8, **options):
-    model = make(name).to(DEVICE)
+    model = (tiny_families.make if name in tiny_families.FAMILIES else make)(name).to(DEVICE)
     ids, fed = prompt(2, 37).to(DEVICE), prompt(2, steps, seed=4).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, : 9 if padded else 0] = 0
@@ -60,6 +61,15 @@ CASES = [*itertools.product(MODELS, ("roco", "keyformer"), (False, True))]
 )
 def test_every_architecture_on_the_kernels(name, policy, padded):
     alike(name, policy, padded, steps=6)
+
+
+SPECIAL = [("gpt_oss", "keyformer", True), ("gemma2", "snapkv", False), ("gemma2", "roco", True), ("gpt_oss", "h2o", False)]
+
+
+@pytest.mark.parametrize(("name", "policy", "padded"), slow_but(SPECIAL[:2], SPECIAL))
+def test_prompts_with_capped_logits_and_sinks_on_the_kernels(name, policy, padded):
+    report = alike(name, policy, padded, steps=3)
+    assert {task: report.backends[task][0] for task in ("prompt", "statistics")} == {"prompt": "triton", "statistics": "triton"}
 
 
 OPTIONS = [

@@ -29,6 +29,7 @@ from tests.oracle.reference_selection import adaptive, budget, pyramid, tokens, 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
 EULER = 0.5772  # the mean of a standard Gumbel variable, as docs/policies/keyformer.md writes it
+ROWS, READ = 16, 1024  # scores="sampled": rows of a block, and about how many rows are read
 NEAR = 30  # a number this much nearer to a tie of its rounding than the margin of decisions may be rounded otherwise
 FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
 
@@ -41,13 +42,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "window": {"score": "recency"},
     "dilated_window": {"score": "lattice", "dilation": 1},
     "streaming_llm": {"score": "recency", "sinks": 4},
-    "key_attention": {"score": "accumulated"},
-    "h2o": {"score": "accumulated", "recent": 0.5},
-    "scissorhands": {"score": "quantized", "recent": 0.5},
+    "key_attention": {"score": "accumulated", "scores": "all"},
+    "h2o": {"score": "accumulated", "scores": "all", "recent": 0.5},
+    "scissorhands": {"score": "quantized", "scores": "all", "recent": 0.5},
     "tova": {"score": "last", "heads": "layer"},
-    "roco": {"score": "mean", "recent": 10, "protected": 0.5},
+    "roco": {"score": "mean", "scores": "all", "recent": 10, "protected": 0.5},
     "keyformer": {
         "score": "gumbel",
+        "scores": "all",
         "recent": 0.3,
         "noise": "gumbel",
         "resample": False,
@@ -126,27 +128,34 @@ def rounded(x: Tensor, bits: int, size: int) -> tuple[Tensor, float]:
 
 
 # Scores: s[i] from the rows of one KV head. A row that could not see i (causality, a sliding window) has no entry i.
+# `times(t, i)` is how often row t counts for key i: once, unless the scores are of a sample of the rows.
+
+Times = Callable[[int, int], float]
 
 
-def observed(rows: Sequence[Row], i: int) -> list[float]:
-    """a[t, i], averaged over the group, of every row that could see i; its own row is one of them."""
-    return [row.group[i] for row in rows if i in row.group]
+def once(t: int, i: int) -> float:
+    return 1.0
 
 
-def accumulated(rows: Sequence[Row], i: int) -> float:
+def observed(rows: Sequence[Row], i: int, times: Times = once) -> list[tuple[float, float]]:
+    """a[t, i], averaged over the group, of every row that could see i, and how often it counts; its own row is one."""
+    return [(row.group[i], times(row.t, i)) for row in rows if i in row.group]
+
+
+def accumulated(rows: Sequence[Row], i: int, times: Times = once) -> float:
     """AAS: s[i] = sum over t of a[t, i]."""
-    return sum(observed(rows, i))
+    return sum(a * count for a, count in observed(rows, i, times))
 
 
-def mean(rows: Sequence[Row], i: int) -> float:
+def mean(rows: Sequence[Row], i: int, times: Times = once) -> float:
     """MAS: s[i] = sum over t of a[t, i] / c[i]."""
-    return sum(observed(rows, i)) / len(observed(rows, i))
+    return accumulated(rows, i, times) / len(observed(rows, i))
 
 
-def deviation(rows: Sequence[Row], i: int) -> float:
+def deviation(rows: Sequence[Row], i: int, times: Times = once) -> float:
     """sqrt(max(0, sum a^2 / c - (sum a / c)^2)); the square is of the averaged probability."""
-    a = observed(rows, i)
-    first, second = sum(a) / len(a), sum(value * value for value in a) / len(a)
+    a = observed(rows, i, times)
+    first, second = sum(value * count for value, count in a) / len(a), sum(value * value * count for value, count in a) / len(a)
     return math.sqrt(max(0.0, second - first * first))  # not first ** 2: one row must give 0 to the last bit
 
 
@@ -155,19 +164,20 @@ def last(rows: Sequence[Row], i: int) -> float:
     return rows[-1].group.get(i, 0.0)
 
 
-def quantized(rows: Sequence[Row], i: int) -> tuple[float, float]:
+def quantized(rows: Sequence[Row], i: int, times: Times = once) -> tuple[float, float]:
     """AQAS: s[i] = sum over t of 1[a[t, i] > 1/m], m the keys t attends to, per query head and then averaged.
 
     -> s[i] and the smallest |a * m - 1| met. The indicators are counted as integers and divided once, so that equal
     counts are equal scores. a = 1/m to the last bit (a row that sees one key) is no near-tie.
     """
-    count, group, closest = 0, 1, math.inf
+    counts: dict[float, int] = {}
+    group, closest = 1, math.inf
     for row in rows:
-        if i in row.a:
+        if i in row.a and (often := times(row.t, i)):
             m, group = len(row.a), len(row.a[i])
-            count += sum(a * m > 1.0 for a in row.a[i])
+            counts[often] = counts.get(often, 0) + sum(a * m > 1.0 for a in row.a[i])
             closest = min([closest, *(abs(a * m - 1.0) for a in row.a[i] if a * m != 1.0)])
-    return count / group, closest
+    return sum(often * count for often, count in counts.items()) / group, closest
 
 
 def observation(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None) -> dict[int, float]:
@@ -246,6 +256,7 @@ class Oracle:
         self.zeta: dict[tuple[int, int, int], float] = {}
         self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
         self.seen = 0  # tokens of the text so far
+        self.passes: list[range] = []  # the rows of each prompt, or block of one
         self.turn = -1
         self.begin(n)
 
@@ -300,6 +311,8 @@ class Oracle:
         """The prompt, a block of it, or the one token of a decode step -> logits [T, V]. A layer evicts before the next
         one runs."""
         positions = torch.arange(self.seen, self.seen + len(ids))
+        if self.step == 0:
+            self.passes.append(range(self.seen, self.seen + len(ids)))
         self.seen, self.new = self.seen + len(ids), len(ids)
         x_TE = self.decoder.embed(torch.tensor(ids), positions)
         for l in range(self.decoder.layers):
@@ -352,6 +365,28 @@ class Oracle:
                 self.rows[l][g].append(Row(t, x_of, a_of))
         return self.decoder.output(l, y.transpose(0, 1).flatten(1))
 
+    # Rows that are read
+
+    def times(self, l: int, t: int, i: int) -> float:
+        """How often row t counts for key i. With scores="sampled" a row that is not read counts for none, and one that is
+        read for all that see i, shared among those of them that are read. In a layer that slides all rows are read."""
+        own = [rows for rows in self.passes if t in rows]
+        if self.options.get("scores", "all") == "all" or not own or self.decoder.reach(l) is not None:
+            return 1.0
+        see = [row for row in own[0] if row >= i]
+        read = [row for row in see if self.is_read(l, own[0], row)]
+        return len(see) / len(read) if t in read else 0.0
+
+    def is_read(self, l: int, rows: range, t: int) -> bool:
+        """Whether row t of a pass is: the newest block, and of every r blocks before it the one that is drawn."""
+        r = math.ceil(len(rows) / READ)
+        block = (rows[-1] - t) // ROWS
+        if r == 1 or block == 0:
+            return True
+        assert self.draw is not None
+        group, place = divmod(block - 1, r)
+        return place == int(self.draw("uniform", l, -1, -1, group) * r)
+
     # Rounding
 
     def round(self, l: int) -> None:
@@ -400,7 +435,7 @@ class Oracle:
                 s[i] = self.options["damping"] * s.get(i, 0.0)
             for row in self.rows[l][g][-new:]:
                 for i, f in gumbel_softmax(row, partial(self.noise, l, g, row.t), self.tau()).items():
-                    s[i] += f
+                    s[i] += f * self.times(l, row.t, i)
 
     # Eviction
 
@@ -445,7 +480,7 @@ class Oracle:
         top: set[int] = set()
         if r > 0:
             ranked = [i for i in held if i not in self.outside(l, g)]
-            std = {i: deviation(self.rows[l][g], i) for i in ranked}
+            std = {i: deviation(self.rows[l][g], i, partial(self.times, l)) for i in ranked}
             rest, margin = worst(std, len(std) - r)
             self.margin = min(self.margin, margin)
             top = set(ranked) - rest
@@ -453,7 +488,7 @@ class Oracle:
 
     def scores(self, l: int, g: int, b: int, candidates: list[int]) -> dict[int, float]:
         """s[i] of every candidate."""
-        o, rows = self.options, self.rows[l][g]
+        o, rows, times = self.options, self.rows[l][g], partial(self.times, l)
         match o["score"]:
             case "random":
                 assert self.draw is not None
@@ -464,13 +499,13 @@ class Oracle:
             case "lattice":
                 return {i: lattice(i, o["dilation"]) for i in candidates}
             case "accumulated":
-                return {i: accumulated(rows, i) for i in candidates}
+                return {i: accumulated(rows, i, times) for i in candidates}
             case "quantized":
-                counts = {i: quantized(rows, i) for i in candidates}
+                counts = {i: quantized(rows, i, times) for i in candidates}
                 self.margin = min([self.margin, *(closest for _, closest in counts.values())])
                 return {i: count for i, (count, _) in counts.items()}
             case "mean":
-                return {i: mean(rows, i) for i in candidates}
+                return {i: mean(rows, i, times) for i in candidates}
             case "last" if o["heads"] == "layer":  # all heads of the layer have one score for a token that all hold
                 newest_rows = [head[-1] for head in self.rows[l]]
                 return {i: sum(sum(row.a.get(i, [0.0])) for row in newest_rows) / self.H for i in candidates}
@@ -604,6 +639,7 @@ def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> di
     if given.get("schedule", allowed[0]) not in allowed:
         raise ValueError(f"schedule={given['schedule']!r}: {policy} takes {allowed}")
     for name, values in (
+        ("scores", ("all", "sampled")),
         ("noise", ("gumbel", "gaussian", "constant", "none")),
         ("heads", ("layer", "each")),
         ("pooling", ("max", "avg", None)),

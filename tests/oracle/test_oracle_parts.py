@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
+from kvpatch.policies import sampling
 from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, SMALL, WINDOWED, agrees, certain
 from tests.helpers.tiny import FIVE, IDS, MODELS, VOCAB
+from tests.oracle import reference
 
 WRAPS = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
 VARIED = (
@@ -171,6 +173,39 @@ def test_blocks_of_keyformer(options):
 def test_blocks_with_protected_tokens():
     mask = [i in (2, 17, 23) for i in range(30)]
     certain("llama_gqa", "h2o", 8, block=4, pads=(0,), protect=mask, sinks=1)
+
+
+# ---- scores from a sample of the rows ----
+
+
+@pytest.fixture
+def short_samples(monkeypatch):
+    """Blocks of 2 rows, of which about 6 are read, so that prompts of the oracle's length are sampled."""
+    for module in (sampling, reference):
+        monkeypatch.setattr(module, "ROWS", 2)
+        monkeypatch.setattr(module, "READ", 6)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "scissorhands", "roco", "keyformer", "key_attention"])
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj", "mistral_sliding"])
+def test_sampled_rows(name, policy, short_samples):
+    for seed in (0, 1):
+        certain(name, policy, 0.4, scores="sampled", pads=(0, 9), seed=seed)
+
+
+PASSES = [{"pads": (0,)}, {"block": 13}, {"dtype": torch.float32}, {"positions": "renumbered"}]
+
+
+@pytest.mark.parametrize("options", PASSES, ids=str)
+def test_sampled_rows_of_other_passes(options, short_samples):
+    for policy in ("h2o", "keyformer"):
+        certain("llama_gqa", policy, 0.4, scores="sampled", **options)
+    certain("llama_gqa", "keyformer", 0.4, scores="sampled", resample=True, shared="block" not in options, **options)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+def test_sampled_rows_of_combinations(wrap, short_samples):
+    certain("llama_gqa", "h2o", 0.4, wrap=wrap, scores="sampled")
 
 
 # ---- renumbered positions ----

@@ -78,7 +78,7 @@ MISTAKES = [
     (Typo(), r"Typo\.value\(context\).*AttributeError: .*position_BHT"),
     (ListEntry(), r"ListEntry\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
-    (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional arguments.*entry\(self, new\)"),
+    (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),
 ]  # fmt: skip
 
 

@@ -22,6 +22,8 @@ OPTIONS = [  # part, option, what is refused, what is just allowed
     (TwoStage, "norm", [True, 0, 3, "1", None], [1, 2]),
     (scores.DilatedRecency, "dilation", [-1, 1.0, "1", None], [0, 1, 50]),
     (scores.Last, "heads", ["all", None, 1], ["layer", "each"]),
+    (scores.Accumulated, "scores", ["some", None, 2, True], ["all", "sampled"]),
+    (scores.GumbelSoftmax, "scores", ["some", None, 2], ["all", "sampled"]),
     (scores.ObservationWindow, "window", [0, -1, 1.0, "3", None], [1, 2, 1000]),
     (scores.ObservationWindow, "kernel", [0, -1, 2, 6, 3.0, "3", None], [1, 3, 7]),
     (scores.ObservationWindow, "pooling", ["min", "", 1, False], ["max", "avg", None]),

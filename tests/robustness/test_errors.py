@@ -68,7 +68,7 @@ ARGUMENTS = [
     ({"policy": "critical_adakv", "schedule": "decode"}, r"schedule='decode': policy 'critical_adakv' scores tokens"),
     ({"policy": "h2o", "turns": "each"}, r"turns='each' says what later prompts.*schedule='both' does not allow"),
     ({"policy": "snapkv", "turns": "last"}, r"turns='last' must be one of 'all', 'each', 'first'"),
-    ({"policy": "h2o", "windw": 3}, r"Policy 'h2o' has no option 'windw'\. It has: sinks, recent, protect"),
+    ({"policy": "h2o", "windw": 3}, r"Policy 'h2o' has no option 'windw'\. It has: scores, sinks, recent, protect"),
     ({"policy": "keyformer", "nois": "none"}, r"no option 'nois'\. Did you mean 'noise'\?"),
     ({"policy": "keyformer", "noise": "loud"}, r"noise='loud' must be 'gumbel', 'gaussian', 'constant' or 'none'"),
     ({"policy": "keyformer", "tau": 2.0}, r"tau=2\.0 must be two positive temperatures"),

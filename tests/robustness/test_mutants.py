@@ -47,10 +47,10 @@ MUTANTS = {
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n"
-        "    if call.evicting:\n        _evict(call, newest_B11, t)\n",
+        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if named:\n",
         "    if call.evicting:\n        _evict(call, newest_B11, t)\n"
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n",
+        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n"
+        "        return\n    if named:\n",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
@@ -106,6 +106,12 @@ MUTANTS = {
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
+    "sampled sums not scaled up": (
+        "attention/prefill.py", "total * scale for", "total * 1.0 for",
+        f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
+    "sampled rows see what is newer": (
+        "backends/torch_backend.py", "unseen = positions[..., first:] > self", "unseen = positions[..., first:] > 1 + self",
+        f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
     "damping ignored": (
         "policies/scores.py", "        return self.damping", "        return 1.0",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'damping': 0.5, 'recent': 3}]"),
@@ -133,7 +139,15 @@ MUTANTS = {
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/invariants/test_training_outside_is_inside.py::test_a_training_step_is_bit_for_bit_the_same"),
     "stacked layers: score not reset": (
-        "attention/stacked.py", "self.slots.write_position(self.call.positions_BQ)", "pass", f"{ALIKE}[llama-h2o]"),
+        "attention/stacked.py", 'if self.backend != "triton":', "if False:", f"{ALIKE}[llama-h2o]"),
+    "bound steps: the key as the value": (
+        "attention/bound_step.py", "index_copy_(0, at, v.reshape(self.row))", "index_copy_(0, at, k.reshape(self.row))",
+        "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
+    "bound steps: of another batch": (
+        "attention/bound_step.py", " or step.query[0] != len(q_BHGD)", "",
+        "tests/attention/test_bound_step.py::test_whatever_happens_between_steps[full-_selected]"),
+    "kernels append over the last column": (
+        "cache/layer.py", "        self.used += 1\n", "", "tests/attention/test_stacked.py::test_kernels_append[False-full]"),
     "stacked layers: victim before the scores": (
         "attention/decode.py", "_end(stack.call, stack.p_BHGT,", "_end(stack.call, None,", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
@@ -161,10 +175,10 @@ MUTANTS = {
         "attention/compress.py", "            context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
     "one head's extent off by one": (
-        "backends/head_offsets.py", "begins[n], row = row, row + capacity", "begins[n], row = row + (n == 1), row + capacity",
+        "backends/head_offsets.py", "accumulate((capacities[n] for n", "accumulate((capacities[n] - (n == 1) for n",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
-    "a ragged head forgets its newest token": (
-        "cache/modes.py", "return self.grown + 1", "return self.grown",
+    "the edges of ragged heads count their first entry again": (
+        "backends/head_offsets.py", "[blocks.edge_NE]] * blocks.real_NE", "[blocks.edge_NE]]",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
@@ -184,7 +198,8 @@ MUTANTS = {
         "attention/layer_call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
         f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
     "no gradient through keys that are evicted later": (
-        "cache/layer.py", "            with torch.enable_grad():\n", "            with torch.no_grad():\n",
+        "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gathered",
+        "            with torch.no_grad():\n                self.graph = (gathered",
         f"{GRADIENTS}[llama_gqa-roco-None]"),
     "gradient only through this block's keys": (
         "attention/prefill.py", "old = slots.graph or (keys", "old = (keys",
@@ -243,10 +258,30 @@ MUTANTS = {
         "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M - 1, hi)",
         "tests/backends/test_triton_columns.py::test_rows_split_over_programs[shape1-1024]"),
     "key blocks of one head first": (
-        "backends/triton/columns.py", "_columns_kernel[(B * H * splits, blocks)](", "_columns_kernel[(blocks, B * H * splits)](",
+        "backends/triton/columns.py", "_columns_kernel[(B * H * splits, blocks)](",
+        "_columns_kernel[(blocks, B * H * splits)](",
         "tests/backends/test_triton_columns.py::test_programs_that_see_most_rows_start_first"),
+    "the forward kernel's window one too wide": (
+        "backends/triton/forward.py", "(row_place[:, None] - place[None, :] < sliding)",
+        "(row_place[:, None] - place[None, :] <= sliding)",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
+    "whole tiles of the forward kernel reach out of the window": (
+        "backends/triton/forward.py", "tl.maximum(begin, m0 + BLOCK_M - sliding)", "tl.maximum(begin, m0 - sliding)",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
+    "sinks have no share in the forward kernel": (
+        "backends/triton/forward.py", "        total += 1.0\n", "        total += 0.0\n",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[sinks]"),
+    "the noisy sum stays on an old maximum": (
+        "backends/triton/forward.py", "noisy_total = noisy_total * shrunk", "noisy_total = noisy_total",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[noise]"),
+    "values of empty slots read by the forward kernel": (
+        "backends/triton/forward.py", "here = here & (positions >= 0)[:, None]", "here = here",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[past]"),
+    "capped logits taken for products in the column kernel": (
+        "backends/triton/columns.py", "x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))", "x = x * inner",
+        "tests/backends/test_triton_columns.py::test_column_statistics[cap]"),
     "the column kernel forgets ALiBi": (
-        "backends/triton/columns.py", "x += tl.load(slopes_ptr + h * G + g) * bias_factor * age", "x += 0.0 * age",
+        "backends/triton/columns.py", "x += (slope * key_place)[:, None]", "x += 0.0",
         "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
     "the kernel's victim ignores the protected window": (
         "backends/triton/decode.py", "position > newest - recent, LAST", "position > newest, LAST",
@@ -254,12 +289,43 @@ MUTANTS = {
     "the kernel's noise left out": (
         "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
+    "the victim of the first chunk alone": (
+        "backends/triton/decode.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
+        "at = tl.load(here + 1, mask=s < 1, other=NOWHERE)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over chunks]"),
+    "tokens of the first chunk alone counted": (
+        "backends/triton/decode.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[holes over chunks]"),
+    "segments beyond the first sixteen outweigh them in the output": (
+        "backends/triton/decode.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
+    "segments beyond the first sixteen outweigh them in the statistics": (
+        "backends/triton/decode.py", "total * tl.exp2(maximum - _rest(higher)) + tl.sum(more, 0)", "total + tl.sum(more, 0)",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
+    "the newest tokens of a batch read as one column": (
+        "backends/triton/triton_backend.py", "newest_B = newest_B.contiguous()", "newest_B = newest_B.view_as(newest_B)",
+        "tests/backends/test_backends.py::test_several_decode_tokens_in_one_pass[2]"),
     "keys that a row attends to, without those before": (
         "backends/triton/triton_backend.py", "return own[:, None] + held", "return own[:, None] + 0 * held",
         "tests/backends/test_backends.py::test_keys_that_a_row_attends_to[None]"),
     "flash's window one too wide": (
         "backends/flash/flash_backend.py", "else geometry.sliding - 1", "else geometry.sliding",
         "tests/backends/test_flash.py::test_attention_and_log_sum_exp[torch-window]"),
+    "cuDNN with keys before the prompt": (
+        "backends/flash/kernels.py", "        past=False,  # its causal", "        past=True,  # its causal",
+        "tests/backends/test_flash.py::test_attention_and_log_sum_exp[cudnn-past]"),
+    "a failed launch leaves what it wrote": (
+        "backends/refusals.py", "            tensor.copy_(old)", "            tensor.copy_(tensor)",
+        "tests/backends/test_launch_failures.py::test_what_a_failed_launch_has_written_is_as_before"),
+    "masks on a GPU as small as a CPU's": (
+        "backends/torch_backend.py", 'MASK_BLOCK if device == "cpu" else DEVICE_BLOCK', "MASK_BLOCK",
+        "tests/backends/test_torch_on_gpus.py::test_a_batch_with_alibi_is_attended_in_few_calls"),
+    "groups left to torch on a GPU": (
+        "backends/torch_backend.py", 'if G == 1 or q_BNQD.device.type == "cpu":', "if True:",
+        "tests/backends/test_torch_on_gpus.py::test_groups_are_expanded_where_no_fused_kernel_takes_them[None-how0]"),
+    "numbers that the host knows are read from the device": (
+        "attention/compress.py", "held_B = now.n_B if now.padding is None else now.padding.real_B", "held_B = None",
+        "tests/attention/test_host_waits.py::test_a_prompt_of_tokens_alone_waits_for_nothing[h2o-torch]"),
     "a CPU gets the interpreter's kernels": (
         "backends/dispatch.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
         "tests/backends/test_backends.py::test_a_cpu_gets_torch_and_the_report_says_why"),

@@ -19,6 +19,7 @@ from tools.bench import paper, roofline
 from tools.bench import plot as bench_plot
 from tools.bench import profile as bench_profile
 from tools.bench import prompt as bench_prompt
+from tools.bench import sampled as bench_sampled
 
 COMMON = {"date", "versions", "cpu", "threads", "parameters", "case", "arch", "policy", "k", "n", "repeats", "ratio"}
 COMMON |= {"ratios", "ms", "ms_unpatched", "limits", "holds", "roof_ms", "roof_ratio", "ceilings"}
@@ -385,3 +386,17 @@ def test_profiles_are_of_single_tokens(case, arch, capsys):
 @pytest.mark.parametrize("wrong", [("--lengths", "4k"), ("--batches", "0"), ("--paper", "h2o"), ("--case", "gpu_x")])
 def test_what_the_command_cannot_do_is_refused(wrong):
     assert "Invalid value" in refusal("--tiny", *wrong)
+
+
+# ---- sampled rows ----
+
+
+def test_agreement_counts_entries_of_both():
+    one, other = [torch.tensor([[[0, 1, 2, 3], [0, 1, 2, 3]]])], [torch.tensor([[[2, 3, 4, 5], [0, 1, 2, 3]]])]
+    assert bench_sampled.jaccard(one, other) == (2 / 6 + 1) / 2
+    assert bench_sampled.jaccard(one, one) == 1.0
+
+
+def test_short_prompts_agree_whatever_is_sampled():
+    model = bench_models.build("llama", 64, tiny=True)
+    assert bench_sampled.agreement(model, bench_models.tokens(model, 64), "keyformer", 0.5, seeds=2) == 1.0

@@ -1,4 +1,4 @@
-"""The decode kernels as compiled for sm_90: no spills, shared memory that a multiprocessor has, tensor cores in use.
+"""The decode kernels as compiled for GPUs: no spills, shared memory that a chip has, tensor cores, and copies that run ahead.
 
 In processes of their own, because here Triton's interpreter may be on, which compiles nothing.
 """
@@ -10,9 +10,9 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-from tools.bench.kernel_report import ONE_SHAPE, SHAPES, TOOL
+from tools.bench.kernel_report import CALLS, TOOL
 
-SHARED = 227 * 1024  # bytes that one block may have
+SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a block may have
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason=f"this Triton has no {TOOL.name}")
 
 
@@ -24,27 +24,51 @@ def python(*arguments, cache, **variables):
 
 
 @pytest.mark.slow
-def test_decode_kernels_fit_sm_90(tmp_path):
-    done = python("-m", "tools.bench.kernel_report", "decode", cache=tmp_path)
+@pytest.mark.parametrize("chip", SHARED)
+def test_decode_kernels_fit(chip, tmp_path):
+    """Chips of compute capability 8.6 run what is compiled for 8.9, and have as much shared memory."""
+    done = python("-m", "tools.bench.kernel_report", f"sm_{chip}", "decode", cache=tmp_path)
     assert done.returncode == 0, done.stderr
-    header, *lines = (line.rsplit(maxsplit=13) for line in done.stdout.splitlines())
+    header, *lines = (line.split("  ") for line in done.stdout.splitlines())
+    header, *lines = ([cell.strip() for cell in line if cell.strip()] for line in (header, *lines))
     rows = [dict(zip(header, line, strict=True)) for line in lines]
-    measured = [(row["call"].strip(), row["kernel"], int(row["D"]), int(row["G"])) for row in rows]
-    wanted = [("decode", SHAPES), ("decode gumbel", ONE_SHAPE), ("decode count window", ONE_SHAPE)]
-    kernels = ("split_kernel", "combine_kernel")
-    assert measured == [(name, kernel, D, G) for name, shapes in wanted for D, G in shapes for kernel in kernels]
+    measured = [(int(row["chip"]), row["call"], row["kernel"], int(row["D"]), int(row["G"])) for row in rows]
+    wanted = [(call.name, D, G) for call in CALLS if call.name.startswith("decode") for D, G in call.shapes]
+    kernels = ("split_kernel", "combine_kernel", "evict_kernel")
+    assert measured == [(chip, name, kernel, D, G) for name, D, G in wanted for kernel in kernels]
     for row in rows:
         assert all(row[name] == "0" for name in ("stack", "local", "LDL", "STL")), f"spills: {row}"
-        assert 0 < int(row["shared"]) <= SHARED and 0 < int(row["registers"]) <= 255, row
+        assert 0 < int(row["shared"]) <= SHARED[chip] * 1024 and 0 < int(row["registers"]) <= 255, row
         if row["kernel"] == "split_kernel":
-            assert int(row["HMMA"]) > 0, f"no tensor cores: {row}"
+            assert int(row["HMMA"]) + int(row["HGMMA"]) > 0, f"no tensor cores: {row}"
             assert int(row["LDGSTS"]) > 0, f"keys and values are not fetched ahead: {row}"
+            assert int(row["ahead"]) >= 2, f"the loop waits for the next block's keys and values: {row}"
+
+
+LENGTHS = """
+from itertools import product
+from tools.bench import kernel_report as report
+found = {}
+for C, B, offset in product((17, 128, 1025, 2048, 4097, 5000, 20_000), (1, 3), (0, 1)):
+    for statistics, value in ((("sum", "squares"), "mean"), (("gumbel",), "gumbel")):
+        call = report.Call("", "decode", report.decode_step(statistics, value, C, B, offset, sliding=100, tau=1.5))
+        for kernel, args, kwargs in report.launches(call, 16, 2):
+            found.setdefault((kernel.__name__, value), set()).add(report.special(kernel, args, kwargs))
+print(sorted((*names, len(kinds)) for names, kinds in found.items()))
+"""
+
+
+def test_a_new_length_compiles_nothing(tmp_path):
+    """Whatever the slots and rows, and wherever a layer's state lies in memory, the same compiled kernels serve."""
+    done = python("-c", LENGTHS, cache=tmp_path)
+    kernels = ("combine_kernel", "evict_kernel", "split_kernel")
+    assert done.stdout.strip() == str([(name, value, 1) for name in kernels for value in ("gumbel", "mean")]), done.stderr
 
 
 STARVED = """
 from tools.bench import kernel_report as report
 kernel, args, kwargs = report.launches(report.CALLS[0], 128, 4)[0]
-row = report.measure("starved", 128, 4, "split_kernel", report.compiled(kernel, args, kwargs | {"maxnreg": 32}))
+row = report.measure(90, "starved", 128, 4, "split_kernel", report.compiled(kernel, args, kwargs | {"maxnreg": 32}))
 print(row.spills, row.stack > 0, row.LDL > 0, row.STL > 0)
 report.main(["encode"])
 """

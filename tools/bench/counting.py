@@ -23,7 +23,7 @@ from kvpatch.backends import triton as kernel_package
 
 if not torch.cuda.is_available():  # before Triton is imported, which transformers may do
     os.environ.setdefault("TRITON_INTERPRET", "1")
-ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "set_"}
+IDLE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "set_", "promote_types"}
 SIZED_BY_DATA = {"nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
 READS = {"tolist", "numpy", "cpu"}  # without a dispatched operation if the tensor is on the CPU
 Launch = Callable[[str, Callable[[], None]], None]
@@ -45,7 +45,7 @@ class Counting(TorchDispatchMode):
             if name == "_local_scalar_dense" or name in SIZED_BY_DATA or (name.startswith("index") and _by_mask(args)):
                 self.waits[name] += 1
             # a list that becomes a tensor is copied to the device
-            if name == "lift_fresh" or not (func.is_view or name in ALLOCATIONS or name == "_local_scalar_dense"):
+            if name == "lift_fresh" or not (func.is_view or name in IDLE or name == "_local_scalar_dense"):
                 self.launches[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -10,6 +10,7 @@ in which the host launches them. All of them take `tiny` sizes, which run on a C
 """
 
 import copy
+import functools
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -70,8 +71,9 @@ def dtype_of(device: str) -> torch.dtype:
 
 
 def side_pass(device: str, tiny: bool, _: Sequence[str], lengths: Sequence[int], __: Any, repeats: int) -> Iterable[Line]:
-    """Normalisers of the rows, then sums of the columns, as ratios to one causal flash forward of the same queries."""
-    from kvpatch.backends.triton import columns as kernels
+    """Own forward, normalizers of the rows, sums of the columns, as ratios to one causal flash forward of the same queries."""
+    from kvpatch.backends.triton.columns import column_statistics
+    from kvpatch.backends.triton.forward import attend
 
     heads, D, dtype = (2, 64, torch.float32) if tiny else (32, 128, dtype_of(device))
     best = ceilings(device, dtype, small=tiny)
@@ -80,20 +82,25 @@ def side_pass(device: str, tiny: bool, _: Sequence[str], lengths: Sequence[int],
         k_BHTD, v_BHTD = (torch.randn(1, heads, n, D, device=device, dtype=dtype) for _ in range(2))
         rows_BQ = torch.arange(n, device=device)[None]
         given: Any = (q_BHGQD, k_BHTD, rows_BQ[:, None].expand(1, heads, n).contiguous(), rows_BQ)
-        lse = kernels.row_normalisers(*given, scale=D**-0.5)
+        noise_BHTG = torch.rand(1, heads, n, 1, device=device)
+        whole = {"scale": D**-0.5, "holes": False}
+        lse = attend(*given[:2], None, *given[2:], **whole).lse
 
         def flash(q: Tensor = q_BHGQD, k: Tensor = k_BHTD, v: Tensor = v_BHTD) -> Tensor:
             with nullcontext() if device == "cpu" else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 return F.scaled_dot_product_attention(q[:, :, 0], k, v, is_causal=True)
 
-        def normalisers(given: Any = given) -> Any:
-            return kernels.row_normalisers(*given, scale=D**-0.5)
+        def forward(v: Tensor | None, given: Any = given, whole: Any = whole, **more: Any) -> Any:
+            return attend(*given[:2], v, *given[2:], **whole, **more)
 
         def columns(names: tuple[str, ...], given: Any = given, lse: Tensor = lse) -> Any:
-            return kernels.column_statistics(*given, lse, names, scale=D**-0.5)
+            return column_statistics(*given, lse, names, scale=D**-0.5)
 
         works: dict[str, Callable[[], Any]] = {
-            "row normalisers": normalisers,
+            "own forward": functools.partial(forward, v_BHTD),
+            "own forward, noisy": functools.partial(forward, v_BHTD, noise_BHTG=noise_BHTG),
+            "row normalizers": functools.partial(forward, None),
+            "noisy row normalizers": functools.partial(forward, None, noise_BHTG=noise_BHTG, lse_BHGQ=lse),
             "column sums": lambda: columns(("sum",)),
             "column sums and squares": lambda: columns(("sum", "squares")),
         }

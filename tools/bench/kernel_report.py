@@ -1,20 +1,22 @@
-"""Registers, shared memory, stack and spills of the Triton kernels as compiled for an sm_90 GPU, without such a GPU.
+"""Registers, shared memory, stack and spills of the Triton kernels as compiled for a GPU, without such a GPU.
 
-`python -m tools.bench.kernel_report [name ...]` compiles them for bfloat16 and prints a table; names select rows by
-their beginning. A row of CALLS names a function of the backend: it is called on CPU tensors while stand-ins record the launches
-of its module's kernels, and every launch is compiled with the arguments, warps and stages that it had. No second description
-of a kernel can go stale. Needs Triton with its NVIDIA tools, and TRITON_INTERPRET unset.
+`python -m tools.bench.kernel_report [sm_90 ...] [name ...]` compiles them for bfloat16 and prints a table, for sm_90 if no chip
+is named; names select rows by their beginning. A row of CALLS names a function of the backend: it is called on CPU tensors
+while stand-ins record the launches of its module's kernels, and every launch is compiled with the arguments, warps and stages
+that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA tools, and TRITON_INTERPRET unset.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,11 @@ from triton.compiler import ASTSource
 
 from kvpatch.errors import KVPatchError
 
-SM_90 = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-H, C, Q = 8, 2048, 512  # a layer's KV heads, slots and rows of a prompt; only their divisibility by 16 matters
+H, C, Q = 8, 8192, 512  # a layer's KV heads, slots and rows of a prompt
 SHAPES = tuple((D, G) for D in (64, 128) for G in (1, 4))
 ONE_SHAPE = ((128, 4),)
+ALL = ("sum", "squares", "count", "gumbel", "observed")
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class Call:
 @dataclass(frozen=True)
 class Row:
     """One kernel as compiled. shared: bytes of a block; stack: bytes of a thread; LOCAL, LDL and STL: bytes and instructions
-    of spilled registers; HGMMA, HMMA: tensor core instructions; LDGSTS: copies into shared memory that run ahead."""
+    of spilled registers; HGMMA, HMMA: tensor core instructions; LDGSTS: copies into shared memory that run ahead; ahead: groups
+    of these that the kernel's loop leaves under way when it waits for one."""
 
+    chip: int
     call: str
     kernel: str
     D: int
@@ -62,6 +66,7 @@ class Row:
     HGMMA: int
     HMMA: int
     LDGSTS: int
+    ahead: int
 
     @property
     def spills(self) -> bool:
@@ -72,30 +77,46 @@ def _some(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _decode(statistics: tuple[str, ...], value: str, **geometry: Any) -> Callable[[Any, int, int], object]:
-    """A step whose heads hold different numbers of tokens, with windows protected."""
+def decode_step(
+    statistics: tuple[str, ...], value: str, C: int = C, B: int = 1, offset: int = 0, **geometry: Any
+) -> Callable[[Any, int, int], object]:
+    """A step whose heads hold different numbers of tokens, with windows protected.
+
+    offset: entries before a tensor in memory, as in a view of stacked layers.
+    """
+
+    def view(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.zeros(math.prod(shape) + offset, dtype=dtype)[offset:].view(shape)
 
     def run(module: Any, D: int, G: int) -> object:
-        state = {name: torch.zeros(1, H, C) for name in statistics} | {"noise": torch.zeros(1, H, C, G)}
-        sizes = {name: torch.zeros(1, dtype=torch.long) for name in ("first_B", "recent_B")}
+        state = {name: view(B, H, C, dtype=torch.float32) for name in statistics}
+        state["noise"] = view(B, H, C, G, dtype=torch.float32)
         rule = module.Rule(statistics, value=value)
-        slot_BH, positions_BHC = torch.zeros(1, H, dtype=torch.long), torch.zeros(1, H, C, dtype=torch.long)
-        slots = _some(1, H, C, D), _some(1, H, C, D), positions_BHC, slot_BH, torch.zeros(1, dtype=torch.long)
-        new = _some(1, H, G, D), _some(1, H, D), _some(1, H, D)
-        return module.step(*new, *slots, state, rule, scale=1.0, keep_BH=slot_BH, **sizes, **geometry)
+        slot_BH, positions_BHC, newest_B = view(B, H), view(B, H, C), view(B)
+        slots = _some(B, H, C, D), _some(B, H, C, D), positions_BHC, slot_BH, newest_B
+        new = _some(B, H, G, D), _some(B, H, D), _some(B, H, D)
+        limits = {"keep_BH": view(B, H), "first_B": view(B), "recent_B": view(B)}
+        slopes_HG = torch.zeros(H, G) if geometry.get("sliding") else None
+        return module.step(*new, *slots, state, rule, scale=1.0, slopes_HG=slopes_HG, **limits, **geometry)
 
     return run
 
 
-def _normalisers(module: Any, D: int, G: int) -> object:
-    """Keyformer's rows: noise, a temperature."""
-    positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-    noise_BHTG = torch.zeros(1, H, Q, G)
-    q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
-    return module.row_normalisers(q_BHGQD, k_BHTD, positions_BHT, rows_BQ, scale=1.0, noise_BHTG=noise_BHTG, tau=1.5)
+def _forward(*extra: str, values: bool = True, **options: Any) -> Callable[[Any, int, int], object]:
+    """A prompt's attention, or its normalizers alone. extra: tensors to pass besides."""
+
+    def run(module: Any, D: int, G: int) -> object:
+        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
+        known = {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+        tensors = {name: torch.ones(known[name]) for name in extra}
+        q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
+        v_BHTD = _some(1, H, Q, D) if values else None
+        return module.attend(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, scale=1.0, **tensors, **options)
+
+    return run
 
 
-def _columns(names: tuple[str, ...]) -> Callable[[Any, int, int], object]:
+def _columns(names: tuple[str, ...], **options: Any) -> Callable[[Any, int, int], object]:
     """A prompt's statistics."""
 
     def run(module: Any, D: int, G: int) -> object:
@@ -103,20 +124,28 @@ def _columns(names: tuple[str, ...]) -> Callable[[Any, int, int], object]:
         lse_BHGQ, keys_BHQ = torch.zeros(1, H, G, Q), torch.ones(1, H, Q)
         q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
         return module.column_statistics(
-            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ
+            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ, **options
         )
 
     return run
 
 
 CALLS = (
-    Call("decode", "decode", _decode(("sum", "squares"), "mean")),
-    Call("decode gumbel", "decode", _decode(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
-    Call("decode count window", "decode", _decode(("count",), "count", sliding=1000), ONE_SHAPE),
+    Call("decode", "decode", decode_step(("sum", "squares"), "mean"), (*SHAPES, (256, 8), (128, 48))),
+    Call("decode gumbel", "decode", decode_step(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
+    Call("decode all", "decode", decode_step(ALL, "count", tau=1.5, sliding=1000), ((128, 1), (128, 8))),
     Call("columns", "columns", _columns(("sum",))),
     Call("columns squares", "columns", _columns(("sum", "squares")), ONE_SHAPE),
     Call("columns count", "columns", _columns(("count",)), ONE_SHAPE),
-    Call("rows noise", "columns", _normalisers),
+    Call("columns cap", "columns", _columns(("sum",), softcap=50.0), ONE_SHAPE),
+    Call("forward", "forward", _forward(holes=False)),
+    Call("forward noise", "forward", _forward("noise_BHTG", holes=False)),
+    Call("forward ALiBi noise padding", "forward", _forward("slopes_HG", "noise_BHTG"), ((64, 1), (128, 1))),
+    Call("forward cap window", "forward", _forward(softcap=50.0, sliding=1000), ONE_SHAPE),
+    Call("forward sinks window", "forward", _forward("sinks_HG", sliding=128), ((64, 8),)),
+    Call("rows", "forward", _forward(values=False, holes=False)),
+    Call("rows noise", "forward", _forward("noise_BHTG", "lse_BHGQ", values=False, holes=False)),
+    Call("rows noise tau", "forward", _forward("noise_BHTG", values=False, tau=1.5), ONE_SHAPE),
 )
 
 
@@ -147,13 +176,23 @@ def launches(call: Call, D: int, G: int) -> list[tuple[triton.JITFunction, tuple
     return found
 
 
-def compiled(kernel: triton.JITFunction, args: tuple, kwargs: dict) -> Any:
-    """The kernel for sm_90, specialised to its arguments as a launch would."""
+@dataclass(frozen=True)
+class Special:
+    """What a launch's arguments make constant in a kernel: launches that agree in it share one compiled kernel."""
+
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[tuple[int, ...], object], ...]
+    aligned: tuple[tuple[int, ...], ...]
+    options: tuple[tuple[str, object], ...]
+
+
+def special(kernel: triton.JITFunction, args: tuple, kwargs: dict) -> Special:
+    """The specialisation of a launch, by Triton's own rules: None and 1 are constants, multiples of 16 are known to be such."""
     options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
     given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in options}
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
-    aligned: dict[tuple[int, ...], list] = {}
+    aligned: list[tuple[int, ...]] = []
     for param in kernel.params:
         value, at = given.get(param.name, param.default), (param.num,)
         whole = isinstance(value, int) and not isinstance(value, bool) and not param.do_not_specialize
@@ -161,9 +200,18 @@ def compiled(kernel: triton.JITFunction, args: tuple, kwargs: dict) -> Any:
             signature[param.name], constants[at] = "constexpr", value
             continue
         signature[param.name] = _type(value)
-        if isinstance(value, Tensor) or (whole and value % 16 == 0):
-            aligned[at] = [["tt.divisibility", 16]]
-    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=SM_90, options=options)
+        pointer = isinstance(value, Tensor) and not param.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
+        if pointer or (whole and value % 16 == 0):
+            aligned.append(at)
+    return Special(tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items()))
+
+
+def compiled(kernel: triton.JITFunction, args: tuple, kwargs: dict, chip: int = 90) -> Any:
+    """The kernel for sm_`chip`, specialised to its arguments as a launch would."""
+    found = special(kernel, args, kwargs)
+    aligned = {at: [["tt.divisibility", 16]] for at in found.aligned}
+    source = ASTSource(kernel, dict(found.signature), dict(found.constants), aligned)
+    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=dict(found.options))
 
 
 def _type(value: object) -> str:
@@ -176,7 +224,7 @@ def _type(value: object) -> str:
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def measure(call: str, D: int, G: int, kernel: str, binary: Any) -> Row:
+def measure(chip: int, call: str, D: int, G: int, kernel: str, binary: Any) -> Row:
     """Count what cuobjdump shows of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(binary.asm["cubin"])
@@ -190,10 +238,11 @@ def measure(call: str, D: int, G: int, kernel: str, binary: Any) -> Row:
     registers, stack, local = map(int, found.groups())
     counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("LDL", "STL", "HGMMA", "HMMA", "LDGSTS")}
     shared, warps = binary.metadata.shared, binary.metadata.num_warps
-    return Row(call, kernel, D, G, warps, registers, shared, stack, local, **counts)
+    ahead = max(map(int, re.findall(r"async_wait [^{]*\{num = (\d+)", binary.asm["ttgir"])), default=0)
+    return Row(chip, call, kernel, D, G, warps, registers, shared, stack, local, **counts, ahead=ahead)
 
 
-def rows(names: Sequence[str] = ()) -> list[Row]:
+def rows(names: Sequence[str] = (), chips: Sequence[int] = (90,)) -> list[Row]:
     """Compile and measure the calls whose names begin with one of `names` (all, if there are none)."""
     if not TOOL.exists():
         raise KVPatchError(f"{TOOL} is missing: install a Triton wheel that has its NVIDIA tools.")
@@ -201,16 +250,18 @@ def rows(names: Sequence[str] = ()) -> list[Row]:
     if not calls:
         raise KVPatchError(f"{', '.join(names)} names no row: use the beginning of {', '.join(call.name for call in CALLS)}.")
     found = []
-    for call in calls:
+    for chip, call in product(chips, calls):
         for D, G in call.shapes:
             for kernel, args, kwargs in launches(call, D, G):
-                found.append(measure(call.name, D, G, kernel.__name__, compiled(kernel, args, kwargs)))
+                found.append(measure(chip, call.name, D, G, kernel.__name__, compiled(kernel, args, kwargs, chip)))
     return found
 
 
-def main(names: Sequence[str]) -> None:
+def main(words: Sequence[str]) -> None:
+    chips = [int(word[3:]) for word in words if re.fullmatch(r"sm_\d+", word)]
+    names = [word for word in words if not re.fullmatch(r"sm_\d+", word)]
     columns = list(Row.__dataclass_fields__)
-    table = [columns] + [[str(getattr(row, name)) for name in columns] for row in rows(names)]
+    table = [columns] + [[str(getattr(row, name)) for name in columns] for row in rows(names, chips or (90,))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

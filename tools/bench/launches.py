@@ -43,9 +43,9 @@ class Figure:
         return cls(per_layer, shallow - SHALLOW * per_layer)
 
 
-def counted(policy: str, path: str, n: int = 64) -> dict[str, Figure]:
+def counted(policy: str, path: str, n: int = 64, batch: int = 1) -> dict[str, Figure]:
     """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens."""
-    shallow, deep = (_counts(policy, path, layers, n) for layers in (SHALLOW, DEEP))
+    shallow, deep = (_counts(policy, path, layers, n, batch) for layers in (SHALLOW, DEEP))
     figures = {}
     for name, part, kind in (
         ("launches", 1, "launches"), ("kernels", 1, "kernels"), ("waits", 1, "waits"), ("prompt_waits", 0, "waits"),
@@ -56,11 +56,11 @@ def counted(policy: str, path: str, n: int = 64) -> dict[str, Figure]:
 
 
 @torch.no_grad()
-def _counts(policy: str, path: str, layers: int, n: int) -> tuple[Counting, Counting]:
+def _counts(policy: str, path: str, layers: int, n: int, batch: int) -> tuple[Counting, Counting]:
     """What the prompt and one later decode step of a narrow Llama ask of a device."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(narrow(n + SETTLED + 1, layers), attn_implementation="sdpa").eval()
-    ids = tokens(model, n + SETTLED + 1)
+    ids = tokens(model, n + SETTLED + 1, batch)
     if policy == UNPATCHED:
         return _prompt_and_step(model, ids, n)
     with kvpatch.patched(model, policy, k=K, backend=path, **options(policy)):

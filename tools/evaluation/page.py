@@ -192,7 +192,7 @@ def _bits(table: Table) -> str:
     """Recall with 16 bits at each budget, and how much better 8 and 4 bits are at the same bytes."""
     samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
     lines = ["## Bits beside tokens", "", BESIDE, ""]
-    lines += [f"`python -m tools.evaluation bits`. {samples:,} samples, {len(table.models)} models, in bfloat16.", ""]
+    lines += [f"`python -m tools.evaluation bits`. {samples:,} samples, models {', '.join(table.models)}, in bfloat16.", ""]
     for scenario in dict.fromkeys(line["group"]["scenario"] for line in table.lines if "group" in line):
         here, rows = table.where(scenario=scenario), []
         for policy in dict.fromkeys(name.partition(",")[0] for name in here.names):

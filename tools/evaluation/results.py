@@ -26,7 +26,7 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import page, pictures, runs
 from tools.evaluation.lines import read
 from tools.evaluation.table import Table
-from tools.evaluation.task import PYTHON, Request
+from tools.evaluation.task import FIVE, PYTHON, Request
 from tools.evaluation.tasks import TASKS, get_task
 from tools.training.train import SHIPPED
 
@@ -36,7 +36,7 @@ FIFTEEN = tuple(name for name in SHIPPED if name not in CODE)
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
-    "bits": {"models": FIFTEEN},
+    "bits": {"models": FIVE},
     "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
     "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},
     "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},

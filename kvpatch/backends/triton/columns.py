@@ -1,4 +1,4 @@
-"""Column statistics of a prompt's attention, and the normalizer of each row, as Triton kernels.
+"""Column statistics of a prompt's attention as a Triton kernel.
 
 No n x n matrix is stored: probabilities are recomputed from attention's log-sum-exp, a tile at a time. One program owns a
 block of keys of one KV head and loops over the query rows that can see it, and over the heads of the group: there are no
@@ -7,7 +7,10 @@ sums over rows need no exchange between threads.
 
 Row r sees column t iff the row is no padding (rows_BQ >= 0), the slot is not empty (positions_BHT >= 0), t <= past + r (or,
 `by_position`, positions_BHT <= rows_BQ), and the row's position minus the column's is below `sliding`. The last Q columns
-are the rows' own tokens unless `by_position`. Logits are (scale q k + slope (i - t) + noise) / tau.
+are the rows' own tokens unless `by_position`.
+
+Logits are (scale q k + slope (i - t) + noise) / tau, with softcap * tanh(scale q k / softcap) for scale q k if
+there is a cap.
 
 Kernels name pointers as their tensors (q_ptr), strides by tensor and axis (q_b), axes in lower case (n: keys of a block,
 m: rows of a block).
@@ -24,78 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import LENGTHS, LOG2E, check, flat, last_contiguous, logit_units, noise_tiles, padded_size, spans
+
 NAMES = ("sum", "squares", "count")
-LOG2E = math.log2(math.e)
-LN2 = tl.constexpr(math.log(2))
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PROGRAMS = 2048  # that a launch is to have at least: some hundred run at once, and the last of them should be short
 LEAST_TILES = 16  # of the longest program after a split: its keys are loaded once more
-WIDEST = 256  # largest head size: a wider tile does not fit in shared memory
-
-
-def reason(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return the reason that the kernels do not support these queries, or None."""
-    if dtype not in DTYPES:
-        return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim > WIDEST:
-        return f"the Triton kernels take head sizes up to {WIDEST}, not {head_dim}"
-    return None
-
-
-def row_normalisers(
-    q_BHGQD: Tensor,
-    k_BHTD: Tensor,
-    positions_BHT: Tensor,
-    rows_BQ: Tensor,
-    *,
-    scale: float,
-    slopes_HG: Tensor | None = None,
-    sliding: int | None = None,
-    past: int = 0,
-    by_position: bool = False,
-    noise_BHTG: Tensor | None = None,
-    tau: float = 1.0,
-) -> Tensor:
-    """Return the log-sum-exp [B,H,G,Q] of each row's logits, float32; +inf for padding and for rows that see nothing."""
-    _check(q_BHGQD, k_BHTD, noise_BHTG=noise_BHTG)
-    (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
-    lse_BHGQ = torch.empty(B, H, G, Q, dtype=torch.float32, device=q_BHGQD.device)
-    if not lse_BHGQ.numel():
-        return lse_BHGQ
-    padded = max(16, triton.next_power_of_2(D))
-    block_n, block_m, warps, stages = _row_tile(q_BHGQD.dtype, padded, Q)
-    q, k, positions = (_last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
-    with torch.cuda.device_of(q):
-        _normalisers_kernel[(B * H * G, triton.cdiv(Q, block_m))](
-            q,
-            k,
-            positions,
-            rows_BQ.contiguous(),
-            _spans(rows_BQ),
-            _flat(slopes_HG),
-            _flat(noise_BHTG),
-            lse_BHGQ,
-            *q.stride()[:4],
-            *k.stride()[:3],
-            *positions.stride()[:2],
-            H,
-            Q,
-            T,
-            past,
-            sliding or 0,
-            scale * LOG2E / tau,
-            LOG2E / tau,
-            G=G,
-            D=D,
-            PADDED=padded,
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
-            SLIDING=sliding is not None,
-            BY_POSITION=by_position,
-            num_warps=warps,
-            num_stages=stages,
-        )
-    return lse_BHGQ
 
 
 def column_statistics(
@@ -109,52 +45,64 @@ def column_statistics(
     scale: float,
     slopes_HG: Tensor | None = None,
     sliding: int | None = None,
+    softcap: float | None = None,
     past: int = 0,
     by_position: bool = False,
     noise_BHTG: Tensor | None = None,
     tau: float = 1.0,
     keys_BHQ: Tensor | None = None,
+    spans_B4: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return sums over the rows for each key, [B,H,T] float32 by name; zero for a key that no row sees.
 
-    lse_BHGQ: log-sum-exp of the same logits; its values for padding and for rows that see nothing are ignored.
+    lse_BHGQ: log-sum-exp of the same logits (with attention sinks, if there are any); its values for padding and for rows
+    that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known.
     "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability.
     "count": number of pairs (row, head) that give the key more than an even share of the keys_BHQ keys of the row.
     """
     names = tuple(names)
-    _check(q_BHGQD, k_BHTD, names, keys_BHQ, noise_BHTG)
+    check(q_BHGQD, k_BHTD, None, noise_BHTG)
+    unknown = set(names).difference(NAMES)
+    if unknown:
+        raise ValueError(f"no such statistic: {', '.join(sorted(unknown))}; choose among {', '.join(NAMES)}")
+    if "count" in names and keys_BHQ is None:
+        raise ValueError('"count" compares with an even share: pass keys_BHQ, how many keys each row attends to')
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
     if not names or not Q or not T:
         return {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
-    padded = max(16, triton.next_power_of_2(D))
+    padded = padded_size(D)
     block_n, block_m, warps, stages = _column_tile(q_BHGQD.dtype, padded, Q)
     blocks = triton.cdiv(T, block_n)
     splits = _row_splits(B * H * blocks, triton.cdiv(Q, block_m), G)
     outs = {name: torch.empty(splits, B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
     fill = -Q % block_m
-    q, k, positions = (_last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
+    q, k, positions = (last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
+    unit, inner = logit_units(scale, softcap)
+    noise = noise_tiles(noise_BHTG, tau, logarithm=True)
     with torch.cuda.device_of(q):
         _columns_kernel[(B * H * splits, blocks)](
             q,
             k,
             positions,
             F.pad(rows_BQ, (0, fill), value=-1).contiguous(),
-            _spans(rows_BQ),
+            spans(rows_BQ) if spans_B4 is None else spans_B4,
             _row_terms(lse_BHGQ, rows_BQ, fill),
             _even_shares(keys_BHQ, fill) if keys_BHQ is not None and "count" in names else None,
-            _flat(slopes_HG),
-            _flat(noise_BHTG),
+            flat(slopes_HG),
+            noise,
             *(outs.get(name) for name in NAMES),
             *q.stride()[:4],
             *k.stride()[:3],
             *positions.stride()[:2],
+            0 if noise is None else noise.shape[-1],
             B * H,
             H,
             Q + fill,
             T,
             past,
             sliding or 0,
-            scale * LOG2E / tau,
+            unit / tau,
+            inner,
             LOG2E / tau,
             G=G,
             D=D,
@@ -163,58 +111,14 @@ def column_statistics(
             BLOCK_M=block_m,
             SLIDING=sliding is not None,
             BY_POSITION=by_position,
+            CAPPED=softcap is not None,
             num_warps=warps,
             num_stages=stages,
         )
     return {name: out[0] if splits == 1 else out.sum(0) for name, out in outs.items()}
 
 
-# ---- arguments of the kernels ----
-
-
-def _check(
-    q_BHGQD: Tensor,
-    k_BHTD: Tensor,
-    names: tuple[str, ...] = (),
-    keys_BHQ: Tensor | None = None,
-    noise_BHTG: Tensor | None = None,
-) -> None:
-    why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
-    if why is not None:
-        raise ValueError(f"{why}; use the torch backend")
-    if k_BHTD.dtype != q_BHGQD.dtype:
-        raise ValueError(f"queries are {q_BHGQD.dtype} and keys {k_BHTD.dtype}; cast one to the other's dtype")
-    unknown = set(names).difference(NAMES)
-    if unknown:
-        raise ValueError(f"no such statistic: {', '.join(sorted(unknown))}; choose among {', '.join(NAMES)}")
-    if "count" in names and keys_BHQ is None:
-        raise ValueError('"count" compares with an even share: pass keys_BHQ, how many keys each row attends to')
-    if noise_BHTG is not None and noise_BHTG.shape != (wanted := (*k_BHTD.shape[:3], q_BHGQD.shape[2])):
-        raise ValueError(f"noise has shape {tuple(noise_BHTG.shape)}, but [B,H,T,G] is {wanted}: one for each query head")
-
-
-def _last_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.float32).contiguous()
-
-
-def _spans(rows_BQ: Tensor) -> Tensor:
-    """Return the span of each batch row's real query rows, int64 [B,4].
-
-    First real row; one past the last; 1 if all between are real and at consecutive positions; and then the difference of a
-    row's position and its index. The host reads none of it, since that would wait for the device.
-    """
-    Q = rows_BQ.shape[1]
-    index, real = torch.arange(Q, device=rows_BQ.device), rows_BQ >= 0
-    first = torch.where(real, index, Q).amin(1)
-    last = torch.where(real, index, -1).amax(1) + 1
-    shifts = rows_BQ - index
-    shift = shifts.gather(1, first.clamp(max=Q - 1)[:, None])
-    regular = ((index < first[:, None]) | (index >= last[:, None]) | (real & (shifts == shift))).all(1)
-    return torch.stack([first, last, regular.long(), shift[:, 0]], 1)
+# ---- arguments of the kernel ----
 
 
 def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
@@ -245,27 +149,17 @@ def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int
     return 128, min(rows, 64), 4 if padded <= 128 else 8, 3 if padded <= 64 else 2
 
 
-def _row_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
-    rows = max(16, triton.next_power_of_2(Q))
-    if dtype == torch.float32:
-        return 32, min(rows, 64), 8, 2
-    return 64, min(rows, 128), 8 if rows > 64 else 4, 3 if padded <= 128 else 2
+# ---- the kernel ----
 
 
-# ---- kernels ----
-
-# specializing on lengths that are multiples of 16 would cost seconds of compilation and gain nothing
-_LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS)
 def _columns_kernel(
     q_ptr, k_ptr, positions_ptr, rows_ptr, spans_ptr, terms_ptr, shares_ptr, slopes_ptr, noise_ptr,
     sum_ptr, squares_ptr, count_ptr,
-    q_b, q_h, q_g, q_r, k_b, k_h, k_t, positions_b, positions_h,
-    heads, H, Q, T, past, sliding, factor, bias_factor,
+    q_b, q_h, q_g, q_r, k_b, k_h, k_t, positions_b, positions_h, noise_g,
+    heads, H, Q, T, past, sliding, unit, inner, bias_factor,
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
+    SLIDING: tl.constexpr, BY_POSITION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute the column statistics of one block of keys, over one split of the rows that see it.
 
@@ -314,7 +208,7 @@ def _columns_kernel(
     counts = tl.zeros([BLOCK_N], tl.float32)
     group = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if noise_ptr is not None:
-        noise_tile = noise_ptr + bh * T * G + n * G
+        noise_tile = noise_ptr + bh * G * noise_g + n
     for part in tl.static_range(3 if SLIDING else 2):
         if part == 0:
             start, stop = lo, mid
@@ -332,22 +226,28 @@ def _columns_kernel(
             q_tile = q_tile + tl.arange(0, BLOCK_M)[:, None] * q_r + d[None, :]
             q = tl.load(q_tile, mask=here[:, None] & (d < D)[None, :], other=0.0)
             term = tl.load(terms_ptr + (bh * G + g) * Q + m)
-            x = tl.dot(k, tl.trans(q), input_precision="ieee") * factor - term[None, :]
+            x = tl.dot(k, tl.trans(q), input_precision="ieee")
+            if CAPPED:
+                x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
+            row_term = term
             if slopes_ptr is not None or BY_POSITION or SLIDING:
                 row_place = (tl.load(rows_ptr + b * Q + m) - origin).to(tl.float32)
-                age = key_place[:, None] - row_place[None, :]
+            if slopes_ptr is not None:  # a key's share and a row's, each relative to the block
+                slope = tl.load(slopes_ptr + h * G + g) * bias_factor
+                row_term += slope * row_place
+            x = x * unit - row_term[None, :]
             if slopes_ptr is not None:
-                x += tl.load(slopes_ptr + h * G + g) * bias_factor * age
+                x += (slope * key_place)[:, None]
             if noise_ptr is not None:
-                x += (tl.load(noise_tile + g, mask=n < T, other=0.0) * bias_factor)[:, None]
+                x += tl.load(noise_tile + tl.cast(g, tl.int64) * noise_g)[:, None]
             if part != 1:
                 visible = (term != float("inf"))[None, :]
                 if BY_POSITION:
-                    visible = visible & (age <= 0)
+                    visible = visible & (key_place[:, None] <= row_place[None, :])
                 else:
                     visible = visible & (n[:, None] - past <= m[None, :])
                 if SLIDING:
-                    visible = visible & (-age < sliding)
+                    visible = visible & (row_place[None, :] - key_place[:, None] < sliding)
                 x = tl.where(visible, x, float("-inf"))
             p = tl.exp2(x)
             if sum_ptr is not None:
@@ -367,82 +267,3 @@ def _columns_kernel(
         tl.store(squares_ptr + at, tl.where(held, squares * (1.0 / (G * G)), 0.0), mask=n < T)
     if count_ptr is not None:
         tl.store(count_ptr + at, tl.where(held, counts, 0.0), mask=n < T)
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
-def _normalisers_kernel(
-    q_ptr, k_ptr, positions_ptr, rows_ptr, spans_ptr, slopes_ptr, noise_ptr, lse_ptr,
-    q_b, q_h, q_g, q_r, k_b, k_h, k_t, positions_b, positions_h,
-    H, Q, T, past, sliding, factor, bias_factor,
-    G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    SLIDING: tl.constexpr, BY_POSITION: tl.constexpr,
-):  # fmt: skip
-    """Compute the log-sum-exp of one block of rows of one query head, updated online over the blocks of keys."""
-    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the rows that see most start first, those of all heads
-    bhg = tl.program_id(0).to(tl.int64)
-    bh, g = bhg // G, bhg % G
-    b, h = bh // H, bh % H
-    m, d = m0 + tl.arange(0, BLOCK_M), tl.arange(0, PADDED)
-    q_tile = q_ptr + b * q_b + h * q_h + g * q_g + m.to(tl.int64)[:, None] * q_r + d[None, :]
-    q = tl.load(q_tile, mask=(m < Q)[:, None] & (d < D)[None, :], other=0.0)
-    rows = tl.load(rows_ptr + b * Q + m, mask=m < Q, other=-1)
-    origin = tl.max(rows, 0)
-    row_place = (rows - origin).to(tl.float32)
-    slope = 0.0
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + h * G + g) * bias_factor
-    if noise_ptr is not None:
-        noise_tile = noise_ptr + bh * T * G + g
-
-    # columns [lo, hi) can be seen; all rows see those up to `mid`
-    first = tl.load(spans_ptr + b * 4).to(tl.int32)
-    last = tl.load(spans_ptr + b * 4 + 1).to(tl.int32)
-    lo = tl.zeros([], tl.int32)
-    hi = tl.zeros([], tl.int32) + T
-    if not BY_POSITION:
-        lo = tl.where(past == 0, first, 0)
-        if SLIDING:
-            regular = tl.load(spans_ptr + b * 4 + 2) != 0
-            lo = tl.where(regular & (past == 0), tl.maximum(lo, m0 - sliding + 1), lo)
-        hi = tl.minimum(hi, past + tl.minimum(m0 + BLOCK_M, last))
-    lo = lo // BLOCK_N * BLOCK_N
-    hi = tl.where(origin < 0, lo, tl.maximum(hi, lo))
-    mid = lo
-    if not (BY_POSITION or SLIDING):
-        mid = tl.minimum(lo + tl.maximum(past + m0 + 1 - lo, 0) // BLOCK_N * BLOCK_N, hi)
-
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for part in tl.static_range(2):
-        if part == 0:
-            start, stop = lo, mid
-        else:
-            start, stop = mid, hi
-        for n0 in range(start, stop, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            k_tile = k_ptr + b * k_b + h * k_h + tl.cast(n0, tl.int64) * k_t
-            k_tile = k_tile + tl.arange(0, BLOCK_N)[:, None] * k_t + d[None, :]
-            k = tl.load(k_tile, mask=(n < T)[:, None] & (d < D)[None, :], other=0.0)
-            positions = tl.load(positions_ptr + b * positions_b + h * positions_h + n, mask=n < T, other=-1)
-            x = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
-            if slopes_ptr is not None or BY_POSITION or SLIDING:
-                age = (positions - origin).to(tl.float32)[None, :] - row_place[:, None]
-            if slopes_ptr is not None:
-                x += slope * age
-            if noise_ptr is not None:
-                x += (tl.load(noise_tile + n * G, mask=n < T, other=0.0) * bias_factor)[None, :]
-            visible = (positions >= 0)[None, :]
-            if part == 1:
-                if BY_POSITION:
-                    visible = visible & (age <= 0)
-                else:
-                    visible = visible & (n[None, :] - past <= m[:, None])
-                if SLIDING:
-                    visible = visible & (-age < sliding)
-            x = tl.where(visible, x, float("-inf"))
-            higher = tl.maximum(largest, tl.max(x, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # no key seen yet: -inf minus -inf is NaN
-            total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
-            largest = higher
-    lse = tl.where((rows >= 0) & (total != 0), (largest + tl.log2(total)) * LN2, float("inf"))
-    tl.store(lse_ptr + bhg * Q + m, lse, mask=m < Q)

@@ -2,8 +2,8 @@
 
 `split_kernel` has one program per KV head and segment of its slots: an online softmax over the segment, for all query heads
 of the group at once, so that each key and value is read once. In `combine_kernel` every program merges the softmax of a head's
-segments. Some then compute a part of the head's output; each of the others adds to the statistics of a stretch of its slots
-and finds there the lowest eviction key of policies/selection.py. Where a head has several stretches, `evict_kernel` compares
+segments. Some then compute a part of the head's output; each of the others adds to the statistics of a chunk of its slots
+and finds there the lowest eviction key of policies/selection.py. Where a head has several chunks, `evict_kernel` compares
 their keys. Logits pass between the kernels through a scratch buffer and are in base 2 throughout. Nothing waits for the host,
 no size depends on data and there are no atomics: a step can be captured in a CUDA graph and gives the same bits whenever it
 runs. Nothing that changes with the length of the text is a constant of a kernel, so a new length compiles nothing.
@@ -30,8 +30,8 @@ CPU_MULTIPROCESSORS = 132  # an H100's or H200's: for the interpreter, and for c
 SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
 TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
 CELLS = 1 << 11  # probabilities that a combining program holds at a time
-BLOCKS = 4  # a stretch has at least so many blocks of slots: with fewer, a launch to compare stretches costs more than it saves
-MOST_STRETCHES = 256
+BLOCKS = 4  # a chunk has at least so many blocks of slots: with fewer, a launch to compare chunks costs more than it saves
+MOST_CHUNKS = 256
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LAST: tl.constexpr = tl.constexpr(selection.LAST)
@@ -81,6 +81,10 @@ class Rule:
         return self.ranked, *(name in self.decayed for name in STATISTICS[:4])
 
 
+known_rule = lru_cache(maxsize=256)(Rule)
+"""Rule(...), the same object for the same arguments: it works out its constants once, not at every step."""
+
+
 def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None) -> str | None:
     """Return the reason that the kernels do not support such queries, or None.
 
@@ -104,8 +108,8 @@ class Plan:
     Attributes:
         span: slots of a segment, in whole blocks.
         parts: segments of a head.
-        stretch: slots whose statistics one program updates.
-        stretches: programs that do so for a head.
+        chunk: slots whose statistics one program updates.
+        chunks: programs that do so for a head.
         outputs: programs that compute a head's output.
         group: query heads rounded up to a power of two; `lanes` to one that a matrix product takes.
         width: the head size, likewise.
@@ -115,8 +119,8 @@ class Plan:
 
     span: int
     parts: int
-    stretch: int
-    stretches: int
+    chunk: int
+    chunks: int
     outputs: int
     group: int
     lanes: int
@@ -129,19 +133,20 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan(C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int, splits: int | None = None) -> Plan:
-    """Return the sizes for `heads` KV heads of C slots; splits: segments and stretches of a head, None for the best number."""
+    """Return the sizes for `heads` KV heads of C slots; splits: segments and chunks of a head, None for the best number."""
     width, group = max(16, _power(D)), _power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
     tile = TILE if lanes * width < 1 << 14 else TILE // 2  # the largest queries leave less shared memory
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
     span = _share(C, splits or min(-(-C // SHORTEST), programs), block)
-    stretch = _share(C, splits or min(max(C // (BLOCKS * cells), 1), programs, MOST_STRETCHES), 16)
+    chunks = splits or min(max(C // (BLOCKS * cells), 1), programs)
+    chunk = _share(C, min(chunks, MOST_CHUNKS), 16)
     # a block of fewer slots than threads has its positions copied asynchronously too, which the keys' copies then wait for: it
     # takes a pipeline of five stages to keep the next block's keys and values in flight, else three
     stages = 3 if block >= 32 * warps else 5
     outputs = -(-G * D // OUTPUTS.value)
-    return Plan(span, -(-C // span), stretch, -(-C // stretch), outputs, group, lanes, width, block, cells, warps, stages)
+    return Plan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
 
 
 def _power(number: int) -> int:
@@ -219,13 +224,13 @@ def step(
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     device, heads, observes = q_BHGD.device, B * H, bool(rule.statistics)
     sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits)
-    parts, stretches = sizes.parts, sizes.stretches if observes or rule.ranked else 0
+    parts, chunks = sizes.parts, sizes.chunks if observes or rule.ranked else 0
     # logits if any statistic needs them, then p V and the softmax of every segment
     floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
     scratch = torch.empty(floats, dtype=torch.float32, device=device)
     out = torch.empty((B, H, G, D), dtype=q_BHGD.dtype, device=device)
-    compared = rule.ranked is not None and stretches > 1
-    lowest = torch.empty((heads, stretches, 4), dtype=torch.int64, device=device) if compared else slot_BH
+    compared = rule.ranked is not None and chunks > 1
+    lowest = torch.empty((heads, chunks, 4), dtype=torch.int64, device=device) if compared else slot_BH
     heat, heat_at = (1.0, tau) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
     with torch.cuda.device_of(q_BHGD):  # a kernel starts on the current device, which may be another layer's
         split_kernel[heads, parts](
@@ -235,15 +240,15 @@ def step(
             num_warps=sizes.warps,
             num_stages=sizes.stages,
         )
-        combine_kernel[heads, stretches + sizes.outputs](
+        combine_kernel[heads, chunks + sizes.outputs](
             *(positions_BHC, slot_BH, newest_B, capacity_N, noise, heat_at, heat, scratch, lowest, out),
             *(state[name] if name in rule.statistics else None for name in STATISTICS),
             *(None if rule.read is None else state[rule.read], keep_BH, first_B, recent_B, sliding, rule.decay),
-            *(H, C, sizes.span, sizes.stretch, G, sizes.group, D, sizes.cells, observes, *rule.constants),
+            *(H, C, sizes.span, sizes.chunk, G, sizes.group, D, sizes.cells, observes, *rule.constants),
             num_warps=sizes.warps,
         )
         if compared:
-            evict_kernel[heads,](positions_BHC, slot_BH, keep_BH, lowest, C, stretches, MOST_STRETCHES, num_warps=4)
+            evict_kernel[heads,](positions_BHC, slot_BH, keep_BH, lowest, C, chunks, MOST_CHUNKS, num_warps=4)
     return out
 
 
@@ -432,7 +437,7 @@ def _vacate(POSITIONS, SLOT, KEEP, n, C, victim, held, gap):
 
 
 @triton.jit(
-    do_not_specialize=["C", "STRETCH"],
+    do_not_specialize=["C", "CHUNK"],
     do_not_specialize_on_alignment=[
         *("POSITIONS", "SLOT", "NEWEST", "CAPACITY", "NOISE", "TAU", "LOWEST"),
         *("SUM", "SQUARES", "COUNT", "GUMBEL", "OBSERVED", "OTHER", "KEEP", "FIRST", "RECENT"),
@@ -440,25 +445,25 @@ def _vacate(POSITIONS, SLOT, KEEP, n, C, victim, held, gap):
 )
 def combine_kernel(
     POSITIONS, SLOT, NEWEST, CAPACITY, NOISE, TAU, tau, SCRATCH, LOWEST, OUT,
-    SUM, SQUARES, COUNT, GUMBEL, OBSERVED, OTHER, KEEP, FIRST, RECENT, sliding, decay, H, C, SPAN, STRETCH,
+    SUM, SQUARES, COUNT, GUMBEL, OBSERVED, OTHER, KEEP, FIRST, RECENT, sliding, decay, H, C, SPAN, CHUNK,
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
     VALUE: tl.constexpr, DECAY_SUM: tl.constexpr, DECAY_SQUARES: tl.constexpr, DECAY_COUNT: tl.constexpr,
     DECAY_GUMBEL: tl.constexpr,
 ):  # fmt: skip
-    """Update the statistics of a stretch of head n's slots and find its lowest key, or compute a part of the output.
+    """Update the statistics of a chunk of head n's slots and find its lowest key, or compute a part of the output.
 
-    With one stretch the victim is chosen here, else by `evict_kernel`.
+    With one chunk the victim is chosen here, else by `evict_kernel`.
     """
     n, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stretches = tl.num_programs(1) - tl.cdiv(G * D, OUTPUTS)
+    chunks = tl.num_programs(1) - tl.cdiv(G * D, OUTPUTS)
     capacity = C
     if CAPACITY is not None:
         capacity = tl.load(CAPACITY + n).to(tl.int32)
     parts, most = tl.cdiv(capacity, SPAN), tl.cdiv(C, SPAN)
     LOGITS, PARTIAL, SOFTMAX = _places(SCRATCH, most, SPAN, G, D, OBSERVE)
     found = SOFTMAX + n * most * 5 * G
-    if job >= stretches:
-        e = (job - stretches) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if job >= chunks:
+        e = (job - chunks) * OUTPUTS + tl.arange(0, OUTPUTS)
         _output(PARTIAL, found, OUT, n, n * most, parts, e, G, D)
     elif OBSERVE or VALUE is not None:
         b, g = n // H, tl.arange(0, LANES)
@@ -479,7 +484,7 @@ def combine_kernel(
             first = tl.load(FIRST + b)
         if RECENT is not None:
             recent = tl.load(RECENT + b)
-        lo, hi = job * STRETCH, tl.minimum((job + 1) * STRETCH, capacity)
+        lo, hi = job * CHUNK, tl.minimum((job + 1) * CHUNK, capacity)
         lowest, lowest_at = tl.full([BLOCK], LAST, tl.int64), tl.full([BLOCK], 0, tl.int32) + lo
         held, gap = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], NOWHERE, tl.int32)
         for start in range(lo, hi, BLOCK):
@@ -544,21 +549,21 @@ def combine_kernel(
         if VALUE is not None:
             key = tl.min(lowest, 0)
             victim = tl.min(tl.where(lowest == key, lowest_at, NOWHERE), 0)
-            if stretches == 1:
+            if chunks == 1:
                 _vacate(POSITIONS, SLOT, KEEP, n, C, victim, tl.sum(held, 0), tl.min(gap, 0))
             else:
-                here = LOWEST + (n * stretches + job) * 4
+                here = LOWEST + (n * chunks + job) * 4
                 tl.store(here, key)
                 tl.store(here + 1, victim.to(tl.int64))
                 tl.store(here + 2, tl.sum(held, 0).to(tl.int64))
                 tl.store(here + 3, tl.min(gap, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["C", "stretches"], do_not_specialize_on_alignment=["POSITIONS", "SLOT", "KEEP"])
-def evict_kernel(POSITIONS, SLOT, KEEP, LOWEST, C, stretches, STRETCHES: tl.constexpr):
-    """Choose head n's victim among those of its stretches."""
-    n, s = tl.program_id(0).to(tl.int64), tl.arange(0, STRETCHES)
-    here, there = LOWEST + (n * stretches + s) * 4, s < stretches
+@triton.jit(do_not_specialize=["C", "chunks"], do_not_specialize_on_alignment=["POSITIONS", "SLOT", "KEEP"])
+def evict_kernel(POSITIONS, SLOT, KEEP, LOWEST, C, chunks, CHUNKS: tl.constexpr):
+    """Choose head n's victim among those of its chunks."""
+    n, s = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
+    here, there = LOWEST + (n * chunks + s) * 4, s < chunks
     key = tl.load(here, mask=there, other=LAST)
     at = tl.load(here + 1, mask=there, other=NOWHERE)
     victim = tl.min(tl.where(key == tl.min(key, 0), at, NOWHERE), 0)

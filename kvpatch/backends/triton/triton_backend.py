@@ -18,7 +18,8 @@ from torch import Tensor
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
 from ..device import capability
-from ..protocol import Case, Geometry, Keys, StepSlots, Task
+from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
+from . import arguments
 
 if TYPE_CHECKING:
     from .decode import Rule
@@ -36,10 +37,9 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 def reason(task: Task, case: Case) -> str | None:
     """Return the reason that the kernels do not support a task, or None."""
-    if case.special:
-        return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
-    if task == "prompt":
-        return "its kernels gather scores and decode; the attention of a prompt is flash-attn's or torch's"
+    unknown = [SPECIAL[name] for name in case.special if task not in ("prompt", "statistics") or name == "coarse"]
+    if unknown:
+        return f"its {task} kernels have no {' and no '.join(unknown)}"
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if case.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -50,24 +50,28 @@ def reason(task: Task, case: Case) -> str | None:
         return f"its kernels need a GPU of compute capability {OLDEST}.0"
     if case.device == "cuda" and (problem := driver_problem()) is not None:
         return problem
+    if case.narrow:
+        return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
+    if case.value_dim not in (None, case.head_dim):
+        return f"its kernels take values of the keys' size {case.head_dim}, not {case.value_dim}"
+    if task in ("prompt", "statistics") and (why := arguments.reason(case.dtype, case.head_dim)) is not None:
+        return why
+    if task == "prompt":
+        return "its attention of a prompt has no gradients" if case.gradients else None
     if case.fresh:
         return "it draws no noise for every query and key"
     for name, kernel in case.statistics:
         if kernel != name or kernel not in KNOWN:
             return f"its kernels do not know the function that STATISTICS has for {name!r}"
     if task == "statistics":
-        from . import columns
-
-        return columns.reason(case.dtype, case.head_dim)
-    if case.narrow:
-        return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
+        return None
     if case.gradients:
         return "its decode step has no gradients"
     if case.renumbered:
         return "it reads keys and positions as they are cached, and renumbered positions change at every step"
     from . import decode
 
-    return decode.reason(case.dtype, case.head_dim, case.group)
+    return decode.reason(case.dtype, case.head_dim, case.group, case.value_dim)
 
 
 @functools.cache
@@ -100,35 +104,61 @@ def advice(error: Exception) -> str | None:
 # ---- a prompt ----
 
 
+def spans(rows_BQ: Tensor) -> Tensor:
+    """Return what the kernels need to know of the rows of a prompt, the same for all layers."""
+    from .arguments import spans
+
+    return spans(rows_BQ)
+
+
+def attend(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noise: Noise | None = None
+) -> Attended:
+    """Compute attention of a prompt, without gradients; arguments and results as in torch_backend.attend.
+
+    noise: to return the log-sum-exp of the noisy logits too.
+    """
+    from . import forward
+
+    options = _shape(geometry) | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes} | _noisy(noise)
+    tensors = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.v_BHTD.detach()
+    found = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
+    assert found.out is not None
+    return Attended(found.out, found.lse, found.noisy)
+
+
 def statistics(
     q_BHGQD: Tensor,
     keys: Keys,
     rows_BQ: Tensor,
     geometry: Geometry,
-    lse_BHGQ: Tensor | None,
+    attended: Attended,
     names: tuple[str, ...],
-    noise_BHTG: Tensor | None,
-    tau: float,
+    noise: Noise | None = None,
+    spans_B4: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return statistics [B,H,T] by name of all rows of a prompt; policies/statistics.py defines them.
 
-    lse_BHGQ: attention's own, if its kernel returned it for the same logits. noise_BHTG: exp(noise).
+    attended: what attention returned; normalizers that it lacks are computed. noise: of "gumbel". spans_B4: `spans`.
     """
-    from .columns import column_statistics, row_normalisers
+    from . import forward
+    from .columns import column_statistics
 
-    shape: dict[str, Any] = {
-        "scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding, "past": keys.past,
-    }  # fmt: skip
-    inputs = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BQ
-    found = {}
-    if plain := tuple(name for name in names if name != "gumbel"):
-        lse = row_normalisers(*inputs, **shape) if lse_BHGQ is None else lse_BHGQ
-        counted = attended(keys, rows_BQ, geometry) if "count" in plain else None
-        found = column_statistics(*inputs, lse, plain, keys_BHQ=counted, **shape)
-    if "gumbel" in names:
-        shape |= {"noise_BHTG": None if noise_BHTG is None else noise_BHTG.log(), "tau": tau}
-        lse = row_normalisers(*inputs, **shape)
-        found["gumbel"] = column_statistics(*inputs, lse, ("sum",), **shape)["sum"]
+    inputs, shape = (q_BHGQD.detach(), keys.k_BHTD.detach()), _shape(geometry) | {"past": keys.past}
+    shape["spans_B4"] = spans(rows_BQ) if spans_B4 is None else spans_B4
+    places, plain = (keys.positions_BHT, rows_BQ), tuple(name for name in names if name != "gumbel")
+    lse, noisy = attended.lse, attended.noisy
+    found: dict[str, Tensor] = {}
+    if (plain and lse is None) or (noise is not None and noisy is None):
+        options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _noisy(noise)
+        sums = forward.attend(*inputs, None, *places, **options)
+        lse, noisy = sums.lse if lse is None else lse, sums.noisy
+    if noisy is not None:
+        found["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _noisy(noise)))["sum"]
+    if plain:
+        assert lse is not None
+        counted = visible_keys(keys, rows_BQ, geometry) if "count" in plain else None
+        found |= column_statistics(*inputs, *places, lse, plain, keys_BHQ=counted, **shape)
     return found
 
 
@@ -138,15 +168,29 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     rows_BW: positions of the rows; -1: no row. lse_BHGW: their log-sum-exp if attention returned it, which saves a slow launch:
     few rows make few programs, each over many keys.
     """
-    from .columns import column_statistics, row_normalisers
+    from . import forward
+    from .columns import column_statistics
 
-    shape: dict[str, Any] = {"scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding}
-    inputs = q_BHGWD.detach(), keys.k_BHTD.detach(), keys.positions_BHT, rows_BW
-    lse = row_normalisers(*inputs, by_position=True, **shape) if lse_BHGW is None else lse_BHGW
-    return column_statistics(*inputs, lse, ("sum",), by_position=True, **shape)["sum"] / q_BHGWD.shape[2]
+    inputs, shape = (q_BHGWD.detach(), keys.k_BHTD.detach()), _shape(geometry) | {"by_position": True}
+    places = keys.positions_BHT, rows_BW
+    if lse_BHGW is None:
+        lse_BHGW = forward.attend(*inputs, None, *places, sinks_HG=geometry.sinks_HG, **shape).lse
+        assert lse_BHGW is not None
+    return column_statistics(*inputs, *places, lse_BHGW, ("sum",), **shape)["sum"] / q_BHGWD.shape[2]
 
 
-def attended(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
+def _shape(geometry: Geometry) -> dict[str, Any]:
+    """Return what all kernels of a prompt take of a layer's variant of attention."""
+    names = ("scale", "slopes_HG", "sliding", "softcap")
+    return {name: getattr(geometry, name) for name in names}
+
+
+def _noisy(noise: Noise | None) -> dict[str, Any]:
+    """Return what the kernels take of the noise."""
+    return {} if noise is None else {"noise_BHTG": noise.weights_BHTG, "tau": noise.tau}
+
+
+def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     """Count the keys that each row of a prompt attends to, [B,H,Q]."""
     B, H, _ = keys.positions_BHT.shape
     own = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
@@ -164,15 +208,15 @@ def attended(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 
 def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
     """Return the Rule of a step over `slots`: statistics to update, and a value if the kernel can choose the victim."""
-    from .decode import Rule
+    from .decode import Rule, known_rule
 
-    score = policy.score
+    make, score = Rule if torch.compiler.is_compiling() else known_rule, policy.score  # a graph has constants of its own
     if not (wanted or evicting):
-        return Rule(evicts=False)
+        return make(evicts=False)
     names = (*policy.statistics, *(("observed",) if score.observed_rows else ())) if wanted else ()
     decayed = score.statistics if score.decay != 1.0 else ()
     value = score.stored if evicting and torch_evicts(policy, slots) is None else None
-    return Rule(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
+    return make(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
@@ -201,33 +245,26 @@ def step(
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
     limits, head_offsets = slots.limits if chosen.evicts else None, slots.kv.head_offsets
-    run = compiled_step if torch.compiler.is_compiling() else plain_step
-    return run(
-        q_BHGD,
-        k_BH1D[:, :, 0],
-        v_BH1D[:, :, 0],
-        slots.kv.keys,
-        slots.kv.values,
-        slots.positions,
-        slots.mode.free_BH,
-        newest_B,
-        list(slots.state.values()),
-        ",".join(slots.state),
-        ",".join(chosen.statistics),
-        ",".join(chosen.decayed),
-        chosen.decay,
-        chosen.value or "",
-        geometry.scale,
-        geometry.sliding,
-        geometry.slopes_HG,
-        None if head_offsets is None else head_offsets.begin_N,
-        None if head_offsets is None else head_offsets.capacity_N,
-        slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None,
-        limits.first.flatten() if limits is not None and limits.any_first else None,
-        limits.newest.flatten() if limits is not None and limits.any_newest else None,
-        tau if isinstance(tau, Tensor) else None,
-        1.0 if isinstance(tau, Tensor) else tau,
-    )
+    begin, capacity = (None, None) if head_offsets is None else (head_offsets.begin_N, head_offsets.capacity_N)
+    keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
+    first = limits.first.flatten() if limits is not None and limits.any_first else None
+    recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
+    newest_B = newest_B.contiguous()  # a column, if the pass has several tokens
+    tensors = q_BHGD, k_BH1D[:, :, 0], v_BH1D[:, :, 0], slots.kv.keys, slots.kv.values, slots.positions, slots.mode.free_BH
+    if not torch.compiler.is_compiling():
+        from . import decode
+
+        return decode.step(
+            *tensors, newest_B, slots.state, chosen, scale=geometry.scale, sliding=geometry.sliding,
+            slopes_HG=geometry.slopes_HG, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
+            tau=tau,
+        )  # fmt: skip
+    heat, constant = (tau, 1.0) if isinstance(tau, Tensor) else (None, tau)
+    return compiled_step(
+        *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
+        ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
+        begin, capacity, keep, first, recent, heat, constant,
+    )  # fmt: skip
 
 
 def plain_step(
@@ -257,11 +294,10 @@ def plain_step(
     constant_tau: float,
 ) -> Tensor:
     """Run `decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
-    from .decode import Rule, step
+    from .decode import known_rule, step
 
-    split = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
-    known, added, damped = split
-    chosen = Rule(added, decay, damped, value or None, evicts=bool(value))
+    known, added, damped = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
+    chosen = known_rule(added, decay, damped, value or None, evicts=bool(value))
     return step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,

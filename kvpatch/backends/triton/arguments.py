@@ -1,0 +1,93 @@
+"""Arguments that the kernels of a prompt share: limits, layouts, and the spans of real rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NOISE_BLOCK = 128  # keys of the widest tile
+WIDEST = 256  # largest head size: a wider tile does not fit in shared memory
+# specializing on lengths that are multiples of 16 would cost seconds of compilation and gain nothing
+LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
+
+
+def reason(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return the reason that the kernels do not support these queries, or None."""
+    if dtype not in DTYPES:
+        return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > WIDEST:
+        return f"the Triton kernels take head sizes up to {WIDEST}, not {head_dim}"
+    return None
+
+
+def check(
+    q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_BHTG: Tensor | None = None
+) -> None:
+    """Raise ValueError for tensors that the kernels would misread."""
+    why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
+    if why is not None:
+        raise ValueError(f"{why}; use the torch backend")
+    if k_BHTD.dtype != q_BHGQD.dtype:
+        raise ValueError(f"queries are {q_BHGQD.dtype} and keys {k_BHTD.dtype}; cast one to the other's dtype")
+    if v_BHTD is not None and (v_BHTD.shape != k_BHTD.shape or v_BHTD.dtype != k_BHTD.dtype):
+        sizes = f"{k_BHTD.dtype} {tuple(k_BHTD.shape)} and values {v_BHTD.dtype} {tuple(v_BHTD.shape)}"
+        raise ValueError(f"keys are {sizes}, but the Triton kernels take values like the keys; use the torch backend")
+    if noise_BHTG is not None and noise_BHTG.shape != (wanted := (*k_BHTD.shape[:3], q_BHGQD.shape[2])):
+        raise ValueError(f"noise has shape {tuple(noise_BHTG.shape)}, but [B,H,T,G] is {wanted}: one for each query head")
+
+
+def padded_size(D: int) -> int:
+    """Return the width of a tile that holds heads of size D."""
+    return max(16, 1 << (D - 1).bit_length())
+
+
+def last_contiguous(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied unless its last axis is contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def flat(tensor: Tensor | None) -> Tensor | None:
+    """Return the tensor as contiguous float32."""
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
+
+
+def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tensor | None:
+    """Return exp(noise), or what noise adds to logits in base 2 at temperature tau, [B,H,G,T'], as tiles of keys read it.
+
+    T' is a multiple of NOISE_BLOCK: so that a tile's loads are wide and need no mask.
+    """
+    if noise_BHTG is None:
+        return None
+    noise_BHGT = noise_BHTG.transpose(2, 3).to(torch.float32)
+    if logarithm:
+        noise_BHGT = noise_BHGT.log() * (LOG2E / tau)
+    return F.pad(noise_BHGT, (0, -noise_BHGT.shape[-1] % NOISE_BLOCK)).contiguous()
+
+
+def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Return `unit` and `inner`: logits in base 2 are unit * x.
+
+    x is the product q k, or with a cap tanh(scale q k / softcap) = 1 - 2 / (1 + exp2(inner q k)).
+    """
+    return (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2.0 * scale * LOG2E / softcap)
+
+
+def spans(rows_BQ: Tensor) -> Tensor:
+    """Return the span of each batch row's real query rows, int64 [B,4].
+
+    First real row; one past the last; 1 if all between are real and at consecutive positions; and then the difference of a
+    row's position and its index. The host reads none of it, since that would wait for the device.
+    """
+    Q = rows_BQ.shape[1]
+    index, real = torch.arange(Q, device=rows_BQ.device), rows_BQ >= 0
+    first = torch.where(real, index, Q).amin(1)
+    last = torch.where(real, index, -1).amax(1) + 1
+    shifts = rows_BQ - index
+    shift = shifts.gather(1, first.clamp(max=Q - 1)[:, None])
+    regular = ((index < first[:, None]) | (index >= last[:, None]) | (real & (shifts == shift))).all(1)
+    return torch.stack([first, last, regular.long(), shift[:, 0]], 1)

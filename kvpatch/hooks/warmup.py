@@ -1,0 +1,54 @@
+"""A made-up prompt and steps after it, which compile the kernels of a policy for a model before the first request."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import KVPatchError
+from .run_log import RunLog
+from .state import PatchState
+from .target import Target
+
+TOKENS = 512  # of a prompt, if the budget is not larger
+STEPS = 2
+
+
+def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: int) -> None:
+    """Read prompts of `batch_size` rows of `tokens` tokens and decode after them; the log of passes stays as it is.
+
+    Raises:
+        KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted.
+    """
+    log, state.log = state.log, RunLog(state.settings)
+    try:
+        with torch.no_grad():
+            length = _length(state, tokens)
+            for padding in (0, length // 2) if batch_size > 1 else (0,):
+                _read(target, state, length, batch_size, padding)
+    finally:
+        state.log = log
+
+
+def _length(state: PatchState, tokens: int | None) -> int:
+    """Return the length of the prompt, above the budgets of all layers."""
+    layers, budget = range(state.settings.n_layers), state.settings.budget
+    length = TOKENS if tokens is None else tokens
+    kept = max((budget.tokens(layer, length) for layer in layers if budget.evicts(layer)), default=0)
+    if tokens is None:
+        length = max(length, 2 * kept)
+        return length if state.max_positions is None else min(length, state.max_positions - STEPS)
+    if kept >= length:
+        raise KVPatchError(f"tokens={tokens} is within the budget, which keeps {kept} of them: give a longer prompt's length.")
+    return length
+
+
+def _read(target: Target, state: PatchState, length: int, batch_size: int, padding: int) -> None:
+    """Read a prompt whose first row begins with `padding` empty columns, and decode STEPS tokens."""
+    device, cache = target.devices()[0], state.new_cache()
+    mask = torch.ones(batch_size, length + STEPS, dtype=torch.long, device=device)
+    mask[0, :padding] = 0
+    ids = torch.arange(length + STEPS, device=device).expand(batch_size, -1) % 2  # tokens that every vocabulary has
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for begin, end in ((0, length), *((length + step, length + step + 1) for step in range(STEPS))):
+        call = {"position_ids": positions[:, begin:end]} if "position_ids" in state.decoder_parameters else {}
+        target.decoder(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **call)
