@@ -283,6 +283,8 @@ def observe(
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = (x[:, 0] > -torch.inf).sum(-1) if count else None
+            if seen is not None and lse_NGQ is not None:
+                seen = seen.masked_fill(seen == 1, 0)  # exp(x - lse) of a row's only key may be above 1, but is its even share
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
             elif lse_NGQ is None:

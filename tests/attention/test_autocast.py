@@ -13,7 +13,7 @@ def test_scores_norms_and_statistics_are_float32_under_autocast(base, monkeypatc
     """What is attended is what autocast made of it; all that is made of it is as it is without autocast."""
     model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 5, seed=2)
     policy = kvpatch.get_policy(base if base == "key_norm" else f"critical({base})")
-    attend, calls = attention.attend_untraced, []
+    attend, calls = attention.attend, []
 
     def noting(cache, layer, q, k, v, bound_adapter):
         calls.append((layer, q, k, v))
@@ -27,13 +27,14 @@ def test_scores_norms_and_statistics_are_float32_under_autocast(base, monkeypatc
 
     def run(at_attention):
         with monkeypatch.context() as patched:
-            patched.setattr(attention, "attend_untraced", at_attention)
+            patched.setattr(attention, "attend", at_attention)
             with kvpatch.patched(model, policy, 0.4):
                 _, cache = force(model, ids, fed)
         return cache.layers
 
     with torch.autocast("cpu", torch.bfloat16):
         mixed = run(noting)
+    assert calls
     plain = run(replaying)
     assert not calls
     for one, other in zip(mixed, plain, strict=True):

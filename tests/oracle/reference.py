@@ -503,7 +503,10 @@ class Oracle:
             case "quantized":
                 counts = {i: quantized(rows, i, times) for i in candidates}
                 self.margin = min([self.margin, *(closest for _, closest in counts.values())])
-                return {i: count for i, (count, _) in counts.items()}
+                # rounding decides between equal scores of which one counts rows a broken number of times: told apart here,
+                # they are a decision too close to call
+                broken = {i for i in candidates if any(times(row.t, i) % 1 for row in rows if i in row.a)}
+                return {i: count + (1e-9 * (i + 1) if i in broken and count else 0.0) for i, (count, _) in counts.items()}
             case "mean":
                 return {i: mean(rows, i, times) for i in candidates}
             case "last" if o["heads"] == "layer":  # all heads of the layer have one score for a token that all hold

@@ -17,7 +17,7 @@ import torch
 from kvpatch.storage.save_load import FORMAT
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "BOOL": torch.bool}  # fmt: skip
+          "BOOL": torch.bool, "U8": torch.uint8}  # fmt: skip
 NASTY: list[Any] = [0, -1, 1, 2, 7, 255, 2**15, 2**31, 2**62, 2**63, -(2**63), 10**30, 0.5, 1e308, True, False, None,
                     "", "x", [], {}, [0], [[0]], {"a": 1}]  # fmt: skip
 
