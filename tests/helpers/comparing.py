@@ -15,6 +15,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables
 EVICTING = tuple(name for name in kvpatch.list_policies() if name != "full")
 WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_window)
 ANY_SCHEDULE = tuple(name for name in EVICTING if len(kvpatch.get_policy(name).score.schedules) == 3)
+ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict where a prompt ends: generated tokens stay
 # options that suit texts of some thirty tokens
 SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {"cur": {"window": 4}, "lag_kv": {"lag": 5}}
 WRAPS = {"pyramid": kvpatch.policies.pyramid, "adaptive": kvpatch.policies.adaptive, "critical": kvpatch.policies.critical}

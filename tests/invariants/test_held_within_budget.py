@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import kvpatch
 from kvpatch.cache.layer import SlotLayer
-from tests.helpers.comparing import EVICTING, WINDOWED, combined
+from tests.helpers.comparing import EVICTING, ONCE, WINDOWED, combined
 from tests.helpers.running import SEVERAL, kept, logits_of, run
 from tests.helpers.tiny import FIVE, left_pad, make, prompt
 
@@ -18,7 +18,7 @@ def test_budget_positions_and_protection_after_every_step(policy):
     lengths = [40, 26]
     mask = left_pad(ids, lengths)
     options = {"window": 6} if policy in WINDOWED else {}
-    generated_stay = policy in WINDOWED
+    generated_stay = policy in ONCE
     with kvpatch.patched(model, policy, 0.3, sinks=2, **options), torch.no_grad():
         past = None
         for t in range(10):
@@ -60,7 +60,7 @@ def test_any_shape_and_budget_holds_what_it_should(n, steps, k, policy, name, si
     assert torch.isfinite(logits).all()
     for row, length in enumerate(lengths):
         budget = max(1, int(k * length + 1e-6)) if isinstance(k, float) else k
-        want = min(budget, length) + (steps if policy in WINDOWED else min(steps, max(budget - length, 0)))
+        want = min(budget, length) + (steps if policy in ONCE else min(steps, max(budget - length, 0)))
         if policy == "full":
             want = length + steps
         held = torch.stack([cache.held(layer)[row] for layer in range(2)])

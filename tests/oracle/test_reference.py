@@ -462,7 +462,7 @@ def test_a_token_outside_the_sliding_window_is_evicted_first() -> None:
 # Its promises, on a real model
 
 ALL = [name for name in reference.POLICIES if name != "full"]
-ONCE = [name for name in ALL if reference.POLICIES[name]["score"] == "observation"]  # evict at the prompt's end only
+ONCE = [name for name in ALL if reference.POLICIES[name].get("schedule") == "prompt"]  # evict at the prompt's end only
 EVEN = [name for name in ALL if not {"pyramid", "adaptive"} & {*reference.POLICIES[name].get("wrap", ())}]
 
 
