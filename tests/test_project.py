@@ -15,9 +15,12 @@ PAGES = ("CONTRIBUTING.md", "SECURITY.md")
 PAPERS = {
     "AdaKV": "2407.11550",
     "CriticalKV": "2502.03805",
+    "CurDKV": "2509.15038",
     "H2O": "2306.14048",
+    "KeyDiff": "2504.15364",
     "Keyformer": "2403.09054",
     "L2-norm baseline": "2406.11430",
+    "LagKV": "2504.04704",
     "PyramidKV": "2406.02069",
     "RoCo": "2402.06262",
     "ScissorHands": "2305.17118",
