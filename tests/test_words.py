@@ -24,7 +24,7 @@ REPLACED = {
     "journal": (),  # undo log
     "settle": (),  # allocate, reserve
     "claim": (),  # mutation guard
-    "lag": (),  # step counters
+    "lag": ("policies",),  # step counters; LagKV means the distance to the tokens that follow
     "clock": (),
 }
 
