@@ -31,7 +31,7 @@ MUTANTS = {
         "policies/statistics.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
         f"{ORACLE}[llama_gqa-h2o]"),
     "padding counted in n": (
-        "cache/passes.py", "rows[:, -1] + 1, rows[:, prompt - 1] + 1", "before + Q, before + prompt",
+        "cache/passes.py", "before, rows_BP[:, -1] + 1, real.sum(1)", "before, before + prompt, real.sum(1)",
         f"{ORACLE}[llama-window]"),
     "tau not advanced": (
         "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
@@ -90,9 +90,9 @@ MUTANTS = {
     "bits: a later block reads what was not rounded": (
         "cache/layer.py", "        self.kv = opened(self.kv)\n", "", "tests/cache/test_narrow.py::test_blocks[h2o-8]"),
     "bits: norms are noted of what attention does not see": (
-        "attention/layer_call.py", "self.slots.kv.codecs[0].cached(k_BHQD)", "k_BHQD", f"{NARROW}[llama-key_norm-4]"),
+        "attention/layer_call.py", "key_codec.cached(k_BHQD)", "k_BHQD", f"{NARROW}[llama-key_norm-4]"),
     "bits: a step unpacks the layer": (
-        "backends/entries.py", "size = max(most // (math.prod(N) * codec.D), 1)", "size = T",
+        "backends/entries.py", "size = max(most // max(math.prod(N) * codec.D, 1), 1)", "size = T",
         "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
     "bits: bytes are counted in full": (
         "hooks/target.py", "entry_bytes(bits, head_dim", "entry_bytes(16, head_dim",
@@ -184,8 +184,7 @@ MUTANTS = {
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
         f"{PARTS}::test_combinations[llama_gqa-h2o-pyramid]"),
     "a block's scores dropped": (
-        "attention/prefill.py", "        call.add({name: total.view(B, H, T) for name, total in sums.items()})",
-        "        if call.now.final:\n            call.add({name: total.view(B, H, T) for name, total in sums.items()})",
+        "attention/prefill.py", "        call.add(sums)", "        if call.now.final:\n            call.add(sums)",
         f"{PARTS}::test_blocks[h2o-7]"),
     "blocks cut by columns instead of the row's own tokens": (
         "cache/forward_context.py", "(positions_BQ < 0).long().argsort(dim=1, stable=True)",
@@ -231,7 +230,7 @@ MUTANTS = {
         "storage/save_load.py", 'if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):', "if False:",
         "tests/storage/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
-        "policies/scores.py", 'rearrange(positions_BQ, "b q -> b 1 q 1")',
+        "policies/scores.py", 'rearrange(new.positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
     "a compiled step stands still": (
         "cache/compiled.py", "    cache.seen_B.add_(1)", "    cache.seen_B.add_(0)",
