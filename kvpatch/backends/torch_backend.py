@@ -415,7 +415,9 @@ def step(
         p = torch.softmax(x, -1, out=buffer)
     if offsets is not None:
         out = offsets.mixed(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
-    return mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype) if out is None else out, p
+    elif out is None:
+        out = mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype)
+    return out, p if probabilities else None
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -83,7 +83,9 @@ def mark(cache: TextState) -> None:
     assert cache.seen_B is not None and cache.counters.device is not None
     holders: list[Any] = [vars(cache.counters.device), {"seen_B": cache.seen_B}]
     for layer in cache.layers:
-        parts = (layer, layer.mode, layer.kv, layer.kv.head_offsets, layer.limits, layer.geometry)
+        offsets = layer.kv.head_offsets
+        blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot
+        parts = (layer, layer.mode, layer.kv, offsets, blocks, layer.limits, layer.geometry)
         holders += [vars(part) for part in parts if part is not None]
         holders.append(layer.state)
     for holder in holders:

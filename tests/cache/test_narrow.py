@@ -9,7 +9,7 @@ from kvpatch import EvictingCache, KVPatchError
 from kvpatch.backends import dispatch, entries
 from kvpatch.backends.protocol import Case
 from tests.cache.test_turns import compare
-from tests.helpers.comparing import EVICTING, SMALL, WINDOWED, certain, same_tokens
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, SMALL, certain, same_tokens
 from tests.helpers.running import RAGGED, go_on, kept, uneven
 from tests.helpers.tiny import MODELS, force, left_pad, make, prompt
 
@@ -65,7 +65,7 @@ def test_renumbered_positions(name, policy, bits):
 
 @NARROW
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-@pytest.mark.parametrize("policy", [p for p in EVICTING if p not in WINDOWED])
+@pytest.mark.parametrize("policy", ANY_SCHEDULE)
 def test_schedules(policy, schedule, bits):
     certain("llama_gqa", policy, 0.25, n=16, schedule=schedule, steps=6, sinks=1, bits=bits)
 

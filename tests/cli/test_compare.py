@@ -345,7 +345,7 @@ def test_compare_bits_at_equal_bytes(prompt):
     assert ("bits=" in result.stderr) == (best["bits"] != 16) and "16KiB, 4 bits" in result.stderr
     for wrong in ("12", "auto,8", ""):
         said = run("compare", "--model", MODEL, *arguments[:-1], wrong)
-        assert said.exit_code == 1 and "--bits" in said.stderr
+        assert said.exit_code == 2 and "--bits" in said.stderr
 
 
 def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
@@ -469,11 +469,11 @@ def test_rows_appear_as_they_are_measured_and_an_interrupt_keeps_them(prompt, mo
     """The third setting is interrupted: the rows before it are out, in the table and in JSON."""
     real, asked = Comparison.figures, []
 
-    def figures(self, policy, k):
+    def figures(self, policy, k, bits):
         asked.append(policy.name)
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return real(self, policy, k)
+        return real(self, policy, k, bits)
 
     monkeypatch.setattr(Comparison, "figures", figures)
     given = ("compare", MODEL, "prompt.txt", "--policies", "window,h2o", "-k", "0.5", "--max-new-tokens", 3)
