@@ -9,6 +9,7 @@ import kvpatch
 from kvpatch.attention import bound_step
 from kvpatch.attention.bound_step import AppendingByKernels, AppendingByTorch, StackedByKernels, StackedByTorch, Unbound
 from tests.helpers.comparing import EVICTING
+from tests.helpers.marks import slow_but
 from tests.helpers.running import kept
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -73,7 +74,7 @@ def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
     assert (set(taken) == {"Unbound"}) == (policy.name in ("key_norm", "key_diff", "cur"))
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer", "roco", "critical(h2o)", "snapkv"])
+@pytest.mark.parametrize("policy", slow_but(("h2o", "snapkv"), ("h2o", "keyformer", "roco", "critical(h2o)", "snapkv")))
 def test_bound_steps_of_kernels(model, policy, taken, monkeypatch):
     pytest.importorskip("triton")
     options = {"window": 4} if policy == "snapkv" else {}

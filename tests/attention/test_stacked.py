@@ -1,5 +1,6 @@
 """Decode steps over a stack of alike layers."""
 
+from itertools import product
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import torch
 import kvpatch
 from kvpatch.attention.stacked import LayerStack
 from tests.helpers.comparing import EVICTING, ONCE
+from tests.helpers.marks import slow_but
 from tests.helpers.running import SEVERAL, go_on, kept, read, run
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -60,7 +62,7 @@ def test_layers_stand_side_by_side_in_one_stack(model, monkeypatch):
     assert not cache.stack_due
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer", "roco", "tova", "critical(h2o)"])
+@pytest.mark.parametrize("policy", slow_but(("keyformer",), ("h2o", "keyformer", "roco", "tova", "critical(h2o)")))
 def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     """Whoever names the victims, they are those of layers that step alone, and of torch."""
     pytest.importorskip("triton")
@@ -111,8 +113,12 @@ APPENDED = {
 }
 
 
-@pytest.mark.parametrize("case", APPENDED)
-@pytest.mark.parametrize("padded", [False, True])
+WAYS_TO_APPEND = [*product(APPENDED, (False, True))]
+
+
+@pytest.mark.parametrize(
+    ("case", "padded"), slow_but([("h2o, below its budget", False), ("snapkv", True)], WAYS_TO_APPEND)
+)
 def test_kernels_append(model, case, padded):
     """What is appended lies where torch appends it, also past the room that a prompt leaves, and in a second turn."""
     pytest.importorskip("triton")

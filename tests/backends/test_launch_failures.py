@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import kvpatch
 from kvpatch.backends import Case, refusals
 from kvpatch.backends.dispatch import Choice
 from kvpatch.backends.triton import columns, decode, triton_backend
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import force, make, prompt
 from tests.invariants.test_backends_agree import DEVICE
 
@@ -74,14 +76,13 @@ def test_what_to_do_is_said_once(kind, monkeypatch, caplog):
     alike(got, run("h2o", "torch"))
 
 
-def _launches():
-    return [(module, name) for module in (columns, decode) for name in vars(module) if name.endswith("_kernel")]
+LAUNCHES = {name: module for module in (columns, decode) for name in vars(module) if name.endswith("_kernel")}
+FAILING = [*product(LAUNCHES, ("h2o", "keyformer", "snapkv", "adaptive(h2o)"))]
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer", "snapkv", "adaptive(h2o)"])
-@pytest.mark.parametrize(("module", "name"), _launches(), ids=[name for _, name in _launches()])
-def test_whichever_launch_fails_the_tokens_are_torch_s(module, name, policy, monkeypatch):
-    failing(monkeypatch, module, name, RuntimeError("no kernel image is available for execution on the device"))
+@pytest.mark.parametrize(("name", "policy"), slow_but([(name, "h2o") for name in LAUNCHES], FAILING))
+def test_whichever_launch_fails_the_tokens_are_torch_s(name, policy, monkeypatch):
+    failing(monkeypatch, LAUNCHES[name], name, RuntimeError("no kernel image is available for execution on the device"))
     alike(run(policy, "triton"), run(policy, "torch"))
 
 

@@ -1,5 +1,7 @@
 """How the torch backend calls attention on a GPU, seen without one: on tensors that have shapes but no data."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
+from tests.helpers.marks import slow_but
 
 
 @pytest.fixture
@@ -48,8 +51,10 @@ def test_a_batch_with_alibi_is_attended_in_few_calls(calls):
     assert max(mask.numel() for _, _, mask in calls) <= torch_backend.MASK_BLOCK
 
 
-@pytest.mark.parametrize("how", [{}, {"past": 5000}, {"sliding": 300}, {"alibi": True, "past": 77}])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+MASKED = [*product(("cpu", "meta"), ({}, {"past": 5000}, {"sliding": 300}, {"alibi": True, "past": 77}))]
+
+
+@pytest.mark.parametrize(("device", "how"), slow_but([("cpu", {}), *MASKED[4:]], MASKED))
 def test_masks_are_as_large_as_allowed(calls, device, how):
     attend(4, 8, 1, 9000, device=device, **{"sliding": 8000, **how})
     allowed = torch_backend.MASK_BLOCK if device == "cpu" else torch_backend.DEVICE_BLOCK

@@ -376,6 +376,7 @@ def test_the_table_leaves_out_what_was_not_measured():
     assert half.cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
 
 
+@pytest.mark.slow
 def test_demo_takes_the_small_models(tmp_path, monkeypatch):
     """llama-python has 512 positions, fewer than the longest prompts; gpt2-0 knows the demo's own task."""
     monkeypatch.setattr(demo, "POLICIES", {"window": {}})

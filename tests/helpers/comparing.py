@@ -64,7 +64,7 @@ def agrees(
     """
     model = make(name, dtype=dtype, seed=weights) if model is None else model
     ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
-    if policy == "key_norm":  # rotation keeps a norm, so one token at two positions is a tie but for rounding
+    if policy in ("key_norm", "key_diff"):  # of keys alone: without rotation, and of norms with it, one token twice is a tie
         order = torch.rand(len(pads), VOCAB - 1, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
         ids, fed = order[:, :n], order[:, n : n + steps]
     mask = left_pad(ids, [n - pad for pad in pads])

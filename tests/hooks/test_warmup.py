@@ -5,6 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch.arch.llama import LlamaAdapter
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import force, make, prompt
 
 pytest.importorskip("triton")
@@ -42,7 +43,7 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer"])
+@pytest.mark.parametrize("policy", slow_but(("keyformer",), ("h2o", "keyformer")))
 def test_requests_launch_nothing_that_is_new(policy, seen):
     """Of one row and of padded rows, whatever their length."""
     model = make("llama_gqa").to(DEVICE)

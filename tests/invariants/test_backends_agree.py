@@ -44,7 +44,7 @@ def alike(name, policy, padded=False, steps=8, **options):
     return got[2]
 
 
-@pytest.mark.parametrize("policy", slow_but(("keyformer", "critical(adaptive(roco))"), POLICIES))
+@pytest.mark.parametrize("policy", slow_but(("critical(adaptive(roco))",), POLICIES))
 def test_every_policy_on_the_kernels(policy):
     report = alike("llama_gqa", policy)
     if policy not in ("full", "window", "streaming_llm", "random", "key_norm"):
@@ -160,7 +160,7 @@ def test_compiled_steps_on_the_kernels(policy):
     assert same_tokens(got[1], want[1])
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer", "adakv"])
+@pytest.mark.parametrize("policy", slow_but(("keyformer",), ("h2o", "keyformer", "adakv")))
 def test_the_triton_backend_takes_joined_rows(policy):
     """Keyformer's rows have temperatures of their own, which its kernel does not; torch takes these steps."""
     pytest.importorskip("triton")
