@@ -61,8 +61,8 @@ def _check(cache: TextState, past: Cache) -> None:
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
     if settings.acts and (policy.rows != "none" or policy.score.moments):
         raise KVPatchError(
-            f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the queries of the prompt's "
-            "rows, which that cache does not hold. Run the prompt inside the block."
+            f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention or the queries of "
+            "the prompt's rows, which that cache does not hold. Run the prompt inside the block."
         )
     if settings.acts and policy.weighs_values:
         raise KVPatchError(

@@ -68,9 +68,6 @@ MUTANTS = {
         "tests/policies/test_peer_scores.py"),
     "keys not centred over their own tokens": (
         "policies/content.py", "real.sum(2, keepdim=True).clamp(min=1)", "real.shape[2]", f"{ORACLE}[llama-leverage]"),
-    "chunks of the mean over protected tokens too": (
-        "policies/selection.py", "for out in (protected, dead):", "for out in (None, dead):",
-        f"{ORACLE}[llama-chunk_kv]"),
     "heads choose their chunks alone": (
         "policies/selection.py", "        if self.together:\n", "        if False:\n", f"{ORACLE}[llama-chunk_kv]"),
     "ALiBi from slots instead of positions": (
