@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-slow test-all check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env
+.PHONY: help demo test test-slow test-all check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env peer-scores
 
 help:  ## this list
 	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
@@ -73,6 +73,9 @@ upstream-tests: .venv/ok .upstream/packages/ok  ## transformers' own tests, unpa
 
 # kvpress needs transformers below 5.3 and kvpatch a newer one, so they cannot share an environment
 peer-env: .venv/ok .venv-kvpress/ok  ## NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
+
+peer-scores: peer-env  ## tests/policies/peer_scores.json: what kvpress' own code scores and keeps on a small model
+	PYTHONPATH=. .venv-kvpress/bin/python -m tools.reliability.peer_scores
 
 .venv-kvpress/ok:
 	$(PYTHON) -m venv --clear .venv-kvpress

@@ -26,8 +26,8 @@ _HOME = {
     "handle": ("Patch",),
     "patching": ("patch", "patched", "unpatch"),
     "policies": (
-        "Policy", "Scope", "Score", "adaptive", "critical", "get_policy", "list_policies", "pyramid", "register_policy",
-        "unregister_policy",
+        "Policy", "Scope", "Score", "adaptive", "chunked", "critical", "get_policy", "list_policies", "pyramid",
+        "register_policy", "unregister_policy",
     ),
     "report": ("Report",),
 }  # fmt: skip
@@ -45,6 +45,7 @@ __all__ = [
     "Score",
     "adaptive",
     "check_model",
+    "chunked",
     "critical",
     "get_policy",
     "list_architectures",

@@ -41,8 +41,11 @@ _LOOKS = {
     "key_diff": ("#5254a3", "D"),
     "cur": ("#9c9ede", "D"),
     "lag_kv": ("#6b6ecf", "d"),
+    "chunk_kv": ("#ad494a", "^"),
+    "leverage": ("#8c6d31", "D"),
+    "expected_attention": ("#637939", "D"),
 }
-_OTHERS = ("#637939", "#8c6d31", "#843c39", "#7b4173", "#ad494a", "#a55194")
+_OTHERS = ("#843c39", "#7b4173", "#a55194")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 
 

@@ -14,6 +14,8 @@ PAGES = ("CONTRIBUTING.md", "SECURITY.md")
 # what a policy's source begins with, and its number on arXiv
 PAPERS = {
     "AdaKV": "2407.11550",
+    "ChunkKV": "2502.00299",
+    "Compactor": "2507.08143",
     "CriticalKV": "2502.03805",
     "CurDKV": "2509.15038",
     "H2O": "2306.14048",
@@ -21,6 +23,7 @@ PAPERS = {
     "Keyformer": "2403.09054",
     "L2-norm baseline": "2406.11430",
     "LagKV": "2504.04704",
+    "Expected Attention": "2510.00636",
     "PyramidKV": "2406.02069",
     "RoCo": "2402.06262",
     "ScissorHands": "2305.17118",

@@ -28,6 +28,8 @@ class Adapter:
         projection: attribute of the output projection if it is a single module, else None.
         renumbers: whether keys can be cached without positions, which needs `plain`, `rotary_table` and `rotate`.
         why_not: the reason if they cannot, for the error message.
+        turns_back: whether the rotation of queries and keys can be undone, which needs `rotary_table`, `rotate` and
+            `rotate_back` where they are rotated.
         positions_from_mask: whether the decoder derives positions from the padding mask. The patch withholds that mask, so it
             passes position_ids to such a decoder instead.
         distances_from_mask: whether ALiBi counts distances in the padding mask, so that padding between two tokens adds
@@ -46,6 +48,7 @@ class Adapter:
     projection: str | None = None
     renumbers: bool = False
     why_not: str = "its adapter does not project keys without positions"
+    turns_back: bool = False
     positions_from_mask: bool = False
     distances_from_mask: bool = False
 
@@ -86,6 +89,10 @@ class Adapter:
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         """Apply positions `places_BHT` to queries or keys; returns them unchanged if positions are not part of them (ALiBi)."""
+        return x_BHTD
+
+    def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        """Undo `rotate` exactly, also where its table scales."""
         return x_BHTD
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..backends.protocol import Geometry
 from ..policies.parallel import WHOLE, Parallel
+from ..policies.queries import mean_rotation
 from .adapter import Adapter
 
 
@@ -77,6 +79,16 @@ class BoundAdapter:
     def rotate(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         """Apply positions `places_BHT` to queries or keys."""
         return self.adapter.rotate(self.attn, x_BHTD, places_BHT, table)
+
+    def rotate_back(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        """Undo `rotate`."""
+        return self.adapter.rotate_back(self.attn, x_BHTD, places_BHT, table)
+
+    def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
+        """Return the mean of the rotations at positions `places_BF` [B,1,D,D]; beyond the model's own table its last one."""
+        limit = self.adapter.max_positions(self.attn.config)
+        places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)
+        return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
         """Return the rows of the output projection per query head [H,G,D,E], and whether they were measured.

@@ -19,6 +19,7 @@ class GPT2Adapter(Adapter):
 
     projection = "c_proj"
     why_not = "its positions are added to the hidden states, so that they are inside the keys for good"
+    turns_back = True  # nothing is rotated
 
     def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (heads_first(t, attn.head_dim) for t in attn.c_attn(hidden_BQE).split(attn.split_size, dim=2))

@@ -22,7 +22,7 @@ class GPTJAdapter(Adapter):
     )
 
     projection = "out_proj"
-    renumbers = True
+    renumbers = turns_back = True
 
     def project(self, attn: Any, hidden_BQE: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.plain(attn, hidden_BQE)
@@ -45,6 +45,11 @@ class GPTJAdapter(Adapter):
         sin, cos = table.to(x_BHTD.device)[places_BHT].to(x_BHTD.dtype).repeat_interleave(2, -1).chunk(2, -1)
         turned = x_BHTD[..., : sin.shape[-1]]
         return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)
+
+    def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        sin, cos = table.chunk(2, -1)
+        size = sin.square() + cos.square()
+        return self.rotate(attn, x_BHTD, places_BHT, torch.cat([-sin / size, cos / size], -1))
 
     def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
         return attn.resid_dropout(attn.out_proj(y_BQE))

@@ -19,7 +19,7 @@ class LlamaAdapter(Adapter):
     classes: tuple[str, ...] = ("transformers.models.llama.modeling_llama.LlamaAttention",)
 
     projection = "o_proj"
-    renumbers = True
+    renumbers = turns_back = True
 
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
@@ -45,6 +45,11 @@ class LlamaAdapter(Adapter):
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         cos, sin = (one.to(x_BHTD.device)[places_BHT] for one in table)
         return x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin
+
+    def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        cos, sin = (one.to(x_BHTD.device, x_BHTD.dtype) for one in table)  # divided in the precision of x
+        size = cos.square() + sin.square()
+        return self.rotate(attn, x_BHTD, places_BHT, [cos / size, -sin / size])
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
         return attn.config.num_key_value_heads, attn.head_dim  # type: ignore[union-attr, return-value]

@@ -25,7 +25,7 @@ class MptAdapter(Adapter):
     classes = ("transformers.models.mpt.modeling_mpt.MptAttention",)
 
     projection = "out_proj"
-    renumbers = True
+    renumbers = turns_back = True
 
     def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attn.Wqkv(hidden_BQE)

@@ -40,7 +40,7 @@ class BoundStep:
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
         self.query, self.row, self.out = (B, H, call.group, D), (B * H, D), (B, 1, -1)
-        selects = call.evicts and call.policy.selection is not None and call.policy.schedule != "prompt"
+        selects = call.evicts and call.policy.weighs_values and call.policy.schedule != "prompt"
         self.entry: Callable[[Tensor], dict[str, Tensor]] | None = call.selection_entry if selects else None
 
     def takes(self, attn: Any, q: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,11 @@ from ..backends.torch_backend import Rows
 from ..backends.value_norms import projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
+from ..cache.modes import Reading
 from ..cache.state import TextState
-from ..policies.context import Block, EvictionContext, NewTokens, not_held
+from ..policies.context import Block, EvictionContext, NewTokens, accumulator, not_foreseen, not_held, not_plain
+from ..policies.queries import Queries
+from ..policies.selection import TwoStage
 from ..policies.statistics import STATISTICS
 
 AHEAD = 64  # decode steps
@@ -100,12 +104,12 @@ class Call:
 
         Under a policy that evicts only once, at the end of the prompt, they are computed there, for the tokens that need them.
         """
-        if not self.evicts or self.policy.selection is None or self.policy.schedule == "prompt":
+        if not self.evicts or not self.policy.weighs_values or self.policy.schedule == "prompt":
             return {}
         return {"norm": self._norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
-        assert self.policy.selection is not None
+        assert isinstance(self.policy.selection, TwoStage)
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(v_BHQD, self.group, self.settings.parallel)
@@ -218,7 +222,32 @@ class Call:
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
             held=self._held if score.reads_held else not_held,
+            plain_keys=self._plain_keys if score.lookahead is not None else not_plain,
+            coming=self._coming if score.moments else not_foreseen,
         )
+
+    def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
+        """Return queries or keys without their rotation, in the scores' dtype; anything for padding."""
+        wide = x_BHTD.to(accumulator(x_BHTD.dtype))
+        if self.now.table is None:
+            return wide
+        return self.bound_adapter.rotate_back(wide, positions_BHT.clamp(min=0), self.now.table)
+
+    def _plain_keys(self) -> Tensor:
+        """Return the keys of the used slots without their rotation [B,H,T,D]."""
+        return self.rotated_back(self._held()[0], self._positions)
+
+    def _coming(self, future: int) -> Queries:
+        """Return the distribution of the queries at the next `future` positions of each row."""
+        mode, now, rotation = self.slots.mode, self.now, None
+        assert isinstance(mode, Reading) and mode.queries is not None
+        like = mode.queries.mean_BHG1D
+        if now.table is not None:
+            coming = now.copy(now.n_B, like.device)[:, None] + torch.arange(future, device=like.device)
+            mean = functools.partial(self.bound_adapter.mean_rotation, coming, like, now.table)
+            rotation = now.once("mean rotation", like.device, mean)[:, None]
+        queries = mode.queries.rotated(rotation, self.geometry.scale)
+        return replace(queries, slopes_HG=self.geometry.slopes_HG)
 
     def _held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""

@@ -14,6 +14,7 @@ from ..backends.torch_backend import Observer, Rows
 from ..cache.modes import Reading
 from ..policies import sampling
 from ..policies.context import accumulator
+from ..policies.queries import Moments
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
 
@@ -49,8 +50,12 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     with torch.no_grad():
         if call.evicts and call.score.observed_rows:
             _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
+        if call.evicts and call.score.moments:
+            _note_queries(call, q_BHGQD, positions_BQ)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B)
+            if isinstance(slots.mode, Reading):
+                slots.mode.queries = None  # the next block has its own
     call.cache.meter.count(before, during, slots.kv.nbytes)
     return found.out
 
@@ -196,3 +201,18 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     if total is None:
         total = torch_backend.window_sums(*arguments)
     slots.statistic("observed")[:, :, : slots.used] = total / observed.clamp(min=1)
+
+
+def _note_queries(call: Call, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:
+    """Add the queries behind the sinks, without their rotation, to the moments of the prompt's queries."""
+    mode = call.slots.mode
+    assert isinstance(mode, Reading)
+    pieces = zip(q_BHGQD.detach().split(_AT_ONCE, 3), positions_BQ.split(_AT_ONCE, 1), strict=True)
+    for q, positions in pieces:
+        counted = positions >= call.policy.scope.sinks  # padding is at -1
+        plain = call.rotated_back(q.flatten(1, 2), positions[:, None]).view(q.shape)
+        found = Moments.of(plain, counted, spread=call.score.moments > 1)
+        mode.queries = found if mode.queries is None else mode.queries.joined(found)
+
+
+_AT_ONCE = 2048  # queries that are held without rotation at a time

@@ -59,12 +59,12 @@ def _check(cache: TextState, past: Cache) -> None:
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    if settings.acts and policy.rows != "none":
+    if settings.acts and (policy.rows != "none" or policy.score.moments):
         raise KVPatchError(
-            f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention of the prompt's "
-            "rows, which that cache does not hold. Run the prompt inside the block."
+            f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention or the queries of "
+            "the prompt's rows, which that cache does not hold. Run the prompt inside the block."
         )
-    if settings.acts and policy.selection is not None:
+    if settings.acts and policy.weighs_values:
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: its selection weighs values as they are read. Run "
             "the prompt inside the block."

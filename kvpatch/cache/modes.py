@@ -15,6 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..policies.queries import Moments
+
 
 class Mode:
     """Interface of all modes.
@@ -58,16 +60,20 @@ class Empty(Mode):
 class Reading(Mode):
     """A prompt is being appended.
 
-    window_rows: queries [B,H,G,W,D] and positions [B,W] of the last rows of an incomplete prompt.
+    window_rows: queries [B,H,G,W,D] and positions [B,W] of the last rows of an incomplete prompt. queries: moments of its
+    queries so far, if the score reads them.
     """
 
     name = "reading"
     croppable: bool = True
     window_rows: tuple[Tensor, Tensor] | None = None
+    queries: Moments | None = None
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.window_rows is not None:
             self.window_rows = (change(self.window_rows[0]), change(self.window_rows[1]))
+        if self.queries is not None:
+            self.queries = self.queries.map_rows(change)
 
 
 class Appending(Mode):

@@ -30,7 +30,8 @@ def begin(
 ) -> None:
     """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and how many belong to the prompt.
 
-    table: makes the rotary table for so many positions, if keys are cached without them. repeatable: see Forward.
+    table: makes the rotary table for so many positions, if keys are cached without them or the score undoes rotations.
+    repeatable: see Forward.
 
     Raises:
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
@@ -56,9 +57,11 @@ def begin(
         _clear_undo_logs(cache)
     if now.n_B:
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
-    if table is not None:
+    if table is not None and cache.settings.renumbered:
         cache.make_table = table
         now.table = _rotary_table(cache, Q, prompt > 0)
+    elif table is not None and prompt:
+        now.table = table(seen + Q + (cache.settings.policy.score.lookahead or 0))
     if prompt and cache.settings.block is not None:
         now.blocks = cut(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:

@@ -91,6 +91,12 @@ POLICIES = {entry.name: entry for entry in (
                 "2509.15038", options={"sinks": 4, "window": 16, "combine": "product"}),
     PolicyEntry("lag_kv", "attention costs too much to sum: keeps tokens that the next ones do not resemble", "LagKV",
                 "2504.04704", "prompt", {"sinks": 4, "lag": 128}),
+    PolicyEntry("chunk_kv", "the question is at the prompt's end: as snapkv, but keeps whole chunks of the text", "ChunkKV",
+                "2502.00299", "prompt", _WINDOW | {"size": 20, "together": True}),
+    PolicyEntry("leverage", "attention costs too much to sum: keeps keys that span what the others do not", "Compactor",
+                "2507.08143", "prompt", {"sketch": 48}),
+    PolicyEntry("expected_attention", "questions come later: keeps what queries like the prompt's will look at",
+                "Expected Attention", "2510.00636", "prompt", {"sinks": 4, "future": 512, "eps": 0.0, "covariance": True}),
     PolicyEntry("critical_snapkv", "as snapkv, and weighs attention with the size of the values",
                 "CriticalKV", "2502.03805", "prompt", _WINDOW | _CRITICAL),
     PolicyEntry("critical_pyramidkv", "as pyramidkv, and weighs attention with the size of the values",
@@ -148,7 +154,7 @@ ARCHITECTURES = {
 }
 # fmt: on
 
-_COMBINED = re.compile(r"\s*(?:critical|adaptive|pyramid)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(?:critical|adaptive|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
 
 
 def _registered() -> Collection[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,18 +78,19 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
-    table = functools.partial(state.adapter.rotary_table, decoder, tokens.device) if cache.settings.renumbered else None
-    if cache.rows.joined and not cache.settings.renumbered:
+    renumbered = cache.settings.renumbered
+    if cache.rows.joined and not renumbered:
         inputs.place(call, cache, Q, mask, state.decoder_parameters)
-    if table is None:
+    if not renumbered:
         _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
+        table = _table_maker(decoder, state, tokens.device)
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         assert cache.now is not None
         call["position_ids"] = cache.now.positions_BQ
-    if cache.rows.padded and table is None and "position_ids" in state.decoder_parameters:
+    if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
         cache.rows.by_columns |= call.get("position_ids") is None
     mask = pass_mask(tokens.device)
     if scratch:
@@ -95,6 +98,16 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     else:
         call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
     return (), call
+
+
+def _table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
+    """Return what makes a rotary table for so many positions, if the pass needs one."""
+    if state.settings.renumbered:
+        return functools.partial(state.adapter.rotary_table, decoder, device)
+    if not state.settings.acts or state.settings.policy.score.lookahead is None:
+        return None
+    most = state.max_positions or sys.maxsize
+    return lambda count: state.adapter.rotary_table(decoder, device, min(count, most))
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:

@@ -125,8 +125,15 @@ def settings_of(
             f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "
             "without the pyramid."
         )
-    if policy.selection is not None:
+    if policy.weighs_values:
         target.check_projection()
+    if policy.score.lookahead is not None:
+        target.check_rotations(policy)
+        if renumbered:
+            raise KVPatchError(
+                f"positions='renumbered' does not go with policy {policy.name!r}, which undoes rotations at original "
+                "positions: use positions='original'."
+            )
     budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(bits), bounds=bounds)
     _check_shared(policy, budget, bounds)
     for case in dict.fromkeys(target.cases(renumbered, policy)):

@@ -118,6 +118,15 @@ class Target:
                     f"positions='renumbered' does not work for {adapter.name}: {adapter.why_not}. Use positions='original'."
                 )
 
+    def check_rotations(self, policy: Policy) -> None:
+        """Raise KVPatchError if an adapter cannot undo the rotation of queries and keys."""
+        for _, adapter in self.attentions:
+            if not adapter.turns_back:
+                raise KVPatchError(
+                    f"policy {policy.name!r} reads queries or keys without their rotation, but in {adapter.name} "
+                    f"{adapter.why_not}: use another policy, such as 'key_diff' or 'snapkv'."
+                )
+
     def identity(self) -> dict[str, Any]:
         """Describe what a saved cache must agree with: shapes, dtype, and a hash of a few values of every parameter."""
         digest = hashlib.sha256()

@@ -6,6 +6,7 @@ from .policy import Policy
 from .presets import (
     POLICIES,
     adaptive,
+    chunked,
     critical,
     get_policy,
     list_policies,
@@ -15,11 +16,12 @@ from .presets import (
 )
 from .scopes import DeviationScope, Scope
 from .scores import Score
-from .selection import TwoStage
+from .selection import Chunked, Selection, TwoStage
 
 __all__ = [
     "POLICIES",
     "Adaptive",
+    "Chunked",
     "DeviationScope",
     "EvictionContext",
     "NewTokens",
@@ -27,8 +29,10 @@ __all__ = [
     "Pyramid",
     "Scope",
     "Score",
+    "Selection",
     "TwoStage",
     "adaptive",
+    "chunked",
     "critical",
     "get_policy",
     "list_policies",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KVPatchError
+from . import noise
 from .budgets import check_count
 from .context import EvictionContext, NewTokens, accumulator
 from .scores import Score
@@ -145,6 +147,56 @@ class LagKV(Score):
             low, high = (f(parts[:, :, 1:], dim=3, keepdim=True) for f in (torch.amin, torch.amax))
             shares.append(((parts[:, :, :-1] - low) / (high - low)).std(-1).softmax(-1))
         return (shares[0] + shares[1]).argsort(dim=-1, stable=True).argsort(-1).flatten(2)
+
+
+@dataclass(frozen=True)
+class Leverage(Score):
+    """Statistical leverage of keys [Compactor].
+
+    Let X be the keys that a head holds, without their rotation, less their mean, times a matrix of `sketch` columns of normal
+    numbers of variance 1 / `sketch`. s[i] = x_i^T (X^T X + 0.01 I)^-1 x_i.
+
+    Differs from the paper: the ridge and the factorization are those of the code of kvpress, which then standardizes the
+    scores; that changes no ranking.
+
+    Attributes:
+        sketch: columns of the random matrix.
+    """
+
+    sketch: int = 48
+    reads_held: ClassVar[bool] = True
+    signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    @property
+    def lookahead(self) -> int:
+        return 0
+
+    def check(self) -> None:
+        check_count("sketch", self.sketch, "columns")
+
+    def value(self, context: EvictionContext) -> Tensor:
+        keys = context.plain_keys()
+        real = (context.positions_BHT >= 0)[..., None]
+        keys = keys.masked_fill(~real, 0.0)
+        keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
+        # in float32 large keys would swallow the ridge, and what is singular without it has no factor
+        sketched = (keys @ self._sketch(context, *keys.shape[1::2]).to(keys.dtype)).double()
+        ridge = _RIDGE * torch.eye(self.sketch, dtype=torch.float64, device=keys.device)
+        factor = torch.linalg.cholesky_ex(sketched.transpose(-1, -2) @ sketched + ridge).L  # a row that is NaN stays one
+        solved = torch.cholesky_solve(sketched.transpose(-1, -2), factor)
+        return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
+
+    def _sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
+        """Draw the random matrix of each head [H,D,sketch]; layers and heads draw independently, rows of a batch share it."""
+        device = context.positions_BHT.device
+        head, row = (torch.arange(n, device=device) for n in (H, D))
+        at = context.parallel.first(H) + head[:, None, None], row[:, None], torch.arange(self.sketch, device=device)
+        return noise.normal(noise.uniform(context.seed, context.layer, *at)) / math.sqrt(self.sketch)
+
+
+_RIDGE = 1e-2
 
 
 def text_order(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:

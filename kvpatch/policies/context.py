@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
+from .queries import Queries
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -25,6 +26,16 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def not_held() -> tuple[Tensor, Tensor]:
     """Raise KVPatchError: the score has not declared that it reads keys and values."""
     raise KVPatchError("context.held() is there if the score's class says reads_held = True.")
+
+
+def not_plain() -> Tensor:
+    """Raise KVPatchError: the score has not declared that it undoes rotations."""
+    raise KVPatchError("context.plain_keys() is there if the score's class says reads_held = True and lookahead = 0 or more.")
+
+
+def not_foreseen(future: int) -> Queries:
+    """Raise KVPatchError: the score has not declared that it reads queries."""
+    raise KVPatchError("context.coming(future) is there if the score says moments = 1 (the mean) or 2 (and the covariance).")
 
 
 def at_hand(tensor: Tensor) -> bool:
@@ -55,6 +66,10 @@ class EvictionContext:
         keep_BH1: int64, tokens that each head may hold; None where the selection needs no count.
         norms: norms(known, out) returns the norms of the projected values [B,H,T]. Entries where the mask `known` or `out`
             is True are not needed and may hold anything.
+        plain_keys: plain_keys() returns those keys without their rotation, in the scores' dtype. Only for a score with
+            `lookahead`.
+        coming: coming(future) returns the distribution of the queries at the next `future` positions. Only for a score with
+            `moments`.
         held: held() returns keys and values [B,H,T,D] of all slots; those of empty ones may be anything. Only for a score with
             `reads_held`.
         watch: gets the values of the score [B,H,T], at the end of a prompt and under strict=True; else None.
@@ -75,6 +90,8 @@ class EvictionContext:
     keep_BH1: Tensor | None = None
     norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
     held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
+    plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)
+    coming: Callable[[int], Queries] = field(default=not_foreseen, repr=False)
     watch: Callable[[Tensor], None] | None = None
     _rows_seen: Tensor | None = field(default=None, repr=False)
     _mean: Tensor | None = field(default=None, repr=False)

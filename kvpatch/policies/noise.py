@@ -50,4 +50,9 @@ def gumbel(u: Tensor) -> Tensor:
 
 def gaussian(u: Tensor) -> Tensor:
     """Transform uniform numbers to a normal distribution with the standard Gumbel's mean and standard deviation."""
-    return GUMBEL_MEAN + GUMBEL_STD * math.sqrt(2.0) * torch.erfinv(2.0 * u - 1.0)
+    return GUMBEL_MEAN + GUMBEL_STD * normal(u)
+
+
+def normal(u: Tensor) -> Tensor:
+    """Transform uniform numbers to the standard normal distribution."""
+    return math.sqrt(2.0) * torch.erfinv(2.0 * u - 1.0)

@@ -22,21 +22,27 @@ class PolicyOptions(TypedDict, total=False):
         dilation: tokens skipped between two of the pattern (dilated_window).
         heads: "layer" or "each" (tova).
         scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
-        window: query rows of the observation window (snapkv, pyramidkv, adakv), or tokens whose norms are compared (cur).
-        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv).
-        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv).
+        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv), or tokens whose norms are compared
+            (cur).
+        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv).
+        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv).
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
+        sketch: columns of the random matrix that keys are multiplied with (leverage).
+        future: coming positions whose rotations are averaged (expected_attention).
+        covariance: False takes the mean query alone (expected_attention).
         noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
         resample: draw noise anew for every query (keyformer).
         tau: temperatures at the prompt and at the last new token (keyformer).
         generation_length: new tokens to assume without generate() (keyformer).
         shared: one sum for all layers (keyformer).
         damping: factor of the sum before each addition (keyformer).
+        size: tokens of a chunk (chunk_kv, chunked).
+        together: whether the heads of a layer keep the same chunks (chunk_kv, chunked).
         beta: ratio of the mean budget to the last layer's (pyramid).
         floor: share of the budget that every head receives (adaptive).
         alpha: share of the budget that the first stage keeps (critical).
-        eps: weight of the norm for tokens without attention (critical).
+        eps: weight of the norm for tokens without attention (critical, expected_attention).
         norm: 1 or 2, norm of the projected values (critical).
     """
 
@@ -53,12 +59,17 @@ class PolicyOptions(TypedDict, total=False):
     pooling: Literal["max", "avg"] | None
     combine: Literal["product", "mean", "key", "value"]
     lag: int
+    sketch: int
+    future: int
+    covariance: bool
     noise: Literal["gumbel", "gaussian", "constant", "none"]
     resample: bool
     tau: tuple[float, float]
     generation_length: int
     shared: bool
     damping: float
+    size: int
+    together: bool
     beta: int | float
     floor: int | float
     alpha: int | float

@@ -14,7 +14,7 @@ from .allocation import Adaptive, Pyramid
 from .context import EvictionContext, NewTokens
 from .scopes import Scope
 from .scores import Score
-from .selection import FIRST, TwoStage, eviction_keys, score_keys
+from .selection import FIRST, Selection, eviction_keys, score_keys
 from .statistics import check_names, kernel_of
 
 SCHEDULES = ("prompt", "decode", "both")
@@ -36,7 +36,7 @@ class Policy:
         source: the paper, with section.
         over_layers: Pyramid, or None for the same budget in every layer.
         over_heads: Adaptive, or None for the same budget in every head.
-        selection: TwoStage, or None to keep the top tokens by score.
+        selection: TwoStage or Chunked, or None to keep the top tokens by score.
 
     Raises:
         KVPatchError: a part of the wrong type, an option out of range, or parts that do not fit together.
@@ -54,7 +54,7 @@ class Policy:
     source: str = ""
     over_layers: Pyramid | None = None
     over_heads: Adaptive | None = None
-    selection: TwoStage | None = None
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for field, kind, optional in _PARTS:
@@ -81,7 +81,12 @@ class Policy:
                 f"turns={self.scope.turns!r} says what later prompts of a chat count, which schedule={self.schedule!r} does "
                 "not allow, for its budget holds all the time; use schedule='prompt'."
             )
-        if self.selection is not None and not self.score.is_weight:
+        if self.selection is not None and self.schedule not in self.selection.schedules:
+            raise KVPatchError(
+                f"schedule={self.schedule!r}: policy {self.name!r} keeps whole chunks of a prompt, which a generated token is "
+                f"not part of; use schedule={' or '.join(map(repr, self.selection.schedules))}."
+            )
+        if self.weighs_values and not self.score.is_weight:
             raise KVPatchError(
                 f"Two-stage selection multiplies scores with norms, but the score of policy {self.name!r} is no weight: it "
                 "may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv."
@@ -146,6 +151,11 @@ class Policy:
         """Tell whether heads with equal scores hold the same tokens."""
         return self.over_heads is None and self.selection is None
 
+    @property
+    def weighs_values(self) -> bool:
+        """Tell whether the selection reads norms of projected values."""
+        return self.selection is not None and self.selection.weighs_values
+
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         """Return what the score stores with new tokens: see Score.entry."""
         return own_code.entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
@@ -166,7 +176,7 @@ class Policy:
             # outside the sliding window of every later query, so never attended to again
             dead = context.newest_B11 + 1 - position >= context.sliding
         keys = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
-        if self.selection is None or context.keep_BH1 is None:
+        if self.selection is None:
             return keys
         keys = self.selection.eviction_keys(context, value, keys, protected, dead)
         return keys if empty is None else keys.masked_fill(empty, FIRST)
@@ -177,5 +187,5 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
     ("scope", Scope, False),
     ("over_layers", Pyramid, True),
     ("over_heads", Adaptive, True),
-    ("selection", TwoStage, True),
+    ("selection", Selection, True),
 )

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Pyramid
-from .content import Cur, KeyDiff, KeyNorm, LagKV
+from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
+from .expected import ExpectedAttention
 from .policy import Policy
 from .scopes import DeviationScope, Scope
 from .scores import (
@@ -24,9 +25,9 @@ from .scores import (
     Recency,
     Score,
 )
-from .selection import TwoStage
+from .selection import Chunked, TwoStage
 
-_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
 
 # ---- combinations ----
 
@@ -79,10 +80,32 @@ def pyramid(base: str | Policy, **options: Any) -> Policy:
     return _with("pyramid", base, over_layers=Pyramid()).with_options(**options)
 
 
+def chunked(base: str | Policy, **options: Any) -> Policy:
+    """Keep whole chunks of the prompt by the mean of their scores under `base` [ChunkKV].
+
+    Args:
+        base: a policy or the name of one; its schedule becomes "prompt".
+        **options: size, together (see Chunked), or options of the base.
+
+    Raises:
+        KVPatchError: an unknown option, a base that never evicts, or one with a selection of its own.
+
+    Example:
+        kvpatch.patched(model, kvpatch.policies.chunked("h2o", size=10), k=0.3)
+    """
+    return _with("chunked", base, selection=Chunked(), schedule="prompt").with_options(**options)
+
+
 def _with(prefix: str, base: str | Policy, **part: Any) -> Policy:
     policy = base if isinstance(base, Policy) else get_policy(base)
     if not policy.score.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
+    mine = part.get("selection", policy.selection)
+    if policy.selection is not None and type(mine) is not type(policy.selection):
+        raise KVPatchError(
+            f"{prefix}({policy.name!r}): {policy.name!r} selects by {type(policy.selection).__name__} already, and a policy "
+            "has one selection: combine the policy that it was made of."
+        )
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
 
@@ -110,11 +133,17 @@ POLICIES = _table(
     Policy("key_diff",        KeyDiff(),              source="KeyDiff"),
     Policy("cur",             Cur(),                  Scope(sinks=4), source="CurDKV"),
     Policy("lag_kv",          LagKV(),                Scope(sinks=4), schedule="prompt", source="LagKV"),
+    Policy("chunk_kv",        ObservationWindow(),    schedule="prompt", source="ChunkKV", selection=Chunked()),
+    Policy("leverage",        Leverage(),             schedule="prompt", source="Compactor"),
+    Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
 )
 # fmt: on
 for _base in ("snapkv", "pyramidkv", "adakv"):
     _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")
     POLICIES[_critical.name] = _critical
+
+
+_AROUND = {"critical": critical, "adaptive": adaptive, "pyramid": pyramid, "chunked": chunked}
 
 
 def list_policies() -> tuple[str, ...]:
@@ -134,7 +163,7 @@ def get_policy(name: str) -> Policy:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
-        return {"critical": critical, "adaptive": adaptive, "pyramid": pyramid}[combined[1].lower()](combined[2])
+        return _AROUND[combined[1].lower()](combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
     known = named(name, POLICIES)

@@ -87,6 +87,16 @@ class Score:
         return 0
 
     @property
+    def moments(self) -> int:
+        """Moments of the prompt's queries that `value` needs: 0, 1 or 2."""
+        return 0
+
+    @property
+    def lookahead(self) -> int | None:
+        """Number of positions after the newest token whose rotation `value` needs; None if it needs none at all."""
+        return None
+
+    @property
     def stored(self) -> str | None:
         """Source of the value in a fused decode kernel, as declared by @kernel_value; None if only torch can compute it."""
         value, form = getattr(type(self).value, "kernel_value", (None, None))

@@ -11,7 +11,7 @@ first, so a head without valid scores keeps a window, on every backend.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -112,7 +112,81 @@ def in_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TwoStage:
+class Selection:
+    """Base class of selections: from scores and protection to the kept set.
+
+    Attributes:
+        schedules: schedules under which the selection is defined.
+        weighs_values: whether it reads `context.norms` and takes scores for weights.
+    """
+
+    schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
+    weighs_values: ClassVar[bool] = False
+
+    def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
+
+    def eviction_keys(
+        self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
+    ) -> Tensor:
+        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set; those of empty slots do not matter.
+
+        Args:
+            context: with `keep_BH1`, which is None where heads are about to share a budget by score, and `norms`.
+            score: values of the policy's score [B,H,T].
+            first: eviction keys by score alone.
+            protected: bool mask of protected tokens, or None.
+            dead: bool mask of tokens that no later query can see, or None.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Chunked(Selection):
+    """Selection of whole chunks of the text [ChunkKV].
+
+    The text is cut into chunks of `size` tokens. A chunk's score is the mean over its candidates (held tokens that are not
+    protected), and over the heads of the layer too if they choose together. The chunks of the highest scores are kept; of
+    the one that the budget cuts, the newest tokens are, so that the kept set is exactly the budget.
+
+    Differs from the paper: the budget is exact, where the code of kvpress keeps a share of the chunks; protected tokens do not
+    count in the mean.
+
+    Attributes:
+        size: tokens of a chunk.
+        together: whether the heads of a layer keep the same chunks.
+    """
+
+    size: int = 20
+    together: bool = True
+    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    def check(self) -> None:
+        if type(self.size) is not int or not 1 <= self.size <= MAX_POSITION:
+            raise KVPatchError(f"size={self.size!r} must be a number of tokens, 1 to {MAX_POSITION}.")
+        if not isinstance(self.together, bool):
+            raise KVPatchError(f"together={self.together!r} must be True (one set of chunks for a layer) or False.")
+
+    def eviction_keys(
+        self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
+    ) -> Tensor:
+        position, everyone = context.positions_BHT, context.parallel
+        candidate = position >= 0
+        for out in (protected, dead):
+            candidate = candidate if out is None else candidate & ~out
+        chunk = position.clamp(min=0) // self.size
+        score = score.nan_to_num(0.0)  # one NaN would make the chunk's mean NaN in all heads
+        shape = (*position.shape[:2], int(context.newest_B11.max()) // self.size + 1)
+        total = score.new_zeros(shape).scatter_add_(2, chunk, score.masked_fill(~candidate, 0.0))
+        count = score.new_zeros(shape).scatter_add_(2, chunk, candidate.to(score.dtype))
+        if self.together:
+            total, count = (everyone.heads(one).sum(1, keepdim=True).expand(shape) for one in (total, count))
+        mean = (total / count.clamp(min=1)).gather(2, chunk)
+        return eviction_keys(score_keys(mean, position, signed=True), protected=protected, dead=dead, empty=None)
+
+
+@dataclass(frozen=True)
+class TwoStage(Selection):
     """Two-stage selection that bounds the perturbation of the attention output [CriticalKV Algorithm 1].
 
     Let c be the number of tokens that a head may keep besides its protected ones. The first stage keeps the alpha * c tokens
@@ -131,9 +205,9 @@ class TwoStage:
     alpha: int | float = 0.5
     eps: float = 1e-4
     norm: int = 1
+    weighs_values: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Raise KVPatchError for an option out of range."""
         for name, value in (("alpha", self.alpha), ("eps", self.eps)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise KVPatchError(f"{name}={value!r} must be a number in [0, 1].")
@@ -143,16 +217,9 @@ class TwoStage:
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set.
-
-        Args:
-            context: with `keep_BH1` and `norms` set.
-            score: values of the policy's score [B,H,T].
-            first: eviction keys by score alone, for the first stage.
-            protected: bool mask of protected tokens, or None.
-            dead: bool mask of tokens that no later query can see, or None.
-        """
-        assert context.keep_BH1 is not None and context.norms is not None
+        if context.keep_BH1 is None:
+            return first
+        assert context.norms is not None
         empty = context.positions_BHT < 0 if context.empty else None
         keep_BH1 = context.keep_BH1
         if protected is not None:

@@ -16,7 +16,7 @@ from kvpatch.arch.families import FAMILIES as ROWS
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
 from tests.helpers import sequences, tiny_families
-from tests.helpers.comparing import EVICTING, SMALL, agrees
+from tests.helpers.comparing import EVICTING, PLACED, SMALL, agrees
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import FAMILIES, ONE_WINDOW
@@ -82,7 +82,7 @@ def test_evictions_are_the_oracles(name, turn):
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer")])
+@pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer", *PLACED)])
 @pytest.mark.parametrize("name", THREE)
 def test_every_policy(name, policy):
     certain(name, policy, 0.4)

@@ -30,7 +30,7 @@ def test_a_right_padded_forward_is_unchanged_at_its_tokens():
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("policy", [*SEVERAL, "snapkv"])
+@pytest.mark.parametrize("policy", [*SEVERAL, "snapkv", "expected_attention"])
 @pytest.mark.parametrize("name", FIVE)
 def test_a_prompt_in_chunks_evicts_at_its_end(name, policy):
     model, ids = make(name), prompt(2, 33)

@@ -16,16 +16,31 @@ EVICTING = tuple(name for name in kvpatch.list_policies() if name != "full")
 WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_window)
 ANY_SCHEDULE = tuple(name for name in EVICTING if len(kvpatch.get_policy(name).score.schedules) == 3)
 ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict where a prompt ends: generated tokens stay
+# undo rotations, so they want original positions
+PLACED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.lookahead is not None)
+# look at keys without their positions, so one token at two positions is a tie but for rounding
+UNPLACED = ("key_norm", "leverage")
 # options that suit texts of some thirty tokens
-SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {"cur": {"window": 4}, "lag_kv": {"lag": 5}}
-WRAPS = {"pyramid": kvpatch.policies.pyramid, "adaptive": kvpatch.policies.adaptive, "critical": kvpatch.policies.critical}
+SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
+    "chunk_kv": {"window": 5, "kernel": 3, "size": 4},
+    "cur": {"window": 4},
+    "lag_kv": {"lag": 5},
+    "expected_attention": {"future": 9},
+    "leverage": {"sketch": 5},
+}
+WRAPS = {
+    "pyramid": kvpatch.policies.pyramid,
+    "adaptive": kvpatch.policies.adaptive,
+    "critical": kvpatch.policies.critical,
+    "chunked": kvpatch.policies.chunked,
+}
 
 
 @functools.cache
 def table(seed, kind, layer, head):
     """The library's numbers by (t + 1, i); test_noise.py looks at their distribution."""
     u = noise.uniform(seed, layer, torch.tensor(head), torch.arange(-1, 120)[:, None], torch.arange(120))
-    return {"uniform": lambda u: u, "gumbel": noise.gumbel, "gaussian": noise.gaussian}[kind](u).tolist()
+    return u.tolist() if kind == "uniform" else getattr(noise, kind)(u).tolist()
 
 
 def draw(seed, kind, layer, head, t, i):
@@ -64,7 +79,7 @@ def agrees(
     """
     model = make(name, dtype=dtype, seed=weights) if model is None else model
     ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
-    if policy in ("key_norm", "key_diff"):  # of keys alone: without rotation, and of norms with it, one token twice is a tie
+    if policy in (*UNPLACED, "key_diff"):  # whose keys may have no rotation either
         order = torch.rand(len(pads), VOCAB - 1, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
         ids, fed = order[:, :n], order[:, n : n + steps]
     mask = left_pad(ids, [n - pad for pad in pads])

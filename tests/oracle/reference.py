@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.reference_content import lagged, relative_norms, unlike_the_mean
+from tests.oracle.reference_content import expected_attention, lagged, leverage, relative_norms, unlike_the_mean
 from tests.oracle.reference_models import Decoder, decoder_of
-from tests.oracle.reference_selection import adaptive, budget, pyramid, tokens, two_stage, worst
+from tests.oracle.reference_selection import adaptive, budget, chunked, pyramid, tokens, two_stage, worst
 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
@@ -67,6 +67,16 @@ POLICIES: dict[str, dict[str, Any]] = {
     "key_diff": {"score": "key_diff"},
     "cur": {"score": "cur", "sinks": 4, "window": 16, "combine": "product"},
     "lag_kv": {"score": "lag", "schedule": "prompt", "sinks": 4, "lag": 128},
+    "chunk_kv": {**SNAPKV, "wrap": ("chunked",)},
+    "leverage": {"score": "leverage", "schedule": "prompt", "sketch": 48},
+    "expected_attention": {
+        "score": "expected",
+        "schedule": "prompt",
+        "sinks": 4,
+        "future": 512,
+        "eps": 0.0,
+        "covariance": True,
+    },
 }
 EVERY_POLICY: dict[str, Any] = {
     "sinks": 0,
@@ -83,7 +93,9 @@ WRAPS: dict[str, dict[str, Any]] = {
     "pyramid": {"beta": 20},
     "adaptive": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
+    "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
+AT_THE_END = ("observation", "lag", "expected", "leverage")  # scores of a prompt's end alone
 # scores that may be negative, or that a factor would make no sense of
 NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag")
 
@@ -250,6 +262,8 @@ class Oracle:
         self.noted: list[list[dict[int, tuple[Tensor, Tensor]]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.rounded: list[list[set[int]]] = [[set() for _ in range(K)] for _ in range(L)]
         self.rows: list[list[list[Row]]] = [[[] for _ in range(K)] for _ in range(L)]
+        # queries of the last pass without positions, [H, T, D], of each layer
+        self.unplaced: list[Tensor] = [torch.empty(0)] * L
         # Keyformer's running scores; with shared=True every layer adds to, and decides by, the same ones.
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
@@ -330,6 +344,7 @@ class Oracle:
         """
         renumbered = self.options["positions"] == "renumbered"
         q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
+        self.unplaced[l] = self.decoder.unplaced(l, h_TE)[0]
         y = torch.zeros_like(q)
         scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
@@ -520,13 +535,13 @@ class Oracle:
                 held = sorted(self.keys[l][g])
                 pooled = observation(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: pooled[i] for i in candidates}
-            case "key_norm" | "key_diff" | "cur" | "lag":
+            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
 
     def content_scores(self, l: int, g: int, b: int) -> dict[int, float]:
-        """s[i] of every held token, from keys and values alone."""
+        """s[i] of every held token, from keys, values and queries themselves."""
         o, keys, values, noted = self.options, self.keys[l][g], self.values[l][g], self.noted[l][g]
         match o["score"]:
             case "key_norm":
@@ -535,7 +550,21 @@ class Oracle:
                 return unlike_the_mean(keys)
             case "cur":
                 return relative_norms({i: noted[i] for i in keys}, o["window"], o["combine"])
+            case "leverage":
+                turned = self.decoder.rotations(l, self.seen)
+                plain = {i: torch.linalg.solve(turned[i].T, key) for i, key in keys.items()}
+                assert self.draw is not None
+                D, columns = self.decoder.D, o["sketch"]
+                numbers = [[self.draw("normal", l, g, d, j) for j in range(columns)] for d in range(D)]
+                return leverage(plain, torch.tensor(numbers, dtype=torch.float64) / math.sqrt(columns))
         begin = max(self.sinks(b), self.start if self.turns == "each" else 0)
+        if o["score"] == "expected":
+            heads, first = range(g * self.G, (g + 1) * self.G), self.seen - self.new
+            counted = [at for at in range(self.new) if first + at >= o["sinks"]]
+            queries = [[self.unplaced[l][h, at] * self.decoder.scale(l) for at in counted] for h in heads]
+            coming = self.decoder.rotations(l, self.seen + o["future"])[self.seen :].mean(0)
+            slopes = [self.decoder.slope(h) for h in heads]
+            return expected_attention(keys, values, queries, coming, slopes, begin, o["eps"], o["covariance"])
         s, margin = lagged(keys, values, sum(1 for i in keys if i < begin), o["lag"])
         self.margin = min(self.margin, margin)
         return s
@@ -576,8 +605,10 @@ class Oracle:
         due = o["schedule"] == "both" or (o["schedule"] == ("decode" if self.step else "prompt"))
         if b is None or not due or self.over():
             return
-        for g, share in enumerate(self.head_budgets(l, b)):
-            self.evict_head(l, g, b, share)
+        shares = self.head_budgets(l, b)
+        scored = self.scores_of_heads(l, b, [self.evictable(l, g, b) for g in range(K)]) if "chunked" in o["wrap"] else None
+        for g, share in enumerate(shares):
+            self.evict_head(l, g, b, share, scored[g] if scored else None)
         if "adaptive" in o["wrap"] and self.step == 0:
             held = [len(head) for head in self.keys[l]]
             extra = max(0, K * b - sum(held))  # more than 0 only while the cache is not full yet
@@ -597,20 +628,27 @@ class Oracle:
         protected = min(len(fixed) + max(recent, w) + r, b)
         guaranteed = max(tokens(float(self.options["floor"]), b), protected)
         free = [self.evictable(l, g, b) for g in range(K)]
-        s = [self.scores(l, g, b, free[g]) for g in range(K)]
+        s = self.scores_of_heads(l, b, free)
         must_stay = [counted[g] - len(free[g]) for g in range(K)]
         counts, margin = adaptive(must_stay, s, guaranteed, K * b, partial(self.dead, l))
         self.margin = min(self.margin, margin)
         return counts
 
-    def evict_head(self, l: int, g: int, b: int, share: int) -> None:
+    def scores_of_heads(self, l: int, b: int, free: list[list[int]]) -> list[dict[int, float]]:
+        """s[i] of the candidates of each head, before any of them evicts."""
+        o, s = self.options, [self.scores(l, g, b, own) for g, own in enumerate(free)]
+        if "chunked" not in o["wrap"]:
+            return s
+        return chunked(s, o["size"], o["together"], lambda i: not self.dead(l, i))
+
+    def evict_head(self, l: int, g: int, b: int, share: int, scored: dict[int, float] | None) -> None:
         """Evict until KV head g holds `share` tokens and those outside the budget. Protected sizes are of b."""
         o, limit = self.options, share + len(self.outside(l, g))
         excess = len(self.keys[l][g]) - limit
         if excess <= 0:
             return
         free, dead = self.evictable(l, g, b), partial(self.dead, l)
-        s = self.scores(l, g, b, free)
+        s = self.scores(l, g, b, free) if scored is None else scored
         if "critical" in o["wrap"]:
             c = max(0, limit - (len(self.keys[l][g]) - len(free)))  # what the protected tokens leave
             victims, margin = two_stage(s, self.norms(l, g, free), c, o["alpha"], o["eps"], dead)
@@ -638,7 +676,7 @@ def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> di
     unknown = set(given) - (set(options) - {"score", "wrap"})
     if unknown:
         raise ValueError(f"{policy} has no option {sorted(unknown)}")
-    allowed = ("prompt",) if options["score"] == "observation" else ("prompt", "decode", "both")
+    allowed = ("prompt",) if options["score"] in AT_THE_END else ("prompt", "decode", "both")
     if given.get("schedule", allowed[0]) not in allowed:
         raise ValueError(f"schedule={given['schedule']!r}: {policy} takes {allowed}")
     for name, values in (
@@ -672,6 +710,8 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
     if o["schedule"] == "decode" and "adaptive" in o["wrap"]:
         raise ValueError("schedule='decode': adaptive budgets are found when a prompt ends")
+    if "chunked" in o["wrap"] and (o["schedule"] != "prompt" or "critical" in o["wrap"]):
+        raise ValueError("chunks of a prompt are kept where it ends, and by no other selection")
     if "critical" in o["wrap"] and o["score"] in NO_WEIGHTS:
         raise ValueError(f"the score {o['score']} is no weight: times a norm it would mean nothing")
 
@@ -723,7 +763,7 @@ def run_turns(
     """
     chosen = settings(policy, options, wrap)
     check_turns(turns, chosen["schedule"], len(text))
-    needs_draw = chosen["score"] == "random" or chosen.get("noise") in ("gumbel", "gaussian")
+    needs_draw = chosen["score"] in ("random", "leverage") or chosen.get("noise") in ("gumbel", "gaussian")
     if needs_draw and draw is None:
         raise ValueError(f"{policy} needs draw=")
     first, whole = len(text[0][0]), sum(len(prompt) + len(continuation) for prompt, continuation in text)

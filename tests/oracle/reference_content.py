@@ -1,4 +1,4 @@
-"""The oracle's scores of keys and values alone: s[i] of the tokens that one KV head holds, by position."""
+"""The oracle's scores of keys, values and queries themselves: s[i] of the tokens that one KV head holds, by position."""
 
 import itertools
 import math
@@ -47,3 +47,45 @@ def lagged(keys: dict[int, Tensor], values: dict[int, Tensor], before: int, lag:
             s[part[j]] = rank / lag
         margin = min([margin, *(float(e[b] - e[a]) for a, b in itertools.pairwise(order))])
     return s, margin
+
+
+def expected_attention(
+    keys: dict[int, Tensor],
+    values: dict[int, Tensor],
+    queries: list[list[Tensor]],
+    rotation: Tensor,
+    slopes: list[float],
+    begin: int,
+    eps: float,
+    covariance: bool,
+) -> dict[int, float]:
+    """Expected Attention: s[i] = (E[a_i] + eps) ||v_i||.
+
+    queries: of each query head of the group, scaled like logits and without their rotation. rotation: the mean rotation of the
+    coming positions, its row d being what it makes of the d-th unit vector. begin: the softmax is over tokens from there on.
+    """
+    held = [i for i in sorted(keys) if i >= begin]
+    s = dict.fromkeys(keys, 0.0)
+    for rows, slope in zip(queries, slopes, strict=True):
+        D = len(rotation)
+        mean, spread = torch.zeros(D, dtype=torch.float64), torch.zeros(D, D, dtype=torch.float64)
+        for q in rows:
+            mean = mean + q / len(rows)
+        for q in rows:
+            spread = spread + torch.outer(q - mean, q - mean) / len(rows)
+        mean, spread = mean @ rotation, rotation.T @ spread @ rotation
+        x = [float(keys[i] @ mean) + (float(keys[i] @ spread @ keys[i]) / 2 if covariance else 0.0) + slope * i for i in held]
+        for i, a in zip(held, torch.softmax(torch.tensor(x, dtype=torch.float64), 0).tolist(), strict=True):
+            s[i] += a / len(queries)
+    return {i: (s[i] + eps) * float(values[i].norm()) for i in keys}
+
+
+def leverage(keys: dict[int, Tensor], sketch: Tensor) -> dict[int, float]:
+    """Leverage of unrotated keys: s[i] = x_i (X^T X + 0.01 I)^-1 x_i, X the centred keys times the sketch [D, columns]."""
+    mean = sum(keys.values(), torch.zeros(len(sketch), dtype=torch.float64)) / len(keys)
+    x = {i: (key - mean) @ sketch for i, key in keys.items()}
+    gram = 0.01 * torch.eye(sketch.shape[1], dtype=torch.float64)
+    for one in x.values():
+        gram = gram + torch.outer(one, one)
+    inverse = torch.linalg.inv(gram)
+    return {i: float(x[i] @ inverse @ x[i]) for i in keys}

@@ -29,8 +29,10 @@ class Decoder:
     layers: int
     query_heads: int
     kv_heads: int
+    D: int
     window: int | None = None  # row t sees key i only where t - i < window, in every layer
     renumbers = True  # False where the position is inside the hidden state, so that a key cannot be given another one
+    positions: int | None = None  # how many positions the model's own table has
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -74,6 +76,14 @@ class Decoder:
         q, k, v = self.unplaced(l, h_TE)
         cos_TD, sin_TD = self.tables(l, positions_T)
         return self.rotate(q, cos_TD, sin_TD), self.rotate(k, cos_TD, sin_TD), v
+
+    def rotations(self, l: int, count: int) -> Tensor:
+        """RoPE's matrices at the first `count` positions [count, D, D]: row d is what the d-th unit vector becomes; beyond the
+        model's own table its last one."""
+        at = torch.arange(count).clamp(max=count if self.positions is None else self.positions - 1)
+        cos, sin = self.tables(l, at)
+        unit = torch.eye(self.D, dtype=torch.float64)[:, None].expand(-1, count, -1)
+        return self.rotate(unit, cos, sin).transpose(0, 1)
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
         """The output projection of layer l's attention."""
@@ -295,6 +305,7 @@ class Gptj(Decoder):
         self.layers, self.query_heads = model.config.n_layer, model.config.n_head
         self.kv_heads = self.query_heads
         self.D = model.config.n_embd // self.query_heads
+        self.positions = model.config.n_positions
 
     def scale(self, l: int) -> float:
         return 1.0 / math.sqrt(self.D)

@@ -91,6 +91,22 @@ def adaptive(
     return counts, min(margin, gap)
 
 
+def chunked(s: Sequence[dict[int, float]], size: int, together: bool, live: Callable[[int], bool]) -> list[dict[int, float]]:
+    """ChunkKV: in place of each head's s[i], the mean of s over the live candidates of i's chunk, those of all heads if they
+    choose together."""
+    result: list[dict[int, float]] = []
+    for own in s:
+        heads = s if together else [own]
+        of: dict[int, list[float]] = {}
+        for head in heads:
+            for i, value in head.items():
+                if live(i):
+                    of.setdefault(i // size, []).append(value)
+        means = {chunk: math.fsum(values) / len(values) for chunk, values in of.items()}
+        result.append({i: means.get(i // size, 0.0) for i in own})
+    return result
+
+
 def two_stage(
     s: dict[int, float], norms: dict[int, float], c: int, alpha: float, eps: float, dead: Dead = lambda i: False
 ) -> tuple[set[int], float]:

@@ -86,6 +86,13 @@ OPTIONS = [
     ("lag_kv", {"lag": 4, "recent": 3}),
     ("lag_kv", {"lag": 14}),
     ("key_diff", {"sinks": 2, "recent": 4}),
+    ("leverage", {}),
+    ("leverage", {"sketch": 1, "sinks": 3}),
+    ("expected_attention", {}),
+    ("expected_attention", {"future": 1, "sinks": 0}),
+    ("expected_attention", {"future": 70, "eps": 0.02, "sinks": 2}),
+    ("expected_attention", {"covariance": False, "recent": 5}),
+    ("expected_attention", {"future": 5, "sinks": 9}),
 ]
 
 

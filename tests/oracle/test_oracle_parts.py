@@ -8,19 +8,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
 from kvpatch.policies import sampling
-from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, SMALL, WINDOWED, agrees, certain
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, PLACED, SMALL, WINDOWED, agrees, certain
 from tests.helpers.tiny import FIVE, IDS, MODELS, VOCAB
 from tests.oracle import reference
 
 WRAPS = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
 VARIED = (
     "h2o", "roco", "tova", "keyformer", "random", "scissorhands", "window", "snapkv", "key_diff", "cur", "lag_kv",
+    "expected_attention", "leverage",
 )  # fmt: skip
 WEIGHTS = tuple(p for p in EVICTING if kvpatch.get_policy(p).score.is_weight)
 
 
 def fits(policy, wrap):
-    return "critical" not in wrap or policy in WEIGHTS
+    return "critical" not in wrap or (policy in WEIGHTS and policy != "chunk_kv")  # a policy has one selection
 
 
 @pytest.mark.spread
@@ -72,6 +73,25 @@ def test_options(wrap, options):
         certain(name, policy.replace("mean_or_", ""), 0.4, wrap=wrap, **SMALL.get(policy, {}), **options)
 
 
+CHUNKS = [
+    ("h2o", ("chunked",), {"size": 4}),
+    ("roco", ("chunked",), {"size": 3, "recent": 2, "together": False}),
+    ("tova", ("chunked",), {"size": 7, "sinks": 3, "heads": "each"}),
+    ("cur", ("chunked", "adaptive"), {"size": 4, "together": False}),
+    ("snapkv", ("pyramid", "chunked"), {"size": 5, "window": 3}),
+    ("leverage", ("chunked",), {"size": 4, "block": 11}),
+    ("chunk_kv", (), {"size": 1, "window": 5, "kernel": 1}),
+    ("chunk_kv", (), {"size": 40, "window": 5}),
+    ("chunk_kv", ("adaptive",), {"size": 4, "window": 5, "block": 9}),
+]
+
+
+@pytest.mark.parametrize(("policy", "wrap", "options"), CHUNKS, ids=[f"{p}-{o}" for p, _, o in CHUNKS])
+def test_chunks(policy, wrap, options):
+    for name, pads in (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("mpt", (0, 0))):
+        certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
+
+
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 def test_float32(wrap):
     certain("llama_gqa", "h2o", 0.4, wrap=wrap, dtype=torch.float32)
@@ -93,7 +113,7 @@ def runs(draw):
     name = draw(st.sampled_from(tuple(MODELS)))
     pads = draw(st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=3))
     options = {"sinks": draw(st.integers(0, 4)), "block": draw(st.one_of(st.none(), st.integers(1, 20)))}
-    if name != "gpt2" and draw(st.integers(0, 3)) == 0:
+    if name != "gpt2" and policy not in PLACED and draw(st.integers(0, 3)) == 0:
         options["positions"] = "renumbered"
     if policy in WINDOWED:
         options |= {"window": draw(st.integers(1, 8)), "pooling": draw(st.sampled_from(["max", "avg", None]))}
@@ -101,7 +121,7 @@ def runs(draw):
         schedules = ["prompt", "both"] if options["block"] or "adaptive" in wrap else ["prompt", "decode", "both"]
         options |= {"schedule": draw(st.sampled_from(schedules)), "recent": draw(st.one_of(st.integers(0, 6), st.floats(0, 1)))}
     else:
-        options["lag"] = draw(st.integers(2, 9))
+        options[next(iter(SMALL[policy]))] = draw(st.integers(2, 9))
     return {
         "name": name,
         "policy": policy,

@@ -35,11 +35,16 @@ def test_declarations():
     assert said["key_norm"] == said["key_diff"] == ("none", (), False, True, False, None, False, 0)
     assert said["cur"] == ("none", (), False, False, True, None, False, 0)
     assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
-    assert [name for name, p in POLICIES.items() if p.score.reads_held] == ["key_diff", "lag_kv"]
+    assert said["expected_attention"] == said["leverage"] == ("none", (), False, False, True, None, False, 0)
+    assert [name for name, p in POLICIES.items() if p.score.reads_held] == [
+        "key_diff", "lag_kv", "leverage", "expected_attention",
+    ]  # fmt: skip
+    assert [name for name, p in POLICIES.items() if p.score.moments] == ["expected_attention"]
+    assert [name for name, p in POLICIES.items() if p.score.lookahead is not None] == ["leverage", "expected_attention"]
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
-    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 6
+    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 7
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
 
 

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+import kvpatch
+from kvpatch.errors import KVPatchError
 from kvpatch.policies import selection
 from tests.helpers.contexts import orders, small_context
 
@@ -107,3 +109,22 @@ def test_one_number_for_all():
     assert selection._one_for_all(torch.tensor([[0]])) == 0
     assert selection._one_for_all(torch.tensor([[3], [4]])) is None
     assert selection._one_for_all(torch.empty(2, 1, dtype=torch.long, device="meta")) is None
+
+
+def test_a_policy_has_one_selection():
+    for combine, base, has in ((kvpatch.critical, "chunk_kv", "Chunked"), (kvpatch.chunked, "critical_adakv", "TwoStage")):
+        with pytest.raises(KVPatchError, match=rf"{base}' selects by {has} already"):
+            combine(base)
+    assert kvpatch.critical("critical_snapkv").selection == kvpatch.get_policy("critical_snapkv").selection
+
+
+def test_chunks_are_of_a_prompt():
+    policy = kvpatch.get_policy("Chunked(h2o)")
+    assert (policy.name, policy.schedule, policy.options()["size"]) == ("chunked_h2o", "prompt", 20)
+    with pytest.raises(KVPatchError, match=r"keeps whole chunks of a prompt.*use schedule='prompt'"):
+        policy.with_options(schedule="both")
+    for wrong in ({"size": 0}, {"size": 2.0}, {"size": True}, {"together": 1}):
+        with pytest.raises(KVPatchError, match=next(iter(wrong))):
+            kvpatch.chunked("h2o", **wrong)
+    assert not policy.weighs_values
+    assert kvpatch.get_policy("critical_snapkv").weighs_values

@@ -13,6 +13,8 @@ from tests.helpers.comparing import (
     ANY_SCHEDULE,
     EVICTING,
     MARGIN,
+    PLACED,
+    SMALL,
     TOLERANCE,
     WINDOWED,
     combined,
@@ -85,7 +87,7 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     elif policy in ANY_SCHEDULE:
         options["schedule"] = choose(st.sampled_from(("both", "both", "prompt", "decode")))
         options["schedule"] = "both" if options["schedule"] == "decode" and "adaptive" in wrap else options["schedule"]
-    options |= {"lag": 3} if policy == "lag_kv" else {}
+    options |= {"lag": 3} if policy == "lag_kv" else SMALL[policy] if policy in PLACED else {}
     if policy == "roco":
         options |= {"recent": 1, "protected": 0.3}
     if policy != "full" and choose(st.integers(0, 3)) == 0:
@@ -94,7 +96,7 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     if policy == "keyformer" and block is None:
         options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
-    positions = "renumbered" if name != "gpt2" and choose(st.integers(0, 2)) == 0 else "original"
+    positions = "renumbered" if name != "gpt2" and policy not in PLACED and choose(st.integers(0, 2)) == 0 else "original"
     bits = choose(st.sampled_from((16, 16, 16, 8, 4)))
     return Chosen(name, policy, k, wrap, turns, block, positions, bits, tuple(options.items()))
 

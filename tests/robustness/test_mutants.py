@@ -55,6 +55,21 @@ MUTANTS = {
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
         f"{ORACLE}[mistral_sliding-full]"),
+    "queries of the sinks counted": (
+        "attention/prefill.py", "counted = positions >= call.policy.scope.sinks", "counted = positions >= 0",
+        f"{ORACLE}[llama-expected_attention]"),
+    "queries keep their rotation": (
+        "arch/llama.py", "[cos / size, -sin / size]", "[cos / cos, sin * 0]", f"{ORACLE}[llama-expected_attention]"),
+    "rotations of the past instead of the coming": (
+        "attention/layer_call.py", "coming = now.copy(now.n_B, like.device)[:, None] + ",
+        "coming = 0 * now.copy(now.n_B, like.device)[:, None] + ", f"{ORACLE}[llama-expected_attention]"),
+    "attention expected of the sinks too": (
+        "policies/expected.py", "context.positions_BHT < context.limits.first", "context.positions_BHT < 0",
+        "tests/policies/test_peer_scores.py"),
+    "keys not centred over their own tokens": (
+        "policies/content.py", "real.sum(2, keepdim=True).clamp(min=1)", "real.shape[2]", f"{ORACLE}[llama-leverage]"),
+    "heads choose their chunks alone": (
+        "policies/selection.py", "        if self.together:\n", "        if False:\n", f"{ORACLE}[llama-chunk_kv]"),
     "ALiBi from slots instead of positions": (
         "backends/torch_backend.py", "bias = _alibi(slopes, positions[:, :, None], newest",
         "bias = _alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest",

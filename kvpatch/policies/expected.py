@@ -1,0 +1,84 @@
+"""Scores that foresee attention from the distribution of a prompt's queries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .budgets import check_count
+from .context import EvictionContext, accumulator
+from .queries import Queries
+from .scores import Score
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Score):
+    """Attention that the coming queries are expected to give [Expected Attention].
+
+    The queries of the prompt, without their rotation and without those of the sinks, have mean m and covariance C. Let R be
+    the mean rotation of the next `future` positions. A query to come is taken as normal with mean R m and covariance R C R^T,
+    so the expectation of exp(q . k_i * scale) is exp(x_i) with x_i = k_i . (R m) * scale + k_i^T (R C R^T) k_i * scale^2 / 2.
+
+    s[i] = (softmax(x)_i + eps) * ||v_i||_2, the softmax over the held tokens behind the sinks, averaged over the group.
+
+    If a prompt is read in blocks, the queries are those of each block. With ALiBi, x_i has the slope times i added; positions
+    that are inside the hidden state stay in the queries.
+
+    Differs from the paper: the score is multiplied by the norm of the value rather than of its projection, as in the code of
+    kvpress.
+
+    Attributes:
+        future: coming positions whose rotations are averaged.
+        eps: added to the expected attention, so that values count where none is expected.
+        covariance: False takes the mean query alone.
+    """
+
+    future: int = 512
+    eps: float = 0.0
+    covariance: bool = True
+    reads_held: ClassVar[bool] = True
+    signed: ClassVar[bool] = False
+    is_weight: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    @property
+    def moments(self) -> int:
+        return 2 if self.covariance else 1
+
+    @property
+    def lookahead(self) -> int:
+        return self.future
+
+    def check(self) -> None:
+        check_count("future", self.future, "positions")
+        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 <= self.eps < math.inf:
+            raise KVPatchError(f"eps={self.eps!r} must be a number, 0 or more, that is added to the expected attention.")
+        if not isinstance(self.covariance, bool):
+            raise KVPatchError(f"covariance={self.covariance!r} must be True, or False for the mean query alone.")
+
+    def value(self, context: EvictionContext) -> Tensor:
+        keys, values = context.held()
+        wide = accumulator(keys.dtype)
+        # empty slots are at position -1
+        outside = context.positions_BHT < context.limits.first
+        expected = _expected(context.coming(self.future), keys.to(wide), context, outside)
+        return (expected + self.eps) * torch.linalg.vector_norm(values, dim=-1, dtype=wide)
+
+
+def _expected(queries: Queries, keys_BHTD: Tensor, context: EvictionContext, outside: Tensor) -> Tensor:
+    """Return the expected attention [B,H,T], averaged over the group."""
+    total = torch.zeros_like(keys_BHTD[..., 0])
+    for g in range(context.group):  # one query head at a time holds one matrix of the keys' size
+        x = (keys_BHTD @ queries.mean_BHGD[:, :, g, :, None]).squeeze(-1)
+        if queries.covariance_BHGDD is not None:
+            x += ((keys_BHTD @ queries.covariance_BHGDD[:, :, g]) * keys_BHTD).sum(-1) / 2
+        if queries.slopes_HG is not None:
+            x += queries.slopes_HG[None, :, g, None] * (context.positions_BHT - context.newest_B11)
+        # the least number rather than -inf: a row that has only sinks is not NaN
+        total += x.masked_fill(outside, torch.finfo(x.dtype).min).softmax(-1)
+    return total / context.group

@@ -1,0 +1,44 @@
+"""Scores and kept tokens are those of NVIDIA kvpress' own code, as `make peer-scores` wrote them down."""
+
+import json
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.attention import compress
+from kvpatch.policies import content
+from tools.reliability.peer_scores import CASES, RATIO, TABLE, TOKENS, sketch, small_model, text
+
+PEER = json.loads(TABLE.read_text())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
+    policy, options, _, _ = CASES[case]
+    mine, theirs = [], [torch.tensor(layer, dtype=torch.float64) for layer in PEER[case]["scores"]]
+    monkeypatch.setattr(content.Leverage, "_sketch", lambda score, _, H, D: sketch((H, D, score.sketch)) / score.sketch**0.5)
+    monkeypatch.setattr(compress, "_watch", lambda call, value: mine.append(value[0].clone()))
+    with torch.no_grad(), kvpatch.patched(model, policy, 1 - RATIO, **options) as patch:
+        cache = patch.new_cache()
+        model(text(), past_key_values=cache)
+    chosen = kvpatch.get_policy(policy).with_options(**options)  # a press gives what it protects a score above all others
+    sinks, window = chosen.scope.sinks, chosen.score.observed_rows
+    for layer, (own, peer) in enumerate(zip(mine, theirs, strict=True)):
+        for head, scores in enumerate(peer):
+            places = cache.positions(layer)[0, head]
+            places, wanted = places[places >= 0].sort().values, torch.tensor(PEER[case]["kept"][layer][head])
+            # of equal scores a press keeps any
+            assert torch.equal(places, wanted) or policy == "lag_kv"
+            assert torch.equal(scores[places].sort().values, scores[wanted].sort().values)
+        own, peer = own[:, sinks : TOKENS - window], peer[:, sinks : TOKENS - window]
+        if policy == "cur":  # a press divides by the sum of the head, sinks included
+            own, peer = own / own.sum(-1, keepdim=True), peer / peer.sum(-1, keepdim=True)
+        if policy == "leverage":  # a press standardizes over all heads
+            own = (own - own.mean()) / own.std()
+        torch.testing.assert_close(own, peer, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,105 @@
+"""Scores of NVIDIA kvpress' own code on a small model, as numbers that tests compare kvpatch's with.
+
+    make peer-scores          writes tests/policies/peer_scores.json, in the environment of `make peer-env`
+
+kvpress needs another transformers than kvpatch, so both build the same model from the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TABLE = Path(__file__).parents[2] / "tests/policies/peer_scores.json"
+TOKENS, RATIO = 280, 0.5
+# kvpatch's policy and its options, and kvpress' press and its options
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "key_diff": ("key_diff", {}, "KeyDiffPress", {}),
+    "cur": ("cur", {}, "CURPress", {}),
+    "cur, mean": ("cur", {"combine": "mean", "window": 10, "sinks": 2}, "CURPress",
+                  {"leverage_type": "kv_avg", "local_window_size": 10, "num_sinks": 2}),
+    "lag_kv": ("lag_kv", {}, "LagKVPress", {}),
+    "lag_kv, short": ("lag_kv", {"lag": 10, "sinks": 0}, "LagKVPress", {"lag_size": 10, "n_sink": 0}),
+    "expected_attention": ("expected_attention", {}, "ExpectedAttentionPress", {}),
+    "expected_attention, mean": ("expected_attention", {"covariance": False, "eps": 0.01, "future": 40},
+                                 "ExpectedAttentionPress",
+                                 {"use_covariance": False, "epsilon": 0.01, "n_future_positions": 40}),
+    "chunk_kv": ("chunk_kv", {"window": 40, "kernel": 5, "pooling": "avg"}, "ChunkKVPress",
+                 {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
+    "leverage": ("leverage", {"sketch": 6}, "LeverageScorePress", {"sketch_dimension": 6}),
+}  # fmt: skip
+
+
+def sketch(shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers that stand in for a random matrix [1,H,D,columns] on both sides."""
+    return torch.empty(shape, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(2))
+
+
+def small_model() -> Any:
+    """Return a Llama of two layers in float64, whose weights are the same in every version of transformers."""
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=1024, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model, numbers = LlamaForCausalLM(config).eval().to(torch.float64), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.ndim == 2:
+                weight.copy_(torch.randn(weight.shape, generator=numbers, dtype=torch.float64) * 0.25)
+    return model
+
+
+def text() -> Tensor:
+    """Return the prompt, [1,n]."""
+    return torch.randint(1, 97, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def main() -> None:
+    """Write the scores and the kept tokens of each press."""
+    found: dict[str, Any] = {}
+    for name, (_, _, press_name, options) in CASES.items():
+        scores: list[Tensor] = []
+        press = _made(press_name, options, scores)
+        model = small_model()
+        with torch.no_grad(), mock.patch.object(torch, "randn", lambda *shape, **_: sketch(shape)):
+            whole = model(text()).past_key_values
+            with press(model):
+                held = model(text()).past_key_values
+        kept = [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)]
+        rounded = [[[float(f"{x:.9g}") for x in head] for head in one[0].tolist()] for one in scores]
+        found[name] = {"kept": kept, "scores": rounded}
+    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items()]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
+    """Return a press, around another one if its options name one, that adds what it scores to `scores`."""
+    import kvpress
+
+    if "press" in options:
+        inner, its_own = options["press"]
+        return getattr(kvpress, name)(**options | {"press": _made(inner, its_own, scores)})
+    press = getattr(kvpress, name)(RATIO, **options)
+    own = press.score
+
+    def score(*args: Any, **call: Any) -> Tensor:
+        scores.append(own(*args, **call))
+        return scores[-1]
+
+    press.score = score
+    return press
+
+
+def _places(whole_HTD: Tensor, kept_HKD: Tensor) -> list[list[int]]:
+    """Return where the kept keys stand among all of each head."""
+    return [sorted(torch.cdist(kept, whole).argmin(1).tolist()) for whole, kept in zip(whole_HTD, kept_HKD, strict=True)]
+
+
+if __name__ == "__main__":
+    main()
