@@ -154,16 +154,25 @@ def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
     attended = _attend(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
-        column_BR = sampling.sample(rows_BQ, call.settings.seed, call.layer)
-        index_BR = column_BR.clamp(min=0)
-        read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
-        q, lse_BHGR = _picked(q_BHGQD, attended.lse, index_BR)
-        sums, observe = _observer(call, keys, read_BR)
-        ends = (column_BR.amax(0) + keys.past + 1).tolist()
-        torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
-        scale = sampling.factor(keys.positions_BHT, rows_BQ, read_BR, accumulator(q.dtype))
-        call.add({name: total * scale for name, total in sums.items()})
+        column_BR, every_B11 = sampling.sample(rows_BQ, call.settings.seed, call.layer)
+        older, newest = (
+            _read(call, q_BHGQD, keys, rows_BQ, attended.lse, part) for part in column_BR.tensor_split([-sampling.ROWS], 1)
+        )
+        call.add({name: newest[name] + total * every_B11 for name, total in older.items()})
     return attended
+
+
+def _read(
+    call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse_BHGQ: Tensor | None, column_BR: Tensor
+) -> dict[str, Tensor]:
+    """Return the statistics [B,H,T] of the rows at these columns; -1 is none."""
+    index_BR = column_BR.clamp(min=0)
+    read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
+    q, lse_BHGR = _picked(q_BHGQD, lse_BHGQ, index_BR)
+    sums, observe = _observer(call, keys, read_BR)
+    ends = (column_BR.amax(0) + keys.past + 1).tolist()
+    torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
+    return sums
 
 
 def _picked(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:

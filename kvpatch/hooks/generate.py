@@ -175,10 +175,13 @@ def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
 def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
     implementation = _other_implementation(kwargs, *configs)
     if implementation is not None:
-        compiled_instead = " To compile the decode step give a compile_config." if implementation == "static" else ""
+        instead = {
+            "static": " To compile the decode step give a compile_config.",
+            "quantized": " To round keys and values give bits=8 or 4 to patched().",
+        }.get(implementation, "")
         raise KVPatchError(
             f"cache_implementation={implementation!r} asks for another cache; inside the block kvpatch brings its own. "
-            f"Leave it out (also in generation_config).{compiled_instead}"
+            f"Leave it out (also in generation_config).{instead}"
         )
 
 

@@ -2,8 +2,8 @@
 
 The rows of a pass are cut into blocks of ROWS, counted back from its newest row. The newest block is read, and of every r
 blocks before it one, which the seed chooses; r is the least number with which about READ rows are read. So a pass of up to
-READ rows is read whole, and beyond that the cost grows with the text, not with its square. A key's sum is that of the rows
-read times the rows that see the key, over those of them that were read; the newest row sees all, so there is one.
+READ rows is read whole, and beyond that the cost grows with the text, not with its square. Every block but the newest is read
+with probability 1/r and then counts r times: over all seeds, sums are on average those of all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import noise
 ROWS, READ = 16, 1024
 
 
-def sample(rows_BQ: Tensor, seed: int, layer: int) -> Tensor:
+def sample(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
     """Choose the rows to read.
 
     Args:
@@ -25,7 +25,8 @@ def sample(rows_BQ: Tensor, seed: int, layer: int) -> Tensor:
         layer: index of the layer.
 
     Returns:
-        Their columns [B,R], ascending; -1 in front, in texts that read fewer rows than others.
+        Their columns [B,R], ascending, the last ROWS of which are the newest block; -1 in front, in texts that read fewer rows
+        than others. And r [B,1,1]: how often the rows before the newest block count.
     """
     real = rows_BQ >= 0
     count_B1 = real.sum(-1, keepdim=True)
@@ -35,14 +36,4 @@ def sample(rows_BQ: Tensor, seed: int, layer: int) -> Tensor:
     drawn_BQ = noise.uniform(seed, layer, torch.tensor(-1, device=rows_BQ.device), -1, group_BQ.clamp(min=0))
     chosen = real & ((block_BQ == 0) | (place_BQ == (drawn_BQ * every_B1).long()))
     column = torch.arange(rows_BQ.shape[1], device=rows_BQ.device)
-    return torch.where(chosen, column, -1).topk(int(chosen.sum(-1).max())).values.flip(-1)
-
-
-def factor(positions_BHT: Tensor, rows_BQ: Tensor, read_BR: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return by how much sums of this dtype over the rows read are scaled up, [B,H,T].
-
-    positions_BHT: the keys'. rows_BQ, read_BR: positions of a pass's rows and of those read; -1 for padding.
-    """
-    flat = positions_BHT.flatten(1)
-    seen, read = (rows.shape[1] - torch.searchsorted(rows.sort(-1).values, flat) for rows in (rows_BQ, read_BR))
-    return (seen.to(dtype) / read.clamp(min=1)).view(positions_BHT.shape)
+    return torch.where(chosen, column, -1).topk(int(chosen.sum(-1).max())).values.flip(-1), every_B1[:, None]

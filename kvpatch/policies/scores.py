@@ -220,7 +220,7 @@ class Summed(Score):
 
     Attributes:
         scores: "all" reads every row of a prompt; "sampled" reads blocks of a long prompt's rows, chosen by the seed, and
-            scales the sums up (see sampling.py).
+            estimates the sums of all rows from them, unbiased (see sampling.py).
     """
 
     scores: str = "all"

@@ -140,18 +140,18 @@ def rounded(x: Tensor, bits: int, size: int) -> tuple[Tensor, float]:
 
 
 # Scores: s[i] from the rows of one KV head. A row that could not see i (causality, a sliding window) has no entry i.
-# `times(t, i)` is how often row t counts for key i: once, unless the scores are of a sample of the rows.
+# `times(t)` is how often row t counts: once, unless the scores are of a sample of the rows.
 
-Times = Callable[[int, int], float]
-
-
-def once(t: int, i: int) -> float:
-    return 1.0
+Times = Callable[[int], int]
 
 
-def observed(rows: Sequence[Row], i: int, times: Times = once) -> list[tuple[float, float]]:
+def once(t: int) -> int:
+    return 1
+
+
+def observed(rows: Sequence[Row], i: int, times: Times = once) -> list[tuple[float, int]]:
     """a[t, i], averaged over the group, of every row that could see i, and how often it counts; its own row is one."""
-    return [(row.group[i], times(row.t, i)) for row in rows if i in row.group]
+    return [(row.group[i], times(row.t)) for row in rows if i in row.group]
 
 
 def accumulated(rows: Sequence[Row], i: int, times: Times = once) -> float:
@@ -182,14 +182,13 @@ def quantized(rows: Sequence[Row], i: int, times: Times = once) -> tuple[float, 
     -> s[i] and the smallest |a * m - 1| met. The indicators are counted as integers and divided once, so that equal
     counts are equal scores. a = 1/m to the last bit (a row that sees one key) is no near-tie.
     """
-    counts: dict[float, int] = {}
-    group, closest = 1, math.inf
+    count, group, closest = 0, 1, math.inf
     for row in rows:
-        if i in row.a and (often := times(row.t, i)):
+        if i in row.a and (often := times(row.t)):
             m, group = len(row.a), len(row.a[i])
-            counts[often] = counts.get(often, 0) + sum(a * m > 1.0 for a in row.a[i])
+            count += often * sum(a * m > 1.0 for a in row.a[i])
             closest = min([closest, *(abs(a * m - 1.0) for a in row.a[i] if a * m != 1.0)])
-    return sum(often * count for often, count in counts.items()) / group, closest
+    return count / group, closest
 
 
 def observation(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None) -> dict[int, float]:
@@ -382,25 +381,19 @@ class Oracle:
 
     # Rows that are read
 
-    def times(self, l: int, t: int, i: int) -> float:
-        """How often row t counts for key i. With scores="sampled" a row that is not read counts for none, and one that is
-        read for all that see i, shared among those of them that are read. In a layer that slides all rows are read."""
+    def times(self, l: int, t: int) -> int:
+        """How often row t counts. With scores="sampled": a row of the newest block of its pass once; any other block is read
+        with probability 1/r, so its rows count r times if it is, else never. In a layer that slides all rows are read."""
         own = [rows for rows in self.passes if t in rows]
         if self.options.get("scores", "all") == "all" or not own or self.decoder.reach(l) is not None:
-            return 1.0
-        see = [row for row in own[0] if row >= i]
-        read = [row for row in see if self.is_read(l, own[0], row)]
-        return len(see) / len(read) if t in read else 0.0
-
-    def is_read(self, l: int, rows: range, t: int) -> bool:
-        """Whether row t of a pass is: the newest block, and of every r blocks before it the one that is drawn."""
-        r = math.ceil(len(rows) / READ)
-        block = (rows[-1] - t) // ROWS
+            return 1
+        r = math.ceil(len(own[0]) / READ)
+        block = (own[0][-1] - t) // ROWS
         if r == 1 or block == 0:
-            return True
+            return 1
         assert self.draw is not None
-        group, place = divmod(block - 1, r)
-        return place == int(self.draw("uniform", l, -1, -1, group) * r)
+        group, place = divmod(block - 1, r)  # of every r blocks before the newest, the one that is drawn
+        return r if place == int(self.draw("uniform", l, -1, -1, group) * r) else 0
 
     # Rounding
 
@@ -450,7 +443,7 @@ class Oracle:
                 s[i] = self.options["damping"] * s.get(i, 0.0)
             for row in self.rows[l][g][-new:]:
                 for i, f in gumbel_softmax(row, partial(self.noise, l, g, row.t), self.tau()).items():
-                    s[i] += f * self.times(l, row.t, i)
+                    s[i] += f * self.times(l, row.t)
 
     # Eviction
 
@@ -518,10 +511,7 @@ class Oracle:
             case "quantized":
                 counts = {i: quantized(rows, i, times) for i in candidates}
                 self.margin = min([self.margin, *(closest for _, closest in counts.values())])
-                # rounding decides between equal scores of which one counts rows a broken number of times: told apart here,
-                # they are a decision too close to call
-                broken = {i for i in candidates if any(times(row.t, i) % 1 for row in rows if i in row.a)}
-                return {i: count + (1e-9 * (i + 1) if i in broken and count else 0.0) for i, (count, _) in counts.items()}
+                return {i: count for i, (count, _) in counts.items()}
             case "mean":
                 return {i: mean(rows, i, times) for i in candidates}
             case "last" if o["heads"] == "layer":  # all heads of the layer have one score for a token that all hold

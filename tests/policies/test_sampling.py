@@ -1,4 +1,7 @@
-"""Which rows of a long prompt are read, and by how much their sums are scaled up."""
+"""Which rows of a long prompt are read, and how often they count: over all samples, sums are on average those of all rows."""
+
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ ROWS, READ = sampling.ROWS, sampling.READ
 
 def read(rows_BQ, seed=0, layer=0):
     """Positions of the rows that are read, of each text."""
-    columns = sampling.sample(rows_BQ, seed, layer)
+    columns = sampling.sample(rows_BQ, seed, layer)[0]
     return [row[index[index >= 0]].tolist() for row, index in zip(rows_BQ, columns, strict=True)]
 
 
@@ -47,16 +50,34 @@ def test_layers_and_seeds_read_other_rows():
     assert read(rows) != read(rows, layer=1)
 
 
-def test_sums_of_equal_rows_are_exact():
-    """Rows that all give a key the same: what was read, scaled up, is what all rows give."""
-    rows = torch.arange(100, 3100)[None]
-    columns = sampling.sample(rows, 0, 0)
-    keys = torch.cat([torch.arange(40), torch.arange(100, 3100)])[None, None]
-    scale = sampling.factor(keys, rows, rows.gather(1, columns), torch.float64)
-    seen = (rows[0, :, None] >= keys[0, 0]).sum(0)
-    was_read = (rows[0, columns[0], None] >= keys[0, 0]).sum(0)
-    assert was_read.min() > 0
-    torch.testing.assert_close(scale[0, 0] * was_read, seen.double())
+def statistics(model, ids, mask, policy, scores):
+    """The sums of a prompt that is held in full [layers][name][B,H,T], float64."""
+    with torch.no_grad(), kvpatch.patched(model, policy, ids.shape[1] + 1, scores=scores):
+        cache = model(ids, attention_mask=mask).past_key_values
+        names = kvpatch.get_policy(policy).statistics
+        return [{name: layer.state_view()[name].clone() for name in names} for layer in cache.layers]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "scissorhands", "roco", "keyformer"])
+@pytest.mark.parametrize("n", [13, 15])  # a group of two blocks of three, the older of one row; a group of one
+def test_the_mean_over_all_samples_is_the_sum_over_all_rows(policy, n, monkeypatch):
+    """Each group draws one of r = 3 blocks, the oldest group also one that it has not: 3 x 3 or 3 x 3 x 3 samples."""
+    monkeypatch.setattr(sampling, "ROWS", 2)
+    monkeypatch.setattr(sampling, "READ", 5)
+    model, ids = make("llama_gqa").double(), prompt(2, n)
+    mask = left_pad(ids, [n, 4])  # a text of up to READ rows is read whole
+    groups = -(-(-(-n // 2) - 1) // 3)
+    found = []
+    for places in product(range(3), repeat=groups):
+        shares = (torch.tensor(places) + 0.5) / 3
+        drawn = SimpleNamespace(uniform=lambda seed, layer, head, query, key, shares=shares: shares[key.clamp(max=groups - 1)])
+        monkeypatch.setattr(sampling, "noise", drawn)
+        found.append(statistics(model, ids, mask, policy, "sampled"))
+    for layer, wanted in enumerate(statistics(model, ids, mask, policy, "all")):
+        for name, total in wanted.items():
+            samples = torch.stack([each[layer][name] for each in found])
+            torch.testing.assert_close(samples.mean(0), total, rtol=1e-12, atol=1e-12)
+            assert not torch.allclose(samples[0, 0], total[0]) and torch.allclose(samples[0, 1], total[1])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "keyformer"])

@@ -12,6 +12,7 @@ from kvpatch import Adapter, InterfaceAdapter, KVPatchError, Policy, get_policy,
 from kvpatch.cli import compare
 from kvpatch.cli.commands import app, parse_options
 from kvpatch.cli.loading import load_model, load_tokenizer, read_prompt
+from kvpatch.cli.options import parse_bits
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
 from kvpatch.policies.scopes import Scope
@@ -61,6 +62,9 @@ ARGUMENTS = [
     _m("block that is too large", lambda w: w.patched("h2o", block=HUGE), r"block=1\d+ .*at most"),
     _m("block as text", lambda w: w.patched("h2o", block="8"), r"block='8' must be a number of tokens"),
     _m("seed of nothing", lambda w: w.patched("h2o", seed=None), r"seed=None must be an int"),
+    _m("bits by transformers' name", lambda w: w.patched("h2o", nbits=4), r"no option 'nbits'\. Did you mean 'bits'\?"),
+    _m("bits as a tensor", lambda w: w.patched("h2o", bits=torch.tensor(8)), r"bits=tensor\(8\) must be 16 .*8 or 4"),
+    _m("bits per layer", lambda w: w.patched("h2o", bits=[8, 4]), r"bits=\[8, 4\] must be 16"),
     _m("positions of nothing", lambda w: w.patched("h2o", positions=None), r"positions=None is unknown; use"),
     _m("backend of nothing", lambda w: w.patched("h2o", backend=None), r"Unknown backend None"),
     _m("schedule as a number", lambda w: w.patched("h2o", schedule=3), r"schedule=3 must be one of"),
@@ -135,12 +139,17 @@ ARGUMENTS = [
     _m("--policies of none", lambda w: compare.choose(",", {}, 8), r"--policies names none: give some"),
     _m("--option that no policy has", lambda w: compare.choose("h2o", {"windw": 1}, 8),
        r"--option windw: none of h2o has it"),
+    _m("--bits of none", lambda w: parse_bits(","), r"--bits names none: give some of 16, 8 and 4, or auto"),
+    _m("--bits of another number", lambda w: parse_bits("16,5"), r"--bits='5' must be one of 16, 8, 4"),
     _m("--budgets of none", lambda w: compare.budgets(" "), r"-k names no budget: give some"),
     _m("--budgets with a word", lambda w: compare.budgets("0.5,much"), r"-k much is no budget"),
 
           _m("kvpatch generate by a wrong policy",
        lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--policy", "h20"),
        r"kvpatch: Unknown policy 'h20'\. Did you mean 'h2o'"),
+    _m("kvpatch generate with other bits",
+       lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--bits", "5"),
+       r"kvpatch: --bits=5 must be one of 16, 8, 4"),
     _m("kvpatch check of a missing folder", lambda w: _call("check", "--model", "./none"),
        r"kvpatch: --model \./none: there is no"),
 ]

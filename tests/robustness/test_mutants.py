@@ -122,8 +122,11 @@ MUTANTS = {
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
     "sampled sums not scaled up": (
-        "attention/prefill.py", "total * scale for", "total * 1.0 for",
+        "attention/prefill.py", "total * every_B11 for", "total * 1.0 for",
         f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
+    "the newest rows of a sample count as often as others": (
+        "attention/prefill.py", "newest[name] + total * every_B11 for", "(newest[name] + total) * every_B11 for",
+        "tests/policies/test_sampling.py::test_the_mean_over_all_samples_is_the_sum_over_all_rows[13-h2o]"),
     "sampled rows see what is newer": (
         "backends/torch_backend.py", "unseen = positions[..., first:] > self", "unseen = positions[..., first:] > 1 + self",
         f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),

@@ -1,9 +1,10 @@
 """Registers, shared memory, stack and spills of the Triton kernels as compiled for a GPU, without such a GPU.
 
-`python -m tools.bench.kernel_report [sm_90 ...] [name ...]` compiles them for bfloat16 and prints a table, for sm_90 if no chip
-is named; names select rows by their beginning. A row of CALLS names a function of the backend: it is called on CPU tensors
-while stand-ins record the launches of its module's kernels, and every launch is compiled with the arguments, warps and stages
-that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA tools, and TRITON_INTERPRET unset.
+`python -m tools.bench.kernel_report [sm_90 ...] [name ...]` compiles them, for bfloat16 where a row does not say float32, and
+prints a table, for sm_90 if no chip is named; names select rows by their beginning. A row of CALLS names a function of the
+backend: it is called on CPU tensors while stand-ins record the launches of its module's kernels, and every launch is compiled
+with the arguments, warps and stages that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA
+tools, and TRITON_INTERPRET unset.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 H, C, Q = 8, 8192, 512  # a layer's KV heads, slots and rows of a prompt
 SHAPES = tuple((D, G) for D in (64, 128) for G in (1, 4))
 ONE_SHAPE = ((128, 4),)
+FLOAT, FLOAT_SHAPES = torch.float32, ((64, 4), (128, 4))
 ALL = ("sum", "squares", "count", "gumbel", "observed")
 
 
@@ -73,8 +75,8 @@ class Row:
         return any((self.stack, self.local, self.LDL, self.STL))
 
 
-def _some(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
+def _some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def decode_step(
@@ -102,29 +104,38 @@ def decode_step(
     return run
 
 
-def _forward(*extra: str, values: bool = True, **options: Any) -> Callable[[Any, int, int], object]:
+def _extra(G: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors that a prompt's kernels may be given besides."""
+    return {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+
+
+def _forward(
+    *extra: str, values: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Callable[[Any, int, int], object]:
     """A prompt's attention, or its normalizers alone. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
         positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        known = {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
-        tensors = {name: torch.ones(known[name]) for name in extra}
-        q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
-        v_BHTD = _some(1, H, Q, D) if values else None
+        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
+        q_BHGQD, k_BHTD = _some(1, H, G, Q, D, dtype=dtype), _some(1, H, Q, D, dtype=dtype)
+        v_BHTD = _some(1, H, Q, D, dtype=dtype) if values else None
         return module.attend(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, scale=1.0, **tensors, **options)
 
     return run
 
 
-def _columns(names: tuple[str, ...], **options: Any) -> Callable[[Any, int, int], object]:
-    """A prompt's statistics."""
+def _columns(
+    names: tuple[str, ...], *extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Callable[[Any, int, int], object]:
+    """A prompt's statistics. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
         positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
         lse_BHGQ, keys_BHQ = torch.zeros(1, H, G, Q), torch.ones(1, H, Q)
-        q_BHGQD, k_BHTD = _some(1, H, G, Q, D), _some(1, H, Q, D)
+        q_BHGQD, k_BHTD = _some(1, H, G, Q, D, dtype=dtype), _some(1, H, Q, D, dtype=dtype)
+        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
         return module.column_statistics(
-            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ, **options
+            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ, **tensors, **options
         )
 
     return run
@@ -134,18 +145,26 @@ CALLS = (
     Call("decode", "decode", decode_step(("sum", "squares"), "mean"), (*SHAPES, (256, 8), (128, 48))),
     Call("decode gumbel", "decode", decode_step(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
     Call("decode all", "decode", decode_step(ALL, "count", tau=1.5, sliding=1000), ((128, 1), (128, 8))),
-    Call("columns", "columns", _columns(("sum",))),
+    Call("columns", "columns", _columns(("sum",)), (*SHAPES, (256, 2))),
     Call("columns squares", "columns", _columns(("sum", "squares")), ONE_SHAPE),
     Call("columns count", "columns", _columns(("count",)), ONE_SHAPE),
-    Call("columns cap", "columns", _columns(("sum",), softcap=50.0), ONE_SHAPE),
-    Call("forward", "forward", _forward(holes=False)),
-    Call("forward noise", "forward", _forward("noise_BHTG", holes=False)),
+    Call("columns cap window", "columns", _columns(("sum",), softcap=50.0, sliding=1000), ((128, 4), (256, 2))),
+    Call("columns ALiBi noise tau", "columns", _columns(("sum",), "slopes_HG", "noise_BHTG", tau=1.5), ((64, 1), (128, 1))),
+    Call("columns float32", "columns", _columns(("sum", "squares"), dtype=FLOAT), FLOAT_SHAPES),
+    Call("forward", "forward", _forward(holes=False), (*SHAPES, (256, 2))),
+    Call("forward noise", "forward", _forward("noise_BHTG", holes=False), (*SHAPES, (256, 2))),
+    Call("forward noise tau", "forward", _forward("noise_BHTG", tau=1.5), ONE_SHAPE),
     Call("forward ALiBi noise padding", "forward", _forward("slopes_HG", "noise_BHTG"), ((64, 1), (128, 1))),
-    Call("forward cap window", "forward", _forward(softcap=50.0, sliding=1000), ONE_SHAPE),
+    Call("forward cap window", "forward", _forward(softcap=50.0, sliding=1000), ((128, 4), (256, 2))),
+    Call("forward cap noise", "forward", _forward("noise_BHTG", softcap=50.0), ((128, 4), (256, 2))),
     Call("forward sinks window", "forward", _forward("sinks_HG", sliding=128), ((64, 8),)),
-    Call("rows", "forward", _forward(values=False, holes=False)),
-    Call("rows noise", "forward", _forward("noise_BHTG", "lse_BHGQ", values=False, holes=False)),
+    Call("forward sinks noise", "forward", _forward("sinks_HG", "noise_BHTG"), ((64, 8),)),
+    Call("forward float32", "forward", _forward(holes=False, dtype=FLOAT), FLOAT_SHAPES),
+    Call("forward ALiBi noise padding float32", "forward", _forward("slopes_HG", "noise_BHTG", dtype=FLOAT), FLOAT_SHAPES),
+    Call("rows", "forward", _forward(values=False, holes=False), (*SHAPES, (256, 2))),
+    Call("rows noise", "forward", _forward("noise_BHTG", "lse_BHGQ", values=False, holes=False), (*SHAPES, (256, 2))),
     Call("rows noise tau", "forward", _forward("noise_BHTG", values=False, tau=1.5), ONE_SHAPE),
+    Call("rows noise float32", "forward", _forward("noise_BHTG", "lse_BHGQ", values=False, dtype=FLOAT), FLOAT_SHAPES),
 )
 
 
@@ -159,20 +178,20 @@ class _Noted:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def launches(call: Call, D: int, G: int) -> list[tuple[triton.JITFunction, tuple, dict]]:
-    """What `call` would start: kernels with their arguments and options."""
+def launches(call: Call, D: int, G: int, chip: int = 90) -> list[tuple[triton.JITFunction, tuple, dict]]:
+    """What `call` would start on sm_`chip`: kernels with their arguments and options."""
     module = importlib.import_module(f"kvpatch.backends.triton.{call.module}")
     kernels = {name: value for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
     if not kernels:
         raise KVPatchError("Triton's interpreter is on, which compiles nothing: unset TRITON_INTERPRET.")
     found: list[tuple[triton.JITFunction, tuple, dict]] = []
+    before = {name: vars(module)[name] for name in (*kernels, "ELSEWHERE") if name in vars(module)}
+    chosen_for = {"ELSEWHERE": divmod(chip, 10)} if "ELSEWHERE" in before else {}
     try:
-        for name, kernel in kernels.items():
-            setattr(module, name, _Noted(kernel, found))
+        vars(module).update({name: _Noted(kernel, found) for name, kernel in kernels.items()} | chosen_for)
         call.run(module, D, G)
     finally:
-        for name, kernel in kernels.items():
-            setattr(module, name, kernel)
+        vars(module).update(before)
     return found
 
 
@@ -252,7 +271,7 @@ def rows(names: Sequence[str] = (), chips: Sequence[int] = (90,)) -> list[Row]:
     found = []
     for chip, call in product(chips, calls):
         for D, G in call.shapes:
-            for kernel, args, kwargs in launches(call, D, G):
+            for kernel, args, kwargs in launches(call, D, G, chip):
                 found.append(measure(chip, call.name, D, G, kernel.__name__, compiled(kernel, args, kwargs, chip)))
     return found
 

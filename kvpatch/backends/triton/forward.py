@@ -129,18 +129,17 @@ def attend(
 
 
 def _tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> tuple[int, int, int, int]:
-    """Return keys, rows, warps and stages of a tile for a GPU of compute capability `chip`."""
-    rows = max(16, triton.next_power_of_2(Q))
-    warps = 8 if rows > 64 else 4
-    if dtype == torch.float32:  # no tensor cores: taller tiles, or fewer warps, spill registers
-        return 32, min(rows, 32 if values else 64), 8, 2
-    if not values:
-        return 64, min(rows, 128), warps, 3 if padded <= 128 else 2
-    if padded > 128:
-        return 32, min(rows, 64), 4, 2
-    if padded == 128 and chip not in ROOMY:  # 64 keys spill registers
-        return 32, min(rows, 128), warps, 3
-    return 64, min(rows, 128), warps, 3
+    """Return keys, rows, warps and stages of a tile for a GPU of compute capability `chip`.
+
+    Larger tiles, or fewer warps, spill registers.
+    """
+    rows, roomy = max(16, triton.next_power_of_2(Q)), chip in ROOMY
+    if dtype == torch.float32:  # no tensor cores
+        return (16, min(rows, 32), 8, 2) if values else (32, min(rows, 64), 8, 2)
+    if values and padded > 128:
+        return 32, min(rows, 64), 8 if rows > 32 else 4, 3 if roomy else 2
+    keys = 64 if roomy or (values and padded < 128) else 32
+    return keys, min(rows, 128), 8 if rows > 64 else 4, 3 if padded <= 128 else 2
 
 
 @triton.jit(do_not_specialize=LENGTHS)
