@@ -12,6 +12,7 @@ from transformers import Cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier, PassMask
 from .state import PatchState, is_aside, pass_mask, put_aside
@@ -32,6 +33,9 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     """Run `_begin`, set the decoder's attributes that an adapter replaces during a pass under the patch, and log the pass."""
+    mask = call.get("attention_mask")
+    if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
+        return _begin_packed(decoder, call, mask.cache, state)
     made_here = call.get("past_key_values") is None
     changed = _begin(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
@@ -94,6 +98,22 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(cache, mask))
     else:
         call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
+    return (), call
+
+
+def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Any:
+    """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
+    tokens = call["input_ids"]
+    table = functools.partial(state.adapter.rotary_table, decoder, tokens.device) if pool.settings.renumbered else None
+    packed = pool.next_pass()
+    with torch.inference_mode(False), torch.no_grad():
+        packed.begin(tokens[0], table)
+    put_aside(decoder, state.aside, ours=True)
+    for part in packed.parts:
+        state.log.begin(part.cache, decoder.training, made_here=False)
+    if "position_ids" in state.decoder_parameters:
+        call["position_ids"] = packed.positions_1N
+    call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(packed, pass_mask(tokens.device)))
     return (), call
 
 
