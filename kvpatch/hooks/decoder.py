@@ -112,7 +112,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
     for part in packed.parts:
         state.log.begin(part.cache, decoder.training, made_here=False)
     if "position_ids" in state.decoder_parameters:
-        call["position_ids"] = packed.positions_1N
+        call["position_ids"] = packed.positions_1Q
     call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(packed, pass_mask(tokens.device)))
     return (), call
 

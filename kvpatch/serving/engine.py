@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.initialization import update_cb
 
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from .admission import Admission
 from .pool import RequestPool
 
 _LOG = logging.getLogger("kvpatch.serving")
@@ -97,7 +98,7 @@ class BudgetManager(ContinuousBatchingManager):
             cb_config=config, num_blocks=pool.num_blocks, max_batch_tokens=pool.max_batch_tokens
         )
         scheduler_class = SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler)
-        scheduler = type("BudgetScheduler", (_Admission, scheduler_class), {})(
+        scheduler = type("BudgetScheduler", (Admission, scheduler_class), {})(
             cache=pool, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )
         scheduler.max_positions = self.terms.max_positions
@@ -159,47 +160,6 @@ class _Packing:
 def _supports_logits_to_keep(model: Any) -> bool:
     supports = getattr(model, "_supports_logits_to_keep", None)
     return callable(supports) and bool(supports())
-
-
-class _Admission:
-    """Checks of a request when it arrives, so that one that cannot be served fails alone; comes before a scheduler class."""
-
-    cache: RequestPool
-    starved_requests: list[Any]
-    max_positions: int | None = None
-
-    def add_waiting_request(self, state: Any) -> None:
-        """Add a request to the waiting list.
-
-        Raises:
-            KVPatchError: it can never be served. The engine then fails this request.
-        """
-        if self.max_positions is not None:
-            self._limit(state, self.max_positions)
-        self.cache.check(len(state.initial_tokens), state.max_new_tokens)
-        super().add_waiting_request(state)  # type: ignore[misc]
-
-    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule a pass; a request that waits for room in a pass has its blocks, and none is offloaded for it."""
-        scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
-        self.starved_requests = []
-        return scheduled
-
-    def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *rest: Any) -> None:
-        """Schedule at most a chunk of a prompt."""
-        super()._schedule_request(state, request_tokens, min(token_budget, self.cache.chunk), *rest)  # type: ignore[misc]
-
-    def _limit(self, state: Any, positions: int) -> None:
-        """End a request of unlimited length at the model's last position."""
-        prompt = len(state.initial_tokens)
-        if state.max_new_tokens is None and prompt < positions:
-            state.max_new_tokens = state._new_tokens_limit = positions - prompt + 1
-        needed = prompt + (state.max_new_tokens or 1) - 1
-        if needed > positions:
-            raise KVPatchError(
-                f"The text needs {needed} positions, but this model has {positions}. Evicting tokens does not give new "
-                "positions: shorten the prompt or generate fewer tokens."
-            )
 
 
 def manager_of(

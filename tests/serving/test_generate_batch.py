@@ -102,13 +102,13 @@ def test_temperatures_are_each_request_s():
             assert found[name].generated_tokens == alone(model, ids, new)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keyformer"])
-def test_arrivals_and_cancellations(policy):
+@pytest.mark.parametrize(("policy", "scheduler"), [("h2o", "fifo"), ("keyformer", "prefill_first")])
+def test_arrivals_and_cancellations(policy, scheduler):
     """Requests that come and go at random change no token of the others."""
     model, texts = make("llama_gqa"), prompts((20, 61, 9, 100, 33, 5, 47, 80, 12, 28), seed=3)
     wanted = [5 + 7 * (i % 4) for i in range(len(texts))]
     draw = torch.Generator().manual_seed(5)
-    with kvpatch.patched(model, policy, 16), running(model, max_batch_tokens=48) as manager:
+    with kvpatch.patched(model, policy, 16), running(model, max_batch_tokens=48, scheduler_type=scheduler) as manager:
         names, dropped = [], set()
         for ids, new in zip(texts, wanted, strict=True):
             names.append(

@@ -94,7 +94,8 @@ def test_the_block_ends_while_requests_run():
         name = manager.add_request(ids, streaming=True)
         assert next(manager.request_id_iter(name)).generated_tokens
     assert not manager.is_running() and set(vars(model)) == before
-    assert "finished before this request completed" in collect(manager, [name])[name].error
+    error = collect(manager, [name])[name].error
+    assert "finished before this request completed" in error or "made under was removed" in error
 
 
 def test_a_manager_that_is_started_too_late():
