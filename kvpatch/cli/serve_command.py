@@ -46,7 +46,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 ) -> None:
     """Serve a model under a budget: transformers' OpenAI-compatible server, with continuous batching.
 
-    Each request has the budget of its own. Needs the extra `serve` (pip install 'kvpatch[serve]').
+    Each request has the budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai).
     """
     with short_errors():
         options = parse_options(option)

@@ -64,7 +64,7 @@ def _check_extra() -> None:
 
     if not is_serve_available():
         raise KVPatchError(
-            f"`kvpatch serve` runs transformers' server, which needs {', '.join(EXTRA)}: pip install 'kvpatch[serve]'"
+            f"`kvpatch serve` runs transformers' server, which needs more packages: pip install {' '.join(EXTRA)}"
         )
 
 

@@ -8,6 +8,12 @@ from tests.helpers.serving import prompts
 from tests.helpers.tiny import make
 
 
+def held(cache, row):
+    """The positions that each head of a row holds, in both layers."""
+    heads = [head.tolist() for layer in range(2) for head in cache.positions(layer)[row]]
+    return [sorted(position for position in head if position >= 0) for head in heads]
+
+
 def test_rows_are_those_asked_for():
     """Whatever is asked for in whatever order, each request goes on with what it holds, and the others stay as they are."""
     model, texts = make("llama_gqa"), dict(zip("abcd", prompts((20, 61, 9, 33)), strict=True))
@@ -29,8 +35,7 @@ def test_rows_are_those_asked_for():
             for row, name in enumerate(rows.names):
                 own = model(fed[row : row + 1], past_key_values=alone[name]).logits[0, -1]
                 assert torch.allclose(logits[row], own, atol=1e-5), (step, name)
-                for layer in range(2):
-                    assert torch.equal(rows.cache.positions(layer)[row].sort()[0], alone[name].positions(layer)[0].sort()[0])
+                assert held(rows.cache, row) == held(alone[name], 0), (step, name)
         pool.drop("b")
         pool.drop("never there")
         assert sorted(name for part in pool.parts for name in part.names) == ["a", "c", "d"]
@@ -50,3 +55,22 @@ def test_nothing_moves_while_the_requests_are_the_same():
             pool.add(name, cache)
         first = pool.gather("ab")
         assert pool.gather("ba") is first
+
+
+def test_temperatures_are_each_row_s():
+    """keyformer's temperature rises over the new tokens that a request was asked for, whatever the others were."""
+    model, texts, wanted = make("llama_gqa"), prompts((40, 40, 33)), (5, 40, 12)
+    with kvpatch.patched(model, "keyformer", 12, tau=(1.0, 20.0)) as patch, torch.no_grad():
+        pool, alone = RowPool(), []
+        for ids, new in zip(texts, wanted, strict=True):
+            for keep in (alone.append, lambda cache: pool.add(str(len(alone)), cache)):
+                cache = patch.new_cache()
+                cache.request.new_tokens = new
+                model(torch.tensor([ids]), past_key_values=cache)
+                keep(cache)
+        rows = pool.gather("123")
+        for step in range(30):
+            model(torch.tensor([[5 + step], [6 + step], [7 + step]]), past_key_values=rows.cache)
+            for row, cache in enumerate(alone):
+                model(torch.tensor([[5 + step + row]]), past_key_values=cache)
+                assert held(rows.cache, row) == held(cache, 0), (step, row)
