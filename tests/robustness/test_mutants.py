@@ -29,9 +29,6 @@ MUTANTS = {
         "serving/pool.py", "columns = torch.tensor([first[name] for name in rows.names]",
         "columns = torch.tensor([first[name] for name in reversed(rows.names)]",
         "tests/serving/test_generate_batch.py::test_every_policy[24-h2o]"),
-    "one temperature for all requests": (
-        "cache/concat.py", "if bool((span_B != new.span()).any()):", "if False:",
-        "tests/serving/test_rows.py::test_temperatures_are_each_row_s"),
     "a prompt cut where the pass is full": (
         "serving/pool.py", "if request_len < min(waiting, self.chunk):", "if not request_len:",
         "tests/serving/test_generate_batch.py::test_chunks_are_blocks[h2o]"),
