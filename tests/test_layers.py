@@ -8,12 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
-    ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("hooks",),
+    ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("serving",), ("hooks",),
     ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",), ("__main__",),
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",
-    "cache.from_dynamic",
+    "cache.from_dynamic", "serving.engine",
 )  # fmt: skip
 ROOT_MODULES = 8  # at most
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 CORE = {"torch", "transformers", "einops"}
 EXTRAS = {
     "cli": {"typer", "rich"},
+    "serve": {"typer", "rich", "fastapi", "uvicorn", "pydantic", "openai"},
     "plot": {"matplotlib"},
     "eval": {"kvpatch", "datasets", "nltk", "rapidfuzz", "rouge", "rouge-score", "sacrebleu"},
     "lm-eval": {"lm-eval"},

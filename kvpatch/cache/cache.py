@@ -175,6 +175,7 @@ class EvictingCache(TextState):
             before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
             self.shared = None if self.shared is None else change(self.shared)
             counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
+            counters.span_B = None if counters.span_B is None else change(counters.span_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
             turns.ids = None if turns.ids is None else change(turns.ids)
             if turns.open:  # needed by the rest of the prompt

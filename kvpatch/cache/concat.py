@@ -80,18 +80,25 @@ def _blank(cache: Text) -> Text:
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """Set the decode steps of each row since its prompt, if a score's temperature depends on them."""
+    """Set the decode steps of each row since its prompt, and those asked for, if a score's temperature depends on them."""
     assert new.seen_B is not None
-    score, steps = new.settings.policy.score, []
+    score, steps, spans = new.settings.policy.score, [], list[Tensor]()
     for cache in caches:
         assert cache.seen_B is not None
         shortfall_B = cache.counters.shortfall_B
         shortfall_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if shortfall_B is None else shortfall_B.cpu()
         steps.append(cache.counters.steps - shortfall_B)
+        own_B, alike_B = cache.counters.span_B, steps[-1].new_full((len(cache.seen_B),), cache.span())
+        spans.append(alike_B if own_B is None or cache.request.new_tokens else own_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
-    if score.temperature(0, 8) != score.temperature(8, 8) and bool((steps_B < new.counters.steps).any()):
+    if score.temperature(0, 8) == score.temperature(8, 8):
+        return
+    if bool((steps_B < new.counters.steps).any()):
         new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.seen_B.device)
+    span_B = torch.cat(spans)
+    if bool((span_B != new.span()).any()):
+        new.counters.span_B = span_B.to(new.seen_B.device)
 
 
 def _shared(caches: Sequence[TextState]) -> Tensor | None:

@@ -90,7 +90,8 @@ def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
     if not turns.open:
         turns.begin_B, turns.open = before_B, True
     if now.ends_prompt:
-        counters.steps, counters.shortfall_B, cache.stack_due = 0, None, cache.request.room is None
+        counters.steps, counters.shortfall_B, counters.span_B = 0, None, None
+        cache.stack_due = cache.request.room is None
         cache.limits_of.clear()
 
 

@@ -81,11 +81,14 @@ class StepCounters:
     """Decode steps since the prompt.
 
     steps: of the row that has taken the most. shortfall_B: how many fewer each row has taken, [B] float64, if a temperature
-    depends on it. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps yet.
+    depends on it. span_B: steps over which each row's temperature changes, [B] float64, if the rows were asked for different
+    numbers of tokens. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps
+    yet.
     """
 
     steps: int = 0
     shortfall_B: Tensor | None = None
+    span_B: Tensor | None = None
     device: DeviceCounters | None = None
     behind: bool = False
 
@@ -230,13 +233,17 @@ class TextState(MutationGuard, Cache):
         """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
         score, counters = self.settings.policy.score, self.counters
         assert self.now is not None
-        shortfall_B = counters.shortfall_B
+        shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if self.now.traced and counters.device is not None:
-            steps = counters.device.steps + ahead
-            return score.temperature(steps if shortfall_B is None else steps - shortfall_B, counters.device.span)
-        if shortfall_B is None:
-            return score.temperature(self.now.first_step + ahead, self.request.new_tokens)
-        return score.temperature(self.now.first_step + ahead - shortfall_B, shortfall_B.new_tensor(self.span()))
+            steps, span = counters.device.steps + ahead, counters.device.span if span_B is None else span_B
+            return score.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
+        step = self.now.first_step + ahead
+        if shortfall_B is None and span_B is None:
+            return score.temperature(step, self.request.new_tokens)
+        if span_B is not None:
+            return score.temperature(span_B.new_tensor(step) if shortfall_B is None else step - shortfall_B, span_B)
+        assert shortfall_B is not None
+        return score.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()))
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
         """Return the protected sizes, one tuple per row; layers of equal sizes share one object."""

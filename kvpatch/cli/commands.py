@@ -1,4 +1,4 @@
-"""The app of `kvpatch`: demo, generate, check, compare, policies, architectures. Needs the extra `cli`.
+"""The app of `kvpatch`: demo, generate, check, compare, serve, policies, architectures. Needs the extra `cli`.
 
 Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
@@ -16,6 +16,7 @@ from .catalogue import ARCHITECTURES, POLICIES
 from .model_commands import check, compare, generate
 from .options import parse_options
 from .output import print_json, print_rows, short_errors
+from .serve_command import serve
 
 __all__ = ["app", "parse_options", "short_errors"]
 
@@ -97,5 +98,5 @@ def demo(
         run(out, model, json)
 
 
-for command in (generate, check, compare):
+for command in (generate, check, compare, serve):
     app.command()(command)

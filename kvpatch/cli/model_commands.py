@@ -21,7 +21,7 @@ KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
 COMPARED = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv"
 
 
-def _policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
+def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
     """Look up a policy, after what can be told without torch. Raises KVPatchError for a mistake in any of the three."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
@@ -84,7 +84,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
                 raise KVPatchError(f"The prompt is given twice: {files[0]} and {files[1]}.")
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
-        chosen, size = _policy(policy, schedule, options), parse_k(k)
+        chosen, size = named_policy(policy, schedule, options), parse_k(k)
         text = read_prompt(files[0]) if prompt is None else prompt
         from .generating import Sampling, run
 
@@ -114,7 +114,7 @@ def check(  # noqa: PLR0913 - as above
         check_budget(k)
         source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
         source.check()
-        chosen, size = _policy(policy, None, options), parse_k(k)
+        chosen, size = named_policy(policy, None, options), parse_k(k)
         from ..evaluation.check import check_model
 
         table = check_model(source.model(), policy=chosen, k=size, seed=seed)

@@ -16,6 +16,7 @@ from ..attention.attend import attend
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..serving.packed import PackedPass
 
 
 def attention_forward(
@@ -41,7 +42,7 @@ def attention_forward(
                 "in the config (attention_dropout or attn_pdrop), train without block=, or call model.eval() to generate."
             )
 
-        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             now, compiling = cache.now, torch.compiler.is_compiling()
             if now is not None and now.bound and not compiling:
                 step = now.bound[self.layer_idx]
@@ -51,6 +52,7 @@ def attention_forward(
             out = run(cache, self.layer_idx, q, k, v, BoundAdapter(adapter, self, k.shape[1]))
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
+        core = functools.partial(cache.attend, through) if isinstance(cache, PackedPass) else functools.partial(through, cache)
         own: Callable[..., Any] = functools.partial(cls.forward, self) if replaced is None else replaced
         return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.settings.renumbered)
 
@@ -67,16 +69,16 @@ class PassMask(Tensor):
 
 
 class Courier(Tensor):
-    """The mask of a pass without a cache of the caller's; it and tensors made from it carry the pass's own cache.
+    """The mask of a pass without a cache of the caller's; it and tensors made from it carry the pass's own cache, or caches.
 
     Gradient checkpointing removes caches from the layers' arguments, and runs layers again after the decoder has ended; only
     the mask always reaches them.
     """
 
-    cache: EvictingCache
+    cache: Any  # an EvictingCache, or a PackedPass; on its way to the decoder a RequestPool
 
     @classmethod
-    def carrying(cls, cache: EvictingCache, mask: Tensor) -> Courier:
+    def carrying(cls, cache: Any, mask: Tensor) -> Courier:
         courier = mask.as_subclass(cls)
         courier.cache = cache
         return courier

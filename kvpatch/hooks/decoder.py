@@ -14,6 +14,7 @@ from transformers import Cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier, PassMask
 from .state import PatchState, is_aside, pass_mask, put_aside
@@ -34,6 +35,9 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     """Run `_begin`, set the decoder's attributes that an adapter replaces during a pass under the patch, and log the pass."""
+    mask = call.get("attention_mask")
+    if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
+        return _begin_packed(decoder, call, mask.cache, state)
     made_here = call.get("past_key_values") is None
     changed = _begin(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
@@ -108,6 +112,21 @@ def _table_maker(decoder: nn.Module, state: PatchState, device: torch.device) ->
         return None
     most = state.max_positions or sys.maxsize
     return lambda count: state.adapter.rotary_table(decoder, device, min(count, most))
+
+
+def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Any:
+    """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
+    tokens = call["input_ids"]
+    packed = pool.next_pass()
+    with torch.inference_mode(False), torch.no_grad():
+        packed.begin(tokens[0], _table_maker(decoder, state, tokens.device))
+    put_aside(decoder, state.aside, ours=True)
+    for part in packed.parts:
+        state.log.begin(part.cache, decoder.training, made_here=False)
+    if "position_ids" in state.decoder_parameters:
+        call["position_ids"] = packed.positions_1Q
+    call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(packed, pass_mask(tokens.device)))
+    return (), call
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:

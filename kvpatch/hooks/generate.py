@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..serving.pool import RequestPool
 from . import inputs, ownership
+from .attention import Courier
 from .decoder import own_cache
-from .state import PatchState
+from .state import PatchState, pass_mask
+from .versions import check_engine
 
-BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+BATCHED = "init_continuous_batching"
+KEPT_MANAGER = "_cached_continuous_batching_manager"
+ENGINE = "kvpatch.serving.engine"  # imported with the first manager
 PREPARE = "_prepare_cache_for_generation"
 
 
@@ -265,13 +272,30 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
     return create_masks_for_generate
 
 
-def refuse_batched(name: str) -> Callable[..., Any]:
-    """Make a method that refuses transformers' continuous batching, whose paged keys and values bypass every budget."""
+def continuous_batching(state: PatchState) -> Callable[..., Any]:
+    """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it."""
 
-    def batched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise KVPatchError(
-            f"{name}() is transformers' continuous batching, whose paged cache cannot be put on a budget: nothing would be "
-            "evicted. Use generate() with a padded batch, or a loop of your own over patch.new_cache()."
-        )
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        check_engine(transformers.__version__)
+        from ..serving import engine
 
-    return functools.wraps(getattr(GenerationMixin, name))(batched)
+        heads, width = state.kv_shape
+        kv_bytes = 2 * heads * width * state.settings.n_layers * self.dtype.itemsize
+        terms = engine.Terms(state.settings, state.max_positions, kv_bytes, _carried)
+        return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints)
+
+    return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
+
+
+def _carried(pool: RequestPool) -> Tensor:
+    """Make the mask that leads a packed pass through the model to the decoder's hook."""
+    return Courier.carrying(pool, pass_mask(pool.device))
+
+
+def end_continuous_batching(model: nn.Module) -> None:
+    """Stop managers that were made under the patch, when it is removed."""
+    engine = sys.modules.get(ENGINE)
+    if engine is not None:
+        engine.stop_managers(model)

@@ -15,7 +15,16 @@ from torch import nn
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward
-from .generate import BATCHED, PREPARE, masks_for_generate, refuse_batched, wrap_generate, wrap_prepare_cache
+from .generate import (
+    BATCHED,
+    KEPT_MANAGER,
+    PREPARE,
+    continuous_batching,
+    end_continuous_batching,
+    masks_for_generate,
+    wrap_generate,
+    wrap_prepare_cache,
+)
 from .state import MISSING, Mark, PatchState
 from .target import Target, already_patched
 
@@ -80,8 +89,10 @@ class Installation:
         changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
         changes["create_masks_for_generate"] = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
         changes[PREPARE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE), state), generator)
-        for name in BATCHED if not state.settings.transparent else ():
-            changes[name] = MethodType(refuse_batched(name), generator)
+        if not state.settings.transparent and hasattr(generator, BATCHED):
+            changes[BATCHED] = MethodType(continuous_batching(state), generator)
+            changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
+            mark.undo.append(end_continuous_batching)
         for name in ("_compiled_call", "_last_compile_config"):  # compiled by generate(): dropped with the patch
             changes[name] = MISSING
         for name, value in changes.items():

@@ -9,6 +9,7 @@ from ..errors import KVPatchError
 
 TRANSFORMERS = "5.15", "6"  # from, to below; pyproject.toml says the same
 TORCH = "2.10"
+ENGINE = "5.19"  # the first release whose continuous batching can be put on a budget
 
 
 @functools.lru_cache
@@ -26,6 +27,15 @@ def check_versions(transformers: str, torch: str) -> None:
         )
     if _release(torch) < _release(TORCH):
         raise KVPatchError(f"kvpatch knows torch {TORCH} and newer; this is {torch}: pip install 'torch>={TORCH}'")
+
+
+def check_engine(transformers: str) -> None:
+    """Raise KVPatchError for a version whose continuous batching cannot be put on a budget."""
+    if _release(transformers) < _release(ENGINE):
+        raise KVPatchError(
+            f"Continuous batching under a budget needs transformers {ENGINE} or newer; this is {transformers}: "
+            f"pip install 'transformers>={ENGINE},<{TRANSFORMERS[1]}'. Or use generate() with a padded batch."
+        )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -195,15 +195,7 @@ def test_warnings_are_the_same_in_number_and_words(name):
 
 def test_what_is_refused():
     model, ids = make("llama_gqa"), prompt(1, 24)
-    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0, do_sample=False)
     with kvpatch.patched(model, "h2o", 0.5):
-        for call in (
-            lambda: model.generate_batch(ids.tolist(), generation_config=config),
-            lambda: model.init_continuous_batching(generation_config=config),
-            lambda: model.continuous_batching_context_manager(generation_config=config),
-        ):
-            with pytest.raises(kvpatch.KVPatchError, match=r"continuous batching, whose paged cache.*Use generate\(\)"):
-                call()
         static = GenerationConfig(max_new_tokens=2, cache_implementation="static")
         for run in (model.generate, functools.partial(type(model).generate, model)):
             with pytest.raises(kvpatch.KVPatchError, match="cache_implementation='static' asks for another cache"):

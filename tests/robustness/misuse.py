@@ -177,6 +177,5 @@ PASSES = [
     _c("generate with a mask of a wrong length", lambda w: w.generate(attention_mask=mask[:, :7]),
        r"attention_mask has 7 columns"),
     _c("generate with an additive mask", lambda w: w.generate(attention_mask=mask.float() - 1), r"holds|all padding"),
-    _c("generate_batch", lambda w: w.model.generate_batch([[1, 2]]), r"transformers' continuous batching.*Use generate\(\)"),
 ]
 # fmt: on

@@ -22,6 +22,25 @@ NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
+    "request ended, its row kept": (
+        "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
+        "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),
+    "packed rows in the order of requests": (
+        "serving/pool.py", "columns = torch.tensor([first[name] for name in rows.names]",
+        "columns = torch.tensor([first[name] for name in reversed(rows.names)]",
+        "tests/serving/test_generate_batch.py::test_every_policy[24-h2o]"),
+    "a prompt cut where the pass is full": (
+        "serving/pool.py", "if request_len < min(waiting, self.chunk):", "if not request_len:",
+        "tests/serving/test_generate_batch.py::test_chunks_are_blocks[h2o]"),
+    "a block ended before the sequences of a prompt part": (
+        "serving/packed.py", "now.blocks[-1].ends_prompt = False", "pass",
+        "tests/serving/test_generate_batch.py::test_several_sequences_of_a_prompt[options1]"),
+    "blocks claimed for the whole text": (
+        "serving/request.py", "return budget if new is None else min(budget, prompt + new)", "return prompt + (new or 0)",
+        "tests/serving/test_generate_batch.py::test_memory_of_a_request_is_constant"),
+    "rows that wait thrown away": (
+        "serving/rows.py", "outside.append(_select(part, [not one for one in here]))", "pass",
+        "tests/serving/test_rows.py::test_rows_are_those_asked_for"),
     "score not reset when a slot is reused": (
         "cache/layer.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (

@@ -1,0 +1,64 @@
+"""The command `kvpatch serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options as given
+from .catalogue import BACKENDS, BITS, DEFAULT_POLICY, POSITIONS, check_choice
+from .loading import Source, check_budget, parse_k
+from .model_commands import named_policy
+from .options import one_model, parse_options
+from .output import short_errors
+
+
+def serve(  # noqa: PLR0913 - typer: an option is a parameter
+    model: given.Model = None,
+    model_option: given.ModelOption = None,
+    policy: given.PolicyName = DEFAULT_POLICY,
+    k: given.Budget = "0.5",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8000,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt that one pass reads; else 8192.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Share of the free memory for keys and values; else 0.9, on a CPU 0.6.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
+    revision: given.Revision = None,
+    trust_remote_code: given.RemoteCode = False,
+    schedule: given.Schedule = None,
+    bits: given.Bits = 16,
+    positions: given.Positions = "original",
+    backend: given.Backend = "auto",
+    seed: given.Seed = 0,
+    option: given.Options = None,
+) -> None:
+    """Serve a model under a budget: transformers' OpenAI-compatible server, with continuous batching.
+
+    Each request has the budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai).
+    """
+    with short_errors():
+        options = parse_options(option)
+        check_budget(k)
+        check_choice("positions", positions, POSITIONS)
+        check_choice("backend", backend, BACKENDS)
+        check_choice("bits", bits, BITS)
+        source = Source(one_model(model, model_option), dtype, device, None, revision, trust_remote_code)
+        source.check()
+        chosen, size = named_policy(policy, schedule, options), parse_k(k)
+        from .serving import run
+
+        settings: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
+        asked = {"cb_max_batch_tokens": max_batch_tokens, "cb_max_memory_percent": memory}
+        run(source, chosen, size, settings, host, port, {name: one for name, one in asked.items() if one is not None})

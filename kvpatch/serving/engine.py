@@ -1,0 +1,224 @@
+"""transformers' continuous batching under a patch: a manager whose requests each have a budget.
+
+All names that transformers does not promise are imported or listed here; tests/serving/test_engine_names.py compares them with
+the installed version.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.continuous_api import (
+    SCHEDULER_MAPPING,
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+    FIFOScheduler,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+
+from ..cache.settings import CacheSettings
+from ..errors import KVPatchError
+from .admission import Admission
+from .pool import RequestPool
+
+_LOG = logging.getLogger("kvpatch.serving")
+CACHED = "_cached_continuous_batching_manager"  # the model's attribute that keeps a persistent manager
+
+# options that assume unevicted blocks or graphs of a fixed shape: (name, value here, what it is)
+OFF: tuple[tuple[str, object, str], ...] = (
+    ("allow_block_sharing", False, "prefix sharing"),
+    ("cpu_offload_space", 0.0, "CPU offload"),
+    ("use_cuda_graph", False, "CUDA graphs"),
+    ("use_async_batching", False, "asynchronous batching"),
+    ("max_blocks_per_request", 0, "the block table"),
+    ("varlen_compile_config", None, "torch.compile"),
+    ("decode_compile_config", None, "torch.compile"),
+    ("default_compile_level", 0, "torch.compile"),
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Facts of a patch and its model.
+
+    max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
+    mask of a packed pass, which the patch finds in the decoder.
+    """
+
+    settings: CacheSettings
+    max_positions: int | None
+    kv_bytes: int
+    carry: Callable[[RequestPool], Tensor]
+
+
+class BudgetManager(ContinuousBatchingManager):
+    """transformers' manager over a RequestPool in place of its paged cache."""
+
+    pool: RequestPool
+    over = False  # the patch was removed
+
+    def __init__(
+        self, model: Any, terms: Terms, generation_config: Any, config: ContinuousBatchingConfig, workload_hints: Any
+    ) -> None:
+        self.terms = terms
+        _refuse(model, terms.settings)
+        super().__init__(model, generation_config, _without(config), workload_hints)
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Leave the model's attention as it is: the patch computes it."""
+
+    def _generation_step(self) -> None:
+        if self.over:
+            raise KVPatchError(
+                "The patch that this continuous batching manager was made under was removed: make a new one with "
+                "model.init_continuous_batching()."
+            )
+        model: Any = _Packing(self.model, self.pool, self.terms.carry)
+        assert self.batch_processor is not None
+        self.batch_processor._generation_step(model)
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        ready = getattr(self, "batch_processor", None)
+        if isinstance(ready, ContinuousBatchProcessor):
+            ready.reset()
+            return ready
+        config = self.continuous_batching_config
+        self.pool, text_config = self._pool(), self.model.config.get_text_config()
+        pool: Any = self.pool
+        update_cb_config_after_cache_creation(
+            cb_config=config, num_blocks=pool.num_blocks, max_batch_tokens=pool.max_batch_tokens
+        )
+        scheduler_class = SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler)
+        scheduler = type("BudgetScheduler", (Admission, scheduler_class), {})(
+            cache=pool, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
+        )
+        scheduler.max_positions = self.terms.max_positions
+        self._use_prefix_sharing = False
+        return ContinuousBatchProcessor(
+            cache=pool,
+            config=text_config,
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue,
+            cancel_queue=self.cancel_queue,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+    def _pool(self) -> RequestPool:
+        """Size the pool as the engine sizes its paged cache."""
+        config = self.continuous_batching_config
+        per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
+        handler = PagedAttentionMemoryHandler(
+            config=self.model.config.get_text_config(),
+            cb_config=config,
+            dtype=self.model.dtype,
+            bytes_per_sector=per_block,
+            tokens_per_sector=config.page_size,
+            bytes_per_block=per_block,
+            attn_types=[],
+            model_supports_logits_to_keep=_supports_logits_to_keep(self.model),
+        )
+        handler.num_attention_masks = 0  # none is built
+        chunk, blocks = handler.infer_max_batch_tokens_and_num_sectors()
+        if settings.block is not None:  # the same cuts as in a prompt that is read in one pass
+            chunk = max(chunk // settings.block, 1) * settings.block
+        rows = config.max_requests_per_batch or chunk
+        pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
+        pool.chunk = chunk
+        return pool
+
+
+class _Packing:
+    """The model as the engine calls it, given tokens alone: what else the engine tells attention is about its own pages."""
+
+    def __init__(self, model: Any, pool: RequestPool, carry: Callable[[RequestPool], Tensor]) -> None:
+        self.model, self.pool, self.carry = model, pool, carry
+
+    def _supports_logits_to_keep(self) -> bool:
+        return _supports_logits_to_keep(self.model)
+
+    def __call__(self, input_ids: Tensor, **told: Any) -> Any:
+        kept = {name: value for name, value in told.items() if name == "logits_to_keep"}
+        return self.model(input_ids=input_ids, attention_mask=self.carry(self.pool), use_cache=False, **kept)
+
+
+def _supports_logits_to_keep(model: Any) -> bool:
+    supports = getattr(model, "_supports_logits_to_keep", None)
+    return callable(supports) and bool(supports())
+
+
+def manager_of(
+    model: Any,
+    terms: Terms,
+    generation_config: Any = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> BudgetManager:
+    """Return the model's persistent manager under this patch, or a new one: what init_continuous_batching() does."""
+    kept = vars(model).get(CACHED)
+    if isinstance(kept, BudgetManager) and kept.terms.settings is terms.settings:
+        return kept
+    generation_config = model.generation_config if generation_config is None else generation_config
+    if generation_config.eos_token_id is None:  # the engine's name for none
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.eos_token_id = -1
+    config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
+    config = config if isinstance(config, ContinuousBatchingConfig) else ContinuousBatchingConfig()
+    manager = BudgetManager(model, terms, generation_config, config, workload_hints)
+    _MANAGERS.setdefault(model, weakref.WeakSet()).add(manager)
+    return manager
+
+
+def stop_managers(model: Any) -> None:
+    """Stop the managers that still run when a patch is removed; requests under way fail with an error."""
+    for manager in list(_MANAGERS.pop(model, ())):
+        manager.over = True
+        if manager.is_running():
+            manager.stop(block=True, hard_stop=True)
+
+
+_MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BudgetManager]] = weakref.WeakKeyDictionary()
+
+
+def _refuse(model: Any, settings: CacheSettings) -> None:
+    """Raise KVPatchError for what continuous batching does not do under a budget."""
+    protect = settings.policy.scope.protect
+    if protect is not None and torch.as_tensor(protect).dtype == torch.bool:
+        raise KVPatchError(
+            "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or use generate()."
+        )
+    if getattr(model, "_device_mesh", None) is not None:
+        raise KVPatchError(
+            "Continuous batching of a model under tensor parallelism (tp_plan) is not on a budget yet: use generate(), or load "
+            "the model on one device."
+        )
+
+
+def _without(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """Return a copy with what assumes unevicted blocks switched off, and say so in one line."""
+    asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
+    for name, value, what in OFF:
+        if not hasattr(config, name):
+            continue
+        if getattr(config, name) not in (value, getattr(usual, name)):
+            asked.append(what)
+        setattr(new, name, value)
+    say = _LOG.warning if asked else _LOG.info
+    also = f"; so are {', '.join(dict.fromkeys(asked))}, which the configuration asked for" if asked else ""
+    say(f"[kvpatch] continuous batching under a budget: prefix sharing and CPU offload are off{also}.")
+    return new

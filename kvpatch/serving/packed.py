@@ -1,0 +1,78 @@
+"""A packed pass: the tokens of many requests one behind the other, each attended to through its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import passes
+from ..cache.cache import EvictingCache
+from ..cache.settings import CacheSettings
+
+Core = Callable[[EvictingCache, Tensor, Tensor, Tensor], Tensor]
+
+
+class Part(NamedTuple):
+    """Columns of a packed pass that go through one cache: [B] of a decode step of B rows, or [Q] of one row's prompt.
+
+    open: further pieces of the prompt follow, and nothing is evicted before the last.
+    """
+
+    cache: EvictingCache
+    columns: Tensor
+    decodes: bool
+    open: bool = False
+
+    def leave_open(self) -> None:
+        """Leave the prompt's last block open, for the tokens that follow, unless it is a whole one."""
+        now, block = self.cache.now, self.cache.settings.block
+        assert now is not None
+        if block is not None and len(self.columns) % block:
+            now.blocks[-1].ends_prompt = False
+
+    def of(self, packed: Tensor) -> Tensor:
+        """Take this part's columns, [B,Q,...]."""
+        taken = packed[self.columns]
+        return taken[:, None] if self.decodes else taken[None]
+
+
+class PackedPass:
+    """The parts of one forward pass; together they cover its columns. settings: of all their caches."""
+
+    def __init__(self, parts: list[Part], settings: CacheSettings) -> None:
+        self.parts, self.settings = parts, settings
+
+    def begin(self, input_ids_Q: Tensor | None, table: Callable[[int], object] | None) -> None:
+        """Begin the pass in each part's cache. table: makes the rotary table, if keys are cached without positions."""
+        for part in self.parts:
+            B, Q = (len(part.columns), 1) if part.decodes else (1, len(part.columns))
+            ids_BQ = None if input_ids_Q is None else part.of(input_ids_Q)
+            passes.begin(part.cache, B, Q, None, ids_BQ, part.columns.device, table)
+            if part.open:
+                part.leave_open()
+
+    @property
+    def positions_1Q(self) -> Tensor:
+        """Positions of the columns, once the pass has begun."""
+        positions = [
+            (part.columns, part.cache.now.positions_BQ.flatten()) for part in self.parts if part.cache.now is not None
+        ]
+        order, values = (torch.cat(parts) for parts in zip(*positions, strict=True))
+        return torch.empty_like(values).index_copy_(0, order, values)[None]
+
+    def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run a layer's core part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]."""
+        if len(self.parts) == 1 and not self.parts[0].decodes:
+            return core(self.parts[0].cache, q, k, v)
+        out_QE: Tensor | None = None
+        for part in self.parts:
+            own = [part.of(one[0].transpose(0, 1)).transpose(1, 2).contiguous() for one in (q, k, v)]
+            out_BQE = core(part.cache, *own)
+            if out_QE is None:
+                out_QE = out_BQE.new_empty(q.shape[2], out_BQE.shape[-1])
+            out_QE[part.columns] = out_BQE.flatten(0, 1)
+        assert out_QE is not None
+        return out_QE[None]

@@ -1,0 +1,212 @@
+"""RequestPool: what transformers' continuous batching takes for its paged cache, with a budget for each request.
+
+The engine admits requests, orders their tokens into packed passes, and frees what has ended. Keys and values lie in
+EvictingCaches: one of each request whose prompt is being read, and one whose rows are the requests that decode. Blocks only
+count: a request claims as many as it will ever hold when it is admitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..cache.cache import EvictingCache
+from ..cache.settings import CacheSettings
+from ..errors import KVPatchError
+from .packed import PackedPass, Part
+from .request import Request, tokens_held
+from .rows import RowPool
+
+
+class _Sectors:
+    """The engine's pool of sectors: blocks here are returned as soon as they are free."""
+
+    def try_to_free_sectors(self) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+
+class RequestPool:
+    """The requests of one engine.
+
+    settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
+    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted.
+    """
+
+    # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
+    use_prefix_sharing = allow_block_sharing = False
+    max_blocks_per_request = max_decode_fast_path_length = read_cache_limit = 0
+    max_tokens_read = bytes_per_sector = 1
+
+    def __init__(
+        self, settings: CacheSettings, num_blocks: int, page: int, max_batch_tokens: int, device: torch.device
+    ) -> None:
+        self.settings, self.num_blocks, self.page, self.device = settings, num_blocks, page, device
+        self.max_batch_tokens = max_batch_tokens
+        self.cache_allocators: dict[str, Any] = {}
+        self.pool = _Sectors()
+        self.chunk = max_batch_tokens
+        self.requests: dict[str, Request] = {}
+        self.rows = RowPool()
+        self._coming: list[tuple[str, int, int]] = []
+
+    @cached_property
+    def _blockwise(self) -> CacheSettings | None:
+        """Settings under which a prompt longer than a chunk is read; None if it cannot be compressed before its end."""
+        settings = self.settings
+        if settings.block is not None:
+            return settings
+        if settings.policy.schedule == "decode" or settings.policy.score.across_layers:
+            return None
+        return dataclasses.replace(settings, block=self.chunk)
+
+    # ---- admission ----
+
+    def blocks_of(self, prompt: int, new: int | None) -> int:
+        """Return the blocks that a request claims.
+
+        Raises:
+            KVPatchError: its text has no limit, and what it holds grows with it.
+        """
+        blockwise = prompt <= self.chunk or self._blockwise is not None
+        return -(-tokens_held(self.settings, prompt, new, blockwise) // self.page)
+
+    def check(self, prompt: int, new: int | None) -> None:
+        """Raise KVPatchError for a request that could never be served."""
+        if not prompt:
+            raise KVPatchError("This request has no token: give each prompt at least one.")
+        needed = self.blocks_of(prompt, new)
+        if needed > self.num_blocks:
+            raise KVPatchError(
+                f"This request needs {needed} blocks of {self.page} tokens, but there are {self.num_blocks}: give a smaller k, "
+                "or more num_blocks in the ContinuousBatchingConfig."
+            )
+
+    @property
+    def claimed(self) -> int:
+        """Blocks that requests have claimed."""
+        return sum(request.blocks for request in self.requests.values())
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Tell if a request's next tokens can be read, and admit it: claim its blocks.
+
+        A piece of a prompt is read whole or not at all in this pass, so that where it is cut does not depend on others.
+        """
+        waiting = len(state.tokens_to_process if not state.remaining_prefill_tokens else state.remaining_prefill_tokens)
+        if request_len < min(waiting, self.chunk):
+            return False
+        if state.request_id in self.requests or dry_run:
+            return True
+        prompt, new = len(state.initial_tokens), state.max_new_tokens
+        blocks = self.blocks_of(prompt, new)
+        if self.claimed + blocks > self.num_blocks:
+            return False
+        self.requests[state.request_id] = Request(prompt, new, blocks)
+        return True
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Drop a request, its row and its claim."""
+        self.requests.pop(request_id, None)
+        self.rows.drop(request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Drop all requests."""
+        self.requests.clear()
+        self._coming.clear()
+        self.rows = RowPool()
+
+    reset = free_all_requests
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """Return the share of blocks that are free, or their number."""
+        free = self.num_blocks - self.claimed
+        return free / self.num_blocks if relative else free
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        """Count requests that can go on: all, since a claim is for the whole text."""
+        return len(list_blocks_needed)
+
+    def evict_cached_blocks(self) -> bool:
+        """Return False: no block is kept after its request."""
+        return False
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Return 0: prefixes are not shared."""
+        return 0
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """Return nothing: no block is shared."""
+        return {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Do nothing: no block is shared."""
+
+    # ---- several sequences of one prompt ----
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: Sequence[str], copy_src_and_dst: Any) -> list[str]:
+        """Copy a request whose prompt is read up to its last token, as often as there is room; returns the copies' names."""
+        source, forked = self.requests[src_state.request_id], list[str]()
+        for name in dst_req_ids:
+            if self.claimed + source.blocks > self.num_blocks:
+                break
+            cache = None if source.cache is None else source.cache.clone()
+            self.requests[name] = dataclasses.replace(source, cache=cache)
+            forked.append(name)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
+        """Do nothing: `prepare_fork_request` has copied."""
+
+    # ---- a pass ----
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
+    ) -> None:
+        """Note that the next pass brings tokens of this request, behind those noted before."""
+        self._coming.append((request_id, past_length, query_length))
+
+    def next_pass(self) -> PackedPass:
+        """Return the parts of the pass that was noted: the decoding requests as one, and each prompt's piece."""
+        coming, self._coming = self._coming, []
+        first, column = dict[str, int](), 0
+        parts = list[Part]()
+        for name, past, count in coming:
+            request = self.requests[name]
+            if past < request.prompt and not count:
+                continue
+            if past < request.prompt:
+                parts.append(self._piece(request, past, torch.arange(column, column + count, device=self.device)))
+            else:
+                first[name] = column
+            column += count
+        if first:
+            self._join(first)
+            rows = self.rows.gather(first)
+            columns = torch.tensor([first[name] for name in rows.names], device=self.device)
+            parts.insert(0, Part(rows.cache, columns, decodes=True))
+        return PackedPass(parts, self.settings)
+
+    def _piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
+        """Return a prompt's next piece: a chunk, or its end."""
+        end = past + len(columns)
+        if request.cache is None:
+            long = request.prompt > self.chunk and self._blockwise is not None
+            request.cache = EvictingCache(self._blockwise if long and self._blockwise is not None else self.settings)
+            request.cache.request.prompt_len, request.cache.request.new_tokens = request.prompt, request.new
+        whole = end == request.prompt or len(columns) == self.chunk
+        return Part(request.cache, columns, decodes=False, open=not whole)
+
+    def _join(self, names: dict[str, int]) -> None:
+        """Make rows of the requests whose prompts have ended."""
+        for name in names:
+            cache = self.requests[name].cache
+            if cache is not None:
+                cache.settings = self.settings  # chunks are over
+                self.requests[name].cache = None
+                self.rows.add(name, cache)

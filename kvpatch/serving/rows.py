@@ -1,0 +1,68 @@
+"""The rows of a decode step: caches of several requests, joined and split as requests come, pause and end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.cache import EvictingCache
+
+
+@dataclass
+class Rows:
+    """A cache whose rows are these requests, in this order."""
+
+    names: list[str]
+    cache: EvictingCache
+
+
+class RowPool:
+    """All requests that decode. Normally one Rows; several where an engine lets some of them wait."""
+
+    def __init__(self) -> None:
+        self.parts: list[Rows] = []
+
+    def add(self, name: str, cache: EvictingCache) -> None:
+        """Add a request whose prompt was read."""
+        self.parts.append(Rows([name], cache))
+
+    def drop(self, name: str) -> None:
+        """Drop a request's row, if it has one."""
+        for part in self.parts:
+            if part.names == [name]:
+                self.parts.remove(part)
+                return
+            if name in part.names:
+                index = [row for row, one in enumerate(part.names) if one != name]
+                part.cache.batch_select_indices(torch.tensor(index))
+                part.names.remove(name)
+                return
+
+    def gather(self, names: Collection[str]) -> Rows:
+        """Return these requests as the rows of one cache, in an order of its own.
+
+        Rows are moved only if the requests are not those of the last step.
+        """
+        inside, outside = list[Rows](), list[Rows]()
+        for part in self.parts:
+            here = [name in names for name in part.names]
+            if all(here):
+                inside.append(part)
+            elif not any(here):
+                outside.append(part)
+            else:
+                inside.append(_select(part, here))
+                outside.append(_select(part, [not one for one in here]))
+        self.parts = outside
+        if len(inside) > 1:
+            joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
+            inside = [Rows([name for part in inside for name in part.names], joined)]
+        self.parts.append(inside[0])
+        return inside[0]
+
+
+def _select(part: Rows, here: Sequence[bool]) -> Rows:
+    index = [row for row, one in enumerate(here) if one]
+    return Rows([part.names[row] for row in index], part.cache.select_rows(index))

@@ -1,0 +1,77 @@
+"""The names of transformers that continuous batching under a budget leans on, none of which is promised.
+
+A failure here says which of them an upgrade has moved: mend kvpatch/serving/engine.py and pool.py.
+"""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.generation import continuous_batching
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import continuous_api
+
+import kvpatch
+from kvpatch.serving import engine
+from kvpatch.serving.pool import RequestPool
+from tests.helpers.tiny import make
+
+FOLDER = Path(continuous_batching.__file__).parent
+NOT_REACHED = {  # of the paged cache: behind what is switched off (OFF), and in the paged cache itself
+    "__init__", "update", "fill_block_table", "cache_allocators.items", "cache_allocators.values", "items", "values",
+}  # fmt: skip
+
+
+def used(text: str) -> set[str]:
+    return set(re.findall(r"\bcache\.(pool\.\w+|\w+)", text))
+
+
+@pytest.mark.parametrize("file", ["scheduler", "continuous_api", "input_outputs", "model_runner", "offloading_manager"])
+def test_the_pool_has_what_the_engine_asks_of_a_cache(file):
+    with kvpatch.patched(make("llama_gqa"), "h2o", 24) as patch:
+        pool = RequestPool(patch.settings, 8, 16, 64, torch.device("cpu"))
+    for name in used((FOLDER / f"{file}.py").read_text()) - NOT_REACHED:
+        owner, _, attribute = name.rpartition(".")
+        assert hasattr(getattr(pool, owner) if owner else pool, attribute), f"{file}.py asks for cache.{name}"
+
+
+def test_methods_take_what_they_took():
+    for name in (
+        "can_store_request_tokens", "free_blocks", "extend_read_and_write_indices", "prepare_fork_request",
+        "count_storable_requests", "count_new_complete_blocks", "mark_complete_blocks", "perform_cache_copy",
+    ):  # fmt: skip
+        own, theirs = (
+            list(inspect.signature(getattr(one, name)).parameters)
+            for one in (RequestPool, continuous_batching.cache.PagedAttentionCache)
+        )
+        assert own == theirs, name
+    for owner, name, wanted in (
+        (continuous_api.FIFOScheduler, "_schedule_request", ["self", "state", "request_tokens", "token_budget"]),
+        (continuous_api.FIFOScheduler, "schedule_batch", ["self", "token_budget", "cache_budget"]),
+        (continuous_api.FIFOScheduler, "add_waiting_request", ["self", "state"]),
+        (engine.ContinuousBatchProcessor, "_generation_step", ["self", "model"]),
+        (engine.ContinuousBatchingManager, "_generation_step", ["self"]),
+        (engine.ContinuousBatchingManager, "_create_batch_processor", ["self"]),
+        (engine.ContinuousBatchingManager, "switch_to_cb_friendly_attn", ["self", "model", "auto_switch_to_flash"]),
+    ):
+        assert list(inspect.signature(getattr(owner, name)).parameters)[: len(wanted)] == wanted, name
+
+
+def test_options_that_are_switched_off_exist():
+    for name, _, what in engine.OFF:
+        assert hasattr(ContinuousBatchingConfig(), name), f"{what} has another name"
+    assert engine.CACHED in inspect.getsource(continuous_api)
+
+
+def test_a_request_has_what_is_read_of_it():
+    state = continuous_batching.requests.RequestState(request_id="a", initial_tokens=[1, 2])
+    for name in (
+        "initial_tokens",
+        "remaining_prefill_tokens",
+        "tokens_to_process",
+        "max_new_tokens",
+        "_new_tokens_limit",
+    ):
+        assert hasattr(state, name), name

@@ -1,0 +1,193 @@
+"""generate_batch() under a patch gives, request by request, the tokens that generate() gives under it."""
+
+import time
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.serving.pool import RequestPool
+from tests.helpers.serving import alone, batched, collect, engine, greedy, prompts, running
+from tests.helpers.tiny import make
+
+POLICIES = (
+    "window",
+    "streaming_llm",
+    "tova",
+    "h2o",
+    "roco",
+    "keyformer",
+    "snapkv",
+    "critical(h2o)",
+    "key_diff",
+    "adakv",
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("k", [24, 0.4])
+def test_every_policy(policy, k):
+    model, texts = make("llama_gqa"), prompts()
+    with kvpatch.patched(model, policy, k):
+        assert batched(model, texts) == [alone(model, ids) for ids in texts]
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", "mistral_sliding", "gpt2", "gptj", "falcon_gqa", "falcon_alibi", "bloom", "mpt"]
+)
+@pytest.mark.parametrize("policy", ["h2o", "roco", "snapkv"])
+def test_every_kind_of_model(name, policy):
+    model, texts = make(name), prompts()
+    with kvpatch.patched(model, policy, 0.4):
+        assert batched(model, texts) == [alone(model, ids) for ids in texts]
+
+
+@pytest.mark.parametrize(
+    ("policy", "k", "options"),
+    [
+        ("h2o", "12KiB", {}),
+        ("roco", [12, 30], {}),
+        ("pyramidkv", 0.3, {}),
+        ("h2o", 24, {"schedule": "prompt"}),
+        ("h2o", 24, {"schedule": "decode"}),
+        ("h2o", 24, {"bits": 8}),
+        ("roco", 24, {"sinks": 2, "protect": [5, 7]}),
+        ("h2o", 24, {"positions": "renumbered"}),
+        ("keyformer", 24, {"shared": True}),
+        ("h2o", 24, {"block": 16}),
+        ("h2o", 24, {"strict": True}),
+    ],
+    ids=str,
+)
+def test_every_option(policy, k, options):
+    model, texts = make("llama_gqa"), prompts()
+    with kvpatch.patched(model, policy, k, **options):
+        assert batched(model, texts) == [alone(model, ids) for ids in texts]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "window", "keyformer"])
+def test_chunks_are_blocks(policy):
+    """A prompt longer than a pass takes is compressed after every chunk, as block= does."""
+    model, texts = make("llama_gqa"), prompts((20, 61, 9, 130, 33))
+    with kvpatch.patched(model, policy, 24):
+        found = batched(model, texts, max_batch_tokens=32)
+    with kvpatch.patched(model, policy, 24, block=32):
+        assert found == [alone(model, ids) for ids in texts]
+
+
+def test_chunks_of_whole_blocks():
+    """Under block= a chunk ends where a block does."""
+    model, texts = make("llama_gqa"), prompts((20, 61, 9, 130, 33))
+    with kvpatch.patched(model, "h2o", 24, block=24):
+        assert batched(model, texts, max_batch_tokens=60) == [alone(model, ids) for ids in texts]
+
+
+@pytest.mark.parametrize("options", [{}, {"block": 16}])
+def test_several_sequences_of_a_prompt(options):
+    """They share the prompt's pass up to its last token; greedy, all are alike."""
+    model, texts = make("llama_gqa"), prompts((20, 61, 1, 49))
+    with kvpatch.patched(model, "h2o", 24, **options):
+        found, want = batched(model, texts, sequences=3), [alone(model, ids) for ids in texts]
+    assert found == [tokens for tokens in want for _ in range(3)]
+
+
+def test_temperatures_are_each_request_s():
+    """keyformer's temperature rises over the new tokens of a request, and rows were asked for different numbers."""
+    model, texts, wanted = make("llama_gqa"), prompts((40, 61, 30, 52)), (6, 30, 13, 21)
+    with kvpatch.patched(model, "keyformer", 16, tau=(1.0, 8.0)):
+        with running(model) as manager:
+            names = [manager.add_request(ids, max_new_tokens=new) for ids, new in zip(texts, wanted, strict=True)]
+            found = collect(manager, names)
+        for name, ids, new in zip(names, texts, wanted, strict=True):
+            assert found[name].generated_tokens == alone(model, ids, new)
+
+
+@pytest.mark.parametrize(("policy", "scheduler"), [("h2o", "fifo"), ("keyformer", "prefill_first")])
+def test_arrivals_and_cancellations(policy, scheduler):
+    """Requests that come and go at random change no token of the others."""
+    model, texts = make("llama_gqa"), prompts((20, 61, 9, 100, 33, 5, 47, 80, 12, 28), seed=3)
+    wanted = [5 + 7 * (i % 4) for i in range(len(texts))]
+    draw = torch.Generator().manual_seed(5)
+    with kvpatch.patched(model, policy, 16), running(model, max_batch_tokens=48, scheduler_type=scheduler) as manager:
+        names, dropped = [], set()
+        for ids, new in zip(texts, wanted, strict=True):
+            names.append(
+                manager.add_request(ids, max_new_tokens=new, streaming=bool(torch.rand((), generator=draw) < 0.3))
+            )
+            time.sleep(float(torch.rand((), generator=draw)) * 0.03)
+            if torch.rand((), generator=draw) < 0.3:
+                dropped.add(names[-1])
+                manager.cancel_request(names[-1])
+        found = collect(manager, [name for name in names if name not in dropped])
+        pool = manager.batch_processor.cache
+        time.sleep(0.3)
+        assert not pool.requests and not pool.rows.parts, "nothing is kept of what has ended"
+    with kvpatch.patched(model, policy, 16, block=48):
+        for name, ids, new in zip(names, texts, wanted, strict=True):
+            assert name in dropped or found[name].generated_tokens == alone(model, ids, new), name
+    assert dropped and len(dropped) < len(names)
+
+
+def test_memory_of_a_request_is_constant(monkeypatch):
+    """A request holds ceil(k / page) blocks however long its text, and its row no more slots than that."""
+    model, texts, seen = make("llama_gqa"), prompts((100, 61, 33)), []
+    begin = RequestPool.next_pass
+
+    def watched(self):
+        seen.append((self.claimed, [layer.kv.width for part in self.rows.parts for layer in part.cache.layers]))
+        return begin(self)
+
+    monkeypatch.setattr(RequestPool, "next_pass", watched)
+    with kvpatch.patched(model, "h2o", 32):
+        batched(model, texts, new=150)
+    assert len(seen) > 140
+    assert {blocks for blocks, _ in seen} == {6}, "three requests, two blocks of 16 tokens each"
+    assert {width for _, widths in seen[2:] for width in widths} == {33}, "and the slot of the token that is written"
+
+
+def test_rows_are_moved_only_when_requests_come_or_go(monkeypatch):
+    model, texts, joined = make("llama_gqa"), prompts(), []
+    concatenate = kvpatch.EvictingCache.concatenate
+    monkeypatch.setattr(
+        kvpatch.EvictingCache, "concatenate", staticmethod(lambda *a, **k: joined.append(1) or concatenate(*a, **k))
+    )
+    with kvpatch.patched(model, "h2o", 24):
+        batched(model, texts, new=40)
+    assert len(joined) <= len(texts)
+
+
+def test_sampling_and_stopping():
+    """Sampling among one token is greedy; a request ends at its stop token."""
+    model, texts = make("llama_gqa"), prompts()
+    with kvpatch.patched(model, "h2o", 24):
+        want = [alone(model, ids) for ids in texts]
+        config = greedy()
+        config.do_sample, config.top_k, config.eos_token_id = True, 1, want[0][3]
+        found = model.generate_batch(texts, generation_config=config, continuous_batching_config=engine())
+    for one, tokens in zip(found.values(), want, strict=True):
+        end = tokens.index(want[0][3]) + 1 if want[0][3] in tokens else len(tokens)
+        assert one.generated_tokens == tokens[:end]
+
+
+def test_streams():
+    """A streamed request is delivered token by token."""
+    model, ids = make("llama_gqa"), prompts((40,))[0]
+    with kvpatch.patched(model, "h2o", 24), running(model) as manager:
+        name = manager.add_request(ids, streaming=True)
+        parts = [list(one.generated_tokens) for one in manager.request_id_iter(name)]
+        assert parts[-1] == alone(model, ids) and parts == [parts[-1][: i + 1] for i in range(len(parts[-1]))]
+
+
+def test_few_blocks_serve_many_requests():
+    """Requests that find no free block wait; none is read again."""
+    model, texts = make("llama_gqa"), prompts()
+    with kvpatch.patched(model, "h2o", 24):
+        assert batched(model, texts, num_blocks=4) == [alone(model, ids) for ids in texts]
+
+
+def test_the_report_counts():
+    model, texts = make("llama_gqa"), prompts()
+    with kvpatch.patched(model, "h2o", 24) as patch:
+        batched(model, texts)
+        assert patch.passes["prompt"][0] == len(texts) and patch.passes["decode"][1] > 0
+        assert "24" in str(patch.report())
