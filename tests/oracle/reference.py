@@ -262,7 +262,7 @@ class Oracle:
         self.rounded: list[list[set[int]]] = [[set() for _ in range(K)] for _ in range(L)]
         self.rows: list[list[list[Row]]] = [[[] for _ in range(K)] for _ in range(L)]
         # queries of the last pass without positions, [H, T, D], of each layer
-        self.unplaced: list[Tensor] = [torch.empty(0)] * L
+        self.hidden: list[Tensor] = [torch.empty(0)] * L
         # Keyformer's running scores; with shared=True every layer adds to, and decides by, the same ones.
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
@@ -343,7 +343,7 @@ class Oracle:
         """
         renumbered = self.options["positions"] == "renumbered"
         q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
-        self.unplaced[l] = self.decoder.unplaced(l, h_TE)[0]
+        self.hidden[l] = h_TE
         y = torch.zeros_like(q)
         scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
@@ -551,7 +551,8 @@ class Oracle:
         if o["score"] == "expected":
             heads, first = range(g * self.G, (g + 1) * self.G), self.seen - self.new
             counted = [at for at in range(self.new) if first + at >= o["sinks"]]
-            queries = [[self.unplaced[l][h, at] * self.decoder.scale(l) for at in counted] for h in heads]
+            q_HTD = self.decoder.unplaced(l, self.hidden[l])[0]
+            queries = [[q_HTD[h, at] * self.decoder.scale(l) for at in counted] for h in heads]
             coming = self.decoder.rotations(l, self.seen + o["future"])[self.seen :].mean(0)
             slopes = [self.decoder.slope(h) for h in heads]
             return expected_attention(keys, values, queries, coming, slopes, begin, o["eps"], o["covariance"])
