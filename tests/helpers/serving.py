@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,3 +79,12 @@ def collect(manager: Any, names: list[str], seconds: int = 60) -> dict[str, Any]
     raise AssertionError(
         f"no answer to {set(names) - set(found)}; fatal: {manager.background_thread_status.fatal_error}"
     )
+
+
+def until(holds: Callable[[], bool], seconds: int = 60) -> None:
+    """Wait until a condition holds."""
+    for _ in range(seconds * 10):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} seconds")

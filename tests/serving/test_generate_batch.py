@@ -7,7 +7,7 @@ import torch
 
 import kvpatch
 from kvpatch.serving.pool import RequestPool
-from tests.helpers.serving import alone, batched, collect, engine, greedy, prompts, running
+from tests.helpers.serving import alone, batched, collect, engine, greedy, prompts, running, until
 from tests.helpers.tiny import make
 
 POLICIES = (
@@ -120,8 +120,7 @@ def test_arrivals_and_cancellations(policy, scheduler):
                 manager.cancel_request(names[-1])
         found = collect(manager, [name for name in names if name not in dropped])
         pool = manager.batch_processor.cache
-        time.sleep(0.3)
-        assert not pool.requests and not pool.rows.parts, "nothing is kept of what has ended"
+        until(lambda: not pool.requests and not pool.rows.parts)  # nothing is kept of what has ended
     with kvpatch.patched(model, policy, 16, block=48):
         for name, ids, new in zip(names, texts, wanted, strict=True):
             assert name in dropped or found[name].generated_tokens == alone(model, ids, new), name
