@@ -184,7 +184,7 @@ MUTANTS = {
         "attention/bound_step.py", " or step.query[0] != len(q_BHGD)", "",
         "tests/attention/test_bound_step.py::test_whatever_happens_between_steps[full-_selected]"),
     "kernels append over the last column": (
-        "cache/layer.py", "        self.used += 1\n", "", "tests/attention/test_stacked.py::test_kernels_append[False-full]"),
+        "cache/layer.py", "        self.used += 1\n", "", "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
     "stacked layers: victim before the scores": (
         "attention/decode.py", "_end(stack.call, stack.p_BHGT,", "_end(stack.call, None,", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
@@ -283,9 +283,9 @@ MUTANTS = {
         "cache/state.py", "layer.mode.count(count)", "pass",
         "tests/cache/test_compiled.py::test_what_is_done_to_an_opened_cache"),
     "a compiled step reads its counters": (
-        "attention/layer_call.py", "grown = None if self.now.traced else slots.mode.newest()", "grown = slots.mode.newest()",
+        "cache/state.py", "if self.now.traced and counters.device is not None:", "if False:",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
-        "[llama_gqa-adakv-{'k': 0.4, 'window': 5, 'room': 12}]"),
+        "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 9.0), 'generation_length': 12, 'damping': 0.3}]"),
     "squares of one head in the column kernel": (
         "backends/triton/columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
