@@ -20,6 +20,8 @@ ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict whe
 PLACED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.lookahead is not None)
 # look at keys without their positions, so one token at two positions is a tie but for rounding
 UNPLACED = ("key_norm", "leverage")
+# look at keys alone, which may have no positions
+CONTENT = (*UNPLACED, "key_diff", "cur")
 # options that suit texts of some thirty tokens
 SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "chunk_kv": {"window": 5, "kernel": 3, "size": 4},
@@ -69,6 +71,12 @@ def same_tokens(mine, theirs):
     )
 
 
+def distinct(rows, n, steps, seed=0):
+    """Prompts and generated tokens in which no token comes twice."""
+    order = torch.rand(rows, VOCAB - 1, generator=torch.Generator().manual_seed(seed)).argsort(1) + 1
+    return order[:, :n], order[:, n : n + steps]
+
+
 def agrees(
     name, policy, k, *, n=30, steps=8, pads=(0, 9), dtype=torch.float64, seed=0, weights=0, wrap=(), model=None, backend="auto",
     **options,
@@ -79,9 +87,8 @@ def agrees(
     """
     model = make(name, dtype=dtype, seed=weights) if model is None else model
     ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
-    if policy in (*UNPLACED, "key_diff"):  # whose keys may have no rotation either
-        order = torch.rand(len(pads), VOCAB - 1, generator=torch.Generator().manual_seed(weights)).argsort(1) + 1
-        ids, fed = order[:, :n], order[:, n : n + steps]
+    if policy in CONTENT:
+        ids, fed = distinct(len(pads), n, steps, weights)
     mask = left_pad(ids, [n - pad for pad in pads])
     length = options.get("generation_length")
     pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen

@@ -327,7 +327,7 @@ MUTANTS = {
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
     "the victim of the first chunk alone": (
         "backends/triton/decode.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
-        "at = tl.load(here + 1, mask=s < 1, other=NOWHERE)",
+        "at = tl.load(here + 1, mask=s < 1, other=0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over chunks]"),
     "tokens of the first chunk alone counted": (
         "backends/triton/decode.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
@@ -358,7 +358,7 @@ MUTANTS = {
         "tests/backends/test_torch_on_gpus.py::test_a_batch_with_alibi_is_attended_in_few_calls"),
     "groups left to torch on a GPU": (
         "backends/torch_backend.py", 'if G == 1 or q_BNQD.device.type == "cpu":', "if True:",
-        "tests/backends/test_torch_on_gpus.py::test_groups_are_expanded_where_no_fused_kernel_takes_them[None-how0]"),
+        "tests/backends/test_torch_on_gpus.py::test_groups_are_expanded_where_no_fused_kernel_takes_them[how0-None]"),
     "numbers that the host knows are read from the device": (
         "attention/compress.py", "held_B = now.n_B if now.padding is None else now.padding.real_B", "held_B = None",
         "tests/attention/test_host_waits.py::test_a_prompt_of_tokens_alone_waits_for_nothing[h2o-torch]"),
