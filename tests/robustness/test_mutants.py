@@ -389,7 +389,7 @@ def worker():
 
 
 def copy_to(folder: Path) -> None:
-    for part in ("kvpatch", "tests"):
+    for part in ("kvpatch", "tests", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "models"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
