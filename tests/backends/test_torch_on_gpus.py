@@ -39,6 +39,7 @@ def attend(B, H, G, Q, D=64, dtype=torch.float32, device="meta", alibi=False, sl
         assert out.shape == q.shape
 
 
+@pytest.mark.slow
 def test_a_batch_with_alibi_is_attended_in_few_calls(calls):
     """Batch 16, 4096 tokens, 32 heads: 16 to 32 times fewer than with masks sized for a CPU."""
     attend(16, 32, 1, 4096, 128, torch.bfloat16, alibi=True)

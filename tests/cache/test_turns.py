@@ -7,6 +7,7 @@ import torch
 
 import kvpatch
 from tests.helpers.comparing import SMALL, UNPLACED, combined, draw, sorted_positions
+from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.oracle import reference
 
@@ -57,7 +58,7 @@ def compare(name, policy, k, *, wrap=(), turns="all", rows=2, sizes=TURNS, **opt
     raise AssertionError("every draw was too close to call")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES[:2], POLICIES))
 def test_a_later_turn_is_compressed_too(policy):
     for name in ("llama_gqa", "mistral_sliding"):
         compare(name, policy, 0.4, **SMALL.get(policy, {}))
@@ -81,7 +82,7 @@ def test_turns_of_combinations(wrap, turns):
         compare("llama_gqa", "h2o", 0.4, wrap=wrap)
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", slow_but(("mpt",), FIVE))
 def test_turns_with_blocks_on_every_architecture(name):
     compare(name, "h2o", 0.4, block=7)
     compare(name, "h2o", 0.4, block=7, wrap=("adaptive",))

@@ -207,6 +207,7 @@ def short_samples(monkeypatch):
         monkeypatch.setattr(module, "READ", 6)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["h2o", "scissorhands", "roco", "keyformer", "key_attention"])
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj", "mistral_sliding"])
 def test_sampled_rows(name, policy, short_samples):

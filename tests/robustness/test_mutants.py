@@ -31,7 +31,7 @@ MUTANTS = {
         "serving/pool.py", "if request_len < min(waiting, self.chunk):", "if not request_len:",
         "tests/serving/test_generate_batch.py::test_chunks_are_blocks[h2o]"),
     "a block ended before the sequences of a prompt part": (
-        "serving/packed.py", "now.blocks[-1].ends_prompt = False", "pass",
+        "serving/packed.py", "self.cache.running.blocks[-1].ends_prompt = False", "pass",
         "tests/serving/test_generate_batch.py::test_several_sequences_of_a_prompt[options1]"),
     "blocks claimed for the whole text": (
         "serving/request.py", "return budget if new is None else min(budget, prompt + new)", "return prompt + (new or 0)",
@@ -268,20 +268,20 @@ MUTANTS = {
         "policies/scores.py", 'rearrange(new.positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
     "a compiled step stands still": (
-        "cache/compiled.py", "    cache.seen_B.add_(1)", "    cache.seen_B.add_(0)",
+        "cache/compiled.py", "    cache.lengths_B.add_(1)", "    cache.lengths_B.add_(0)",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does[llama_gqa-h2o-{'k': 0.5}]"),
     "compiled steps are not counted": (
         "cache/compiled.py", "    cache.counters.behind = True", "    cache.counters.behind = False",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does[llama_gqa-h2o-{'k': 0.5}]"),
     "a temperature compiled in": (
-        "cache/state.py", "counters.device.steps + ahead", "counters.device.steps * 0 + ahead",
+        "cache/state.py", "device.steps + ahead", "device.steps * 0 + ahead",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 9.0), 'generation_length': 12, 'damping': 0.3}]"),
     "slots taken by compiled steps forgotten": (
         "cache/state.py", "layer.mode.count(count)", "pass",
         "tests/cache/test_compiled.py::test_what_is_done_to_an_opened_cache"),
     "a compiled step reads its counters": (
-        "cache/state.py", "if self.now.traced and counters.device is not None:", "if False:",
+        "cache/state.py", "        if now.traced:\n            device", "        if False:\n            device",
         "tests/cache/test_compiled.py::test_a_compiled_step_computes_what_an_uncompiled_one_does"
         "[llama_gqa-keyformer-{'k': 0.5, 'tau': (1.0, 9.0), 'generation_length': 12, 'damping': 0.3}]"),
     "squares of one head in the column kernel": (

@@ -46,6 +46,7 @@ def refusal(*arguments):
 # ---- the CPU's cases ----
 
 
+@pytest.mark.slow
 def test_decode_lines_are_whole():
     lines = list(bench_decode.decode_lines(["h2o", "full", bench.FLOOR], n=64, repeats=2, tiny=True, steps=4))
     for line in lines:
@@ -62,6 +63,7 @@ def test_decode_lines_are_whole():
     assert (h2o["holds"], full["holds"]) == (False, None)  # 33 of 64 tokens are 0.516
 
 
+@pytest.mark.slow
 def test_the_floor_is_measured_beside_policies_that_evict(monkeypatch):
     costs = {"first": 4.0, "floor": 2.0, "last": 3.0}
     monkeypatch.setattr(bench_decode, "forward", lambda model, ids, past: (past, costs[model]))
@@ -300,6 +302,7 @@ def test_gpu_lines_are_whole_and_become_tables(case):
     assert "keyformer" in bench.tables([line])
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_compared_with_a_full_cache_at_the_first():
     lines = list(bench_gpu.lines("gpu_generate", "cpu", tiny=True, lengths=[8], batches=[1, 2]))
     assert [(line["policy"], line["batch"]) for line in lines] == [("full", 1), ("keyformer", 1), ("keyformer", 2)]

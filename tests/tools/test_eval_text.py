@@ -390,6 +390,7 @@ def test_samples_under_random_do_not_all_lose_the_same_places():
         assert (found[0] == found[1]) == same
 
 
+@pytest.mark.slow
 def test_instruct_evicts_generated_tokens_alone():
     task, one = Instruct(), subject(PYTHON)
     request = Request(count=2, options={"max_new_tokens": 24})
