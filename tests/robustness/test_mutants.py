@@ -320,23 +320,23 @@ MUTANTS = {
         "backends/triton/columns.py", "x += (slope * key_place)[:, None]", "x += 0.0",
         "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
     "the kernel's victim ignores the protected window": (
-        "backends/triton/decode.py", "position > newest - recent, LAST", "position > newest, LAST",
+        "backends/triton/combine.py", "position > newest - recent, LAST", "position > newest, LAST",
         "tests/invariants/test_backends_agree.py::test_every_policy_on_the_kernels[h2o]"),
     "the kernel's noise left out": (
-        "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
+        "backends/triton/combine.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
     "the victim of the first chunk alone": (
-        "backends/triton/decode.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
+        "backends/triton/combine.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
         "at = tl.load(here + 1, mask=s < 1, other=0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over chunks]"),
     "tokens of the first chunk alone counted": (
-        "backends/triton/decode.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
+        "backends/triton/combine.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[holes over chunks]"),
     "segments beyond the first sixteen outweigh them in the output": (
-        "backends/triton/decode.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
+        "backends/triton/combine.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
     "segments beyond the first sixteen outweigh them in the statistics": (
-        "backends/triton/decode.py", "total * tl.exp2(maximum - _rest(higher)) + tl.sum(more, 0)", "total + tl.sum(more, 0)",
+        "backends/triton/combine.py", "total * tl.exp2(maximum - rest(higher)) + tl.sum(more, 0)", "total + tl.sum(more, 0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
     "the newest tokens of a batch read as one column": (
         "backends/triton/triton_backend.py", "newest_B = newest_B.contiguous()", "newest_B = newest_B.view_as(newest_B)",
