@@ -134,9 +134,23 @@ MUTANTS = {
     "bits: a saved cache is not looked into": (
         "storage/contents.py", "layer.kv.numbers(layer.kv.width)", "(layer.kv.keys, layer.kv.values)",
         "tests/cache/test_narrow.py::test_a_saved_cache_with_a_scale_that_is_no_number_is_refused[8]"),
-    "bits: kernels read bytes as numbers": (
-        "backends/triton/triton_backend.py", "if case.narrow:", "if False:",
-        "tests/cache/test_narrow.py::test_kernels_leave_rounded_slots_to_torch[8]"),
+    "bits: kernels of a prompt read bytes as numbers": (
+        "backends/triton/triton_backend.py", 'if case.bits != FULL and task in ("prompt", "statistics"):', "if False:",
+        "tests/cache/test_narrow.py::test_flash_kernels_leave_rounded_slots_to_others[8]"),
+    "bits: a kernel's token in the precision that it came in": (
+        "backends/triton/rounded.py",
+        "first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])",
+        "first = tl.load(X + tl.arange(0, COLUMNS))",
+        "tests/backends/test_triton_rounded.py::test_attention_sees_the_rounded_token[4]"),
+    "bits: a kernel takes the scale of the group before": (
+        "backends/triton/rounded.py", "PIECE * (HALF // GROUP) + j\n", "PIECE * (HALF // GROUP) + j // 2\n",
+        "tests/backends/test_triton_rounded.py::test_follows_the_twin[head size 128-8]"),
+    "bits: a kernel's ties go up": (
+        "backends/triton/rounded.py", "+ TO_EVEN - TO_EVEN", "+ 0.5",
+        "tests/backends/test_triton_rounded.py::test_a_new_token_is_rounded_as_torch_rounds_it[64-dtype0-8]"),
+    "bits: a kernel's second piece is its first": (
+        "backends/triton/split.py", "numbers(code >> 4, VALUES", "numbers(code & 15, VALUES",
+        "tests/backends/test_triton_rounded.py::test_follows_the_twin[one block-4]"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ...errors import KVPatchError
+from ..entries import EXACT, FULL, Codecs
+from . import rounded
 from .combine import combine_kernel, evict_kernel
 from .plan import MOST_CHUNKS, multiprocessors, plan
 from .split import split_kernel
@@ -71,10 +73,10 @@ known_rule = lru_cache(maxsize=256)(Rule)
 """Rule(...), the same object for the same arguments: it works out its constants once, not at every step."""
 
 
-def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None) -> str | None:
+def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None, bits: int = FULL) -> str | None:
     """Return the reason that the kernels do not support such queries, or None.
 
-    value_dim: head size of the values; None if it is the keys'.
+    value_dim: head size of the values; None if it is the keys'. bits: of keys and values.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -84,7 +86,7 @@ def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None 
         return f"its kernels take values of the keys' head size, {head_dim}, not {value_dim}"
     if group > MAX_GROUP:
         return f"its kernels take up to {MAX_GROUP} query heads per key-value head, not {group}"
-    return None
+    return rounded.reason(bits, head_dim, dtype)
 
 
 def step(
@@ -108,6 +110,7 @@ def step(
     first_B: Tensor | None = None,
     recent_B: Tensor | None = None,
     tau: float | Tensor | None = None,
+    codecs: Codecs = EXACT,
     splits: int | None = None,
 ) -> Tensor:
     """Write one token per head into its slot, attend, observe and evict, all in place; return the output [B,H,G,D].
@@ -116,7 +119,7 @@ def step(
         q_BHGD: the new token's queries; any strides, but the last dimension is contiguous.
         k_BHD: its keys, likewise.
         v_BHD: its values, likewise.
-        keys: slots [B,H,C,D], or entries [F,D] of which head n has capacity_N[n] from begin_N[n] on.
+        keys: slots [B,H,C,D], or entries [F,D] (D bytes of rounded ones) of which head n has capacity_N[n] from begin_N[n] on.
         values: like keys.
         positions_BHC: int64, -1 for an empty slot.
         slot_BH: int64, the token's slot; overwritten with the next token's.
@@ -132,6 +135,7 @@ def step(
         first_B: int64; positions below it are never evicted.
         recent_B: int64; so many newest positions are never evicted.
         tau: temperature of "gumbel", a number or a float32 tensor with one element.
+        codecs: keys and values are entries of these: numbers, or bytes.
         splits: programs that share a head's slots; None: chosen by the number of multiprocessors.
 
     Raises:
@@ -145,7 +149,7 @@ def step(
     if noise is not None and noise.shape != (B, H, C, G):
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     device, heads, observes = q_BHGD.device, B * H, bool(rule.statistics)
-    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits)
+    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits, codecs[0].bits)
     parts, chunks = sizes.parts, sizes.chunks if observes or rule.ranked else 0
     # logits if any statistic needs them, then p V and the softmax of every segment
     floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
@@ -159,6 +163,7 @@ def step(
             *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, slopes_HG, noise),
             *(heat_at, heat, scratch, scale, sliding, *q_BHGD.stride()[:3], *k_BHD.stride()[:2], *v_BHD.stride()[:2]),
             *(H, C, sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),
+            *(codecs[0].bits, *rounded.columns(codecs[0], D), *rounded.columns(codecs[1], D)),
             num_warps=sizes.warps,
             num_stages=sizes.stages,
         )

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from ..entries import FULL
+
 WAVES = 4  # programs per multiprocessor, of which two or three run at a time; more of them balance better than they cost
 CPU_MULTIPROCESSORS = 132  # an H100's or H200's: for the interpreter, and for compiling without a GPU
 SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
@@ -48,11 +50,17 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int, splits: int | None = None) -> Plan:
-    """Return the sizes for `heads` KV heads of C slots; splits: segments and chunks of a head, None for the best number."""
+def plan(
+    C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int, splits: int | None = None, bits: int = FULL
+) -> Plan:
+    """Return the sizes for `heads` KV heads of C slots.
+
+    splits: segments and chunks of a head; None: the best number. bits: of keys and values.
+    """
     width, group = max(16, _power(D)), _power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
     tile = TILE if lanes * width < 1 << 14 else TILE // 2  # the largest queries leave less shared memory
+    tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
     span = _share(C, splits or min(-(-C // SHORTEST), programs), block)
