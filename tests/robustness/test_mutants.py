@@ -147,10 +147,19 @@ MUTANTS = {
         "tests/backends/test_triton_rounded.py::test_follows_the_twin[head size 128-8]"),
     "bits: a kernel's ties go up": (
         "backends/triton/rounded.py", "+ TO_EVEN - TO_EVEN", "+ 0.5",
-        "tests/backends/test_triton_rounded.py::test_a_new_token_is_rounded_as_torch_rounds_it[64-dtype0-8]"),
+        "tests/backends/test_triton_rounded.py::test_a_new_token_is_rounded_as_torch_rounds_it[64-torch.float32-8]"),
     "bits: a kernel's second piece is its first": (
         "backends/triton/split.py", "numbers(code >> 4, VALUES", "numbers(code & 15, VALUES",
         "tests/backends/test_triton_rounded.py::test_follows_the_twin[one block-4]"),
+    "a captured step names its free slots in new memory": (
+        "cache/layer.py", "            self.mode.free_BH.copy_(slot_BH)", "            self.mode.free_BH = slot_BH.clone()",
+        "tests/hooks/test_graph.py::test_replayed_steps_are_the_model_s[llama_gqa-h2o-{'k': 9}-False]"),
+    "a later prompt's cache is not brought into the graph's memory": (
+        "hooks/graph.py", "                tensor.copy_(holder[name])\n", "                pass\n",
+        "tests/hooks/test_graph.py::test_replayed_steps_are_the_model_s[llama_gqa-h2o-{'k': 9}-False]"),
+    "the cache that leaves a graph's memory keeps it": (
+        "hooks/graph.py", "holder[name] = holder[name].clone()", "pass",
+        "tests/hooks/test_graph.py::test_caches_in_turns_and_steps_of_the_model_in_between"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
