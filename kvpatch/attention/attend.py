@@ -96,8 +96,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
     """Return the Call of this layer: made by the prefill, and bound again by the decode steps that follow."""
-    now = cache.now
-    assert now is not None, "passes.begin() runs in the decoder's pre-hook"
+    now = cache.running
     call = None if now.prompt or now.traced else cache.calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
         call.bound_adapter.autocast = bound_adapter.autocast

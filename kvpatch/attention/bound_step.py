@@ -59,11 +59,10 @@ class Unbound(BoundStep):
         self.call, self.stack = call, stack
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        call, now = self.call, cache.now
-        assert now is not None
+        call = self.call
         call.cache = cache
         try:
-            call.begin(now)
+            call.begin(cache.running)
             return decode.attend(call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
         finally:
             call.leave()
@@ -83,8 +82,7 @@ class StackedByTorch(BoundStep):
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = self.slots
         slots.seen += 1
-        assert slots.free_at is not None
-        at = slots.free_at[1]
+        at = slots.free_slots()
         self.keys.index_copy_(0, at, k.reshape(self.row))
         self.values.index_copy_(0, at, v.reshape(self.row))
         if self.entry is not None:
@@ -117,8 +115,7 @@ class AppendingByTorch(BoundStep):
     """Of a layer that appends and neither scores nor evicts."""
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots, now = self.slots, cache.now
-        assert now is not None
+        slots, now = self.slots, cache.running
         start = slots.used
         if start == slots.positions.shape[2]:
             slots.reserve(start + 1)
@@ -140,8 +137,7 @@ class AppendingByKernels(BoundStep):
         self.step, self.rule = kernels.step, kernels.rule(call.policy, call.slots, False, False)
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots, now = self.slots, cache.now
-        assert now is not None
+        slots, now = self.slots, cache.running
         slots.seen, newest_B = slots.seen + 1, now.on(slots.device)[:, 0]
         self.mode.free_BH = now.column(slots.used, slots.positions)
         slots.open_column({})

@@ -69,9 +69,8 @@ class EvictingCache(TextState):
         """
         checks.filled(self.seen_B is not None)
         check_count("Q", Q, "tokens")
-        assert self.seen_B is not None
-        read_B = self.seen_B if self.rows.gaps_B is None else self.seen_B - self.rows.gaps_B
-        return read_B[:, None] + torch.arange(Q, device=self.seen_B.device)
+        read_B = self.lengths_B if self.rows.gaps_B is None else self.lengths_B - self.rows.gaps_B
+        return read_B[:, None] + torch.arange(Q, device=read_B.device)
 
     def check_invariants(self) -> None:
         """Check the invariants that hold between passes; waits for the device.
@@ -255,8 +254,7 @@ class EvictingCache(TextState):
             self.drop_stack()
             shared = [layer.crop(count) for layer in self.layers]
             self.shared = self.shared if shared[0] is None else shared[0]
-            assert self.seen_B is not None
-            self.seen_B = self.seen_B - count
+            self.seen_B = self.lengths_B - count
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # the next pass makes it anew
             if self.turns.ids is not None:

@@ -56,14 +56,13 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 
 def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
     """Begin a step that can be traced, as EvictingCache.begin does otherwise."""
-    assert cache.seen_B is not None and cache.counters.device is not None
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
-        torch._assert_async((cache.seen_B < max_positions).all(), NO_POSITIONS)
+        torch._assert_async((cache.lengths_B < max_positions).all(), NO_POSITIONS)
     if any(layer.mode.growing for layer in cache.layers):
-        torch._assert_async(cache.counters.device.columns < cache.counters.device.limit, NO_ROOM)
-    cache.now = Forward(cache.seen_B[:, None], 0, False, [], None, None, False, 0, traced=True)
+        torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
+    cache.now = Forward(cache.lengths_B[:, None], 0, False, [], None, None, False, 0, traced=True)
     for layer in cache.layers:
         layer.traced = True
     cache.now.table = None if cache.rotary is None else cache.rotary[1]
@@ -71,9 +70,8 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -
 
 def end(cache: TextState) -> None:
     """End a traced step after the last layer."""
-    assert cache.seen_B is not None and cache.counters.device is not None
-    cache.seen_B.add_(1)
-    cache.counters.device.advance(1, 1, False)
+    cache.lengths_B.add_(1)
+    cache.counters.tensors.advance(1, 1, False)
     cache.now = None  # else its tensors would be outputs of the graph
     cache.counters.behind = True
 
@@ -88,8 +86,7 @@ def mark(cache: TextState) -> None:
 
 def holders(cache: TextState) -> list[dict[str, Any]]:
     """Return the attributes, by name, of every object that holds tensors which a traced step reads or changes."""
-    assert cache.seen_B is not None and cache.counters.device is not None
-    found: list[dict[str, Any]] = [vars(cache.counters.device), vars(cache), vars(cache.counters), vars(cache.rows)]
+    found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:
         offsets = layer.kv.head_offsets
         blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot

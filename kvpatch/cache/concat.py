@@ -49,7 +49,7 @@ def _emptied(cache: TextState) -> Iterator[None]:
 
 
 def _joined(caches: Sequence[Text], consume: bool) -> Text:
-    first, seen = caches[0], [cache.seen_B for cache in caches if cache.seen_B is not None]
+    first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _blank(first)
     new.rows.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
@@ -57,7 +57,7 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
     new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
     new.shared = _shared(caches)
     _set_steps(new, caches)
-    columns, limits = int(new.seen_B.max()), _Limits()
+    columns, limits = int(new.lengths_B.max()), _Limits()
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
         layer.seen = columns
@@ -81,24 +81,22 @@ def _blank(cache: Text) -> Text:
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     """Set the decode steps of each row since its prompt, and those asked for, if a score's temperature depends on them."""
-    assert new.seen_B is not None
     score, steps, spans = new.settings.policy.score, [], list[Tensor]()
     for cache in caches:
-        assert cache.seen_B is not None
         shortfall_B = cache.counters.shortfall_B
-        shortfall_B = torch.zeros(len(cache.seen_B), dtype=torch.float64) if shortfall_B is None else shortfall_B.cpu()
+        shortfall_B = torch.zeros(len(cache.lengths_B), dtype=torch.float64) if shortfall_B is None else shortfall_B.cpu()
         steps.append(cache.counters.steps - shortfall_B)
-        own_B, alike_B = cache.counters.span_B, steps[-1].new_full((len(cache.seen_B),), cache.span())
+        own_B, alike_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
         spans.append(alike_B if own_B is None or cache.request.new_tokens else own_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
     if score.temperature(0, 8) == score.temperature(8, 8):
         return
     if bool((steps_B < new.counters.steps).any()):
-        new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.seen_B.device)
+        new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.lengths_B.device)
     span_B = torch.cat(spans)
     if bool((span_B != new.span()).any()):
-        new.counters.span_B = span_B.to(new.seen_B.device)
+        new.counters.span_B = span_B.to(new.lengths_B.device)
 
 
 def _shared(caches: Sequence[TextState]) -> Tensor | None:

@@ -111,15 +111,14 @@ def end(cache: TextState, layer: int) -> None:
 
 
 def _finish(cache: TextState) -> None:
-    now, counters = cache.now, cache.counters
-    assert now is not None and cache.seen_B is not None
+    now, counters = cache.running, cache.counters
     if now.traced:
         compiled.end(cache)
         return
     Q = now.positions_BQ.shape[1]
     begun = counters.device is None or now.ends_prompt
     if counters.device is None:
-        counters.device = DeviceCounters(cache.seen_B.device)
+        counters.device = DeviceCounters(cache.lengths_B.device)
         counters.device.advance(cache.seen, counters.steps, False)
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
@@ -324,8 +323,7 @@ def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
 
 def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
     """Return the most tokens that a head holds in a pass of Q columns, or a few more."""
-    most, now, settings = 1, cache.now, cache.settings
-    assert now is not None
+    most, now, settings = 1, cache.running, cache.settings
     first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones include generated tokens
     for index, layer in enumerate(cache.layers):
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt

@@ -92,6 +92,12 @@ class StepCounters:
     device: DeviceCounters | None = None
     behind: bool = False
 
+    @property
+    def tensors(self) -> DeviceCounters:
+        """`device`, once a pass has ended."""
+        assert self.device is not None
+        return self.device
+
     def keep_rows(self, columns: int) -> None:
         """Count the steps of the remaining rows alone, after others were dropped; they have seen at most so many columns."""
         if self.shortfall_B is None:
@@ -205,9 +211,8 @@ class TextState(MutationGuard, Cache):
         counters = self.counters
         if not counters.behind or self.operations.get("behind"):
             return
-        assert counters.device is not None
         self.operations["behind"] = ["step under torch.compile"]
-        count = int(counters.device.columns) - self.layers[0].seen
+        count = int(counters.tensors.columns) - self.layers[0].seen
         counters.steps += count
         self.choice.ran |= self.choice.coming
         self.stack, self.stack_due = None, self.stack_due or self.stack is not None
@@ -225,19 +230,31 @@ class TextState(MutationGuard, Cache):
         """Columns seen, padding included."""
         return self.layers[0].seen
 
+    @property
+    def lengths_B(self) -> Tensor:
+        """`seen_B` of a cache that is not empty."""
+        assert self.seen_B is not None
+        return self.seen_B
+
+    @property
+    def running(self) -> Forward:
+        """The forward pass in progress."""
+        assert self.now is not None, "passes.begin() runs in the decoder's pre-hook"
+        return self.now
+
     def span(self) -> int:
         """Return the decode steps over which a score's temperature changes."""
         return self.request.new_tokens or int(getattr(self.settings.policy.score, "generation_length", 1))
 
     def temperature(self, ahead: int) -> float | Tensor:
         """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
-        score, counters = self.settings.policy.score, self.counters
-        assert self.now is not None
+        score, counters, now = self.settings.policy.score, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
-        if self.now.traced and counters.device is not None:
-            steps, span = counters.device.steps + ahead, counters.device.span if span_B is None else span_B
+        if now.traced:
+            device = counters.tensors
+            steps, span = device.steps + ahead, device.span if span_B is None else span_B
             return score.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
-        step = self.now.first_step + ahead
+        step = now.first_step + ahead
         if shortfall_B is None and span_B is None:
             return score.temperature(step, self.request.new_tokens)
         if span_B is not None:

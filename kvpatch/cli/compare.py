@@ -68,9 +68,13 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
     """
     model, tokenizer = source.model(), source.tokenizer()
     out = console(stderr=asked.json)
-    results = []
-    for number, (file, prompt) in enumerate(prompts.items()):
-        ids_1T, n, notes = text_ids(model, tokenizer, prompt, own, asked.new)
+    texts, results = dict[str, tuple[Tensor, int, list[str]]](), []
+    for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
+        try:
+            texts[file] = text_ids(model, tokenizer, prompt, own, asked.new)
+        except KVPatchError as error:
+            raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
+    for number, (file, (ids_1T, n, notes)) in enumerate(texts.items()):
         for said in [*notes, *trained_length(source.name, ids_1T.shape[1])]:
             note(said)
         waiting(f"reading {n:,} tokens of {file} ...")

@@ -12,22 +12,13 @@ import typer
 
 from ..errors import KVPatchError
 from . import options as given
-from .catalogue import BACKENDS, BITS, DEFAULT_POLICY, POSITIONS, SCHEDULES, check_choice, check_policy
+from .catalogue import DEFAULT_POLICY, SCHEDULES, check_choice, check_policy
 from .loading import Source, check_budget, parse_k, read_prompt
-from .options import model_and_files, one_model, parse_bits, parse_options
+from .options import model_and_files, named_policy, one_model, parse_bits, parse_options, policy_options
 from .output import print_json, print_rows, short_errors
 
 KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
 COMPARED = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv"
-
-
-def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
-    """Look up a policy, after what can be told without torch. Raises KVPatchError for a mistake in any of the three."""
-    check_choice("schedule", schedule, SCHEDULES)
-    check_policy(name, options)
-    from ..policies import get_policy
-
-    return get_policy(name).with_options(schedule, **options)
 
 
 def generate(  # noqa: PLR0913 - typer: an option is a parameter
@@ -68,11 +59,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     A model with a chat template gets the prompt as a user's message.
     """
     with short_errors():
-        options = parse_options(option)
-        check_budget(k)
-        check_choice("positions", positions, POSITIONS)
-        check_choice("backend", backend, BACKENDS)
-        check_choice("bits", bits, BITS)
+        options = policy_options(option, k, positions, backend, bits)
         files = [one for one in (file, prompt_file) if one is not None]
         if prompt is not None:
             name = one_model(model, model_option) if not files else None

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
-from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_choice
+from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_choice, check_policy
+from .loading import check_budget
 
 
 def _named(names: tuple[str, ...]) -> Any:
@@ -90,6 +91,29 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[name.strip()] = value.strip()
     return options
+
+
+def policy_options(given: list[str] | None, k: str, positions: str, backend: str, bits: int) -> dict[str, Any]:
+    """Parse --option, and check the settings that a command shares with patched() as far as they need no torch.
+
+    Raises:
+        KVPatchError: one of them has no such value.
+    """
+    options = parse_options(given)
+    check_budget(k)
+    check_choice("positions", positions, POSITIONS)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("bits", bits, BITS)
+    return options
+
+
+def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
+    """Look up a policy, after what can be told without torch. Raises KVPatchError for a mistake in any of the three."""
+    check_choice("schedule", schedule, SCHEDULES)
+    check_policy(name, options)
+    from ..policies import get_policy
+
+    return get_policy(name).with_options(schedule, **options)
 
 
 def parse_bits(text: str) -> tuple[int, ...]:

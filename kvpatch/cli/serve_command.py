@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from . import options as given
-from .catalogue import BACKENDS, BITS, DEFAULT_POLICY, POSITIONS, check_choice
-from .loading import Source, check_budget, parse_k
-from .model_commands import named_policy
-from .options import one_model, parse_options
+from .catalogue import DEFAULT_POLICY
+from .loading import Source, parse_k
+from .options import named_policy, one_model, policy_options
 from .output import short_errors
 
 
@@ -49,11 +48,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     Each request has the budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai).
     """
     with short_errors():
-        options = parse_options(option)
-        check_budget(k)
-        check_choice("positions", positions, POSITIONS)
-        check_choice("backend", backend, BACKENDS)
-        check_choice("bits", bits, BITS)
+        options = policy_options(option, k, positions, backend, bits)
         source = Source(one_model(model, model_option), dtype, device, None, revision, trust_remote_code)
         source.check()
         chosen, size = named_policy(policy, schedule, options), parse_k(k)

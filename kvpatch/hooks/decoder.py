@@ -101,8 +101,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         table = _table_maker(decoder, state, tokens.device)
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
-        assert cache.now is not None
-        call["position_ids"] = cache.now.positions_BQ
+        call["position_ids"] = cache.running.positions_BQ
     if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
         cache.rows.by_columns |= call.get("position_ids") is None
     mask = pass_mask(tokens.device)

@@ -193,8 +193,7 @@ def _positions(cache: EvictingCache, B: int) -> Tensor:
     """Return the positions [B,1] that the model would give the next token, which it would work out of a Python number."""
     if not cache.rows.by_columns:
         return cache.next_positions()
-    assert cache.counters.device is not None
-    return cache.counters.device.columns.expand(B, 1).clone()
+    return cache.counters.tensors.columns.expand(B, 1).clone()
 
 
 def _places(cache: EvictingCache) -> list[Place]:

@@ -62,8 +62,7 @@ class RunLog:
 
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
         """Count a pass through `cache`, which passes.begin() has read."""
-        record, now = self.record(cache, made_here), cache.now
-        assert now is not None
+        record, now = self.record(cache, made_here), cache.running
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
         if missed > 0:
             self._count("decode", missed, record.step(cache, 0))  # steps inside a graph of torch.compile

@@ -28,10 +28,9 @@ class Part(NamedTuple):
 
     def leave_open(self) -> None:
         """Leave the prompt's last block open, for the tokens that follow, unless it is a whole one."""
-        now, block = self.cache.now, self.cache.settings.block
-        assert now is not None
+        block = self.cache.settings.block
         if block is not None and len(self.columns) % block:
-            now.blocks[-1].ends_prompt = False
+            self.cache.running.blocks[-1].ends_prompt = False
 
     def of(self, packed: Tensor) -> Tensor:
         """Take this part's columns, [B,Q,...]."""
@@ -57,22 +56,19 @@ class PackedPass:
     @property
     def positions_1Q(self) -> Tensor:
         """Positions of the columns, once the pass has begun."""
-        positions = [
-            (part.columns, part.cache.now.positions_BQ.flatten()) for part in self.parts if part.cache.now is not None
-        ]
-        order, values = (torch.cat(parts) for parts in zip(*positions, strict=True))
-        return torch.empty_like(values).index_copy_(0, order, values)[None]
+        return self._in_order([part.cache.running.positions_BQ.flatten() for part in self.parts])[None]
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run a layer's core part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]."""
         if len(self.parts) == 1 and not self.parts[0].decodes:
             return core(self.parts[0].cache, q, k, v)
-        out_QE: Tensor | None = None
+        outs = list[Tensor]()
         for part in self.parts:
-            own = [part.of(one[0].transpose(0, 1)).transpose(1, 2).contiguous() for one in (q, k, v)]
-            out_BQE = core(part.cache, *own)
-            if out_QE is None:
-                out_QE = out_BQE.new_empty(q.shape[2], out_BQE.shape[-1])
-            out_QE[part.columns] = out_BQE.flatten(0, 1)
-        assert out_QE is not None
-        return out_QE[None]
+            own = (part.of(one[0].transpose(0, 1)).transpose(1, 2).contiguous() for one in (q, k, v))
+            outs.append(core(part.cache, *own).flatten(0, 1))
+        return self._in_order(outs)[None]
+
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        """Join what each part has for its columns, in the order of the columns of the pass."""
+        columns, values = torch.cat([part.columns for part in self.parts]), torch.cat(parts)
+        return torch.empty_like(values).index_copy_(0, columns, values)

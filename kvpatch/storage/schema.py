@@ -168,9 +168,8 @@ class _Layer:
 
 def _take(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
     """Remove the entry `name` from `left`, check it and return it; None in `shape` stands for any size."""
-    entry = left.pop(name, None)
-    _must(entry is not None, f"it holds no {name}")
-    assert entry is not None
+    _must(name in left, f"it holds no {name}")
+    entry = left.pop(name)
     fits = len(entry.shape) == len(shape) and all(own in (None, size) for own, size in zip(shape, entry.shape, strict=True))
     message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
     _must(fits and entry.dtype in dtypes, message.replace("None", "n"))

@@ -62,7 +62,7 @@ def test_layers_stand_side_by_side_in_one_stack(model, monkeypatch):
     assert not cache.stack_due
 
 
-@pytest.mark.parametrize("policy", slow_but(("keyformer",), ("h2o", "keyformer", "roco", "tova", "critical(h2o)")))
+@pytest.mark.parametrize("policy", slow_but((), ("h2o", "keyformer", "roco", "tova", "critical(h2o)")))
 def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     """Whoever names the victims, they are those of layers that step alone, and of torch."""
     pytest.importorskip("triton")
@@ -117,7 +117,7 @@ WAYS_TO_APPEND = [*product(APPENDED, (False, True))]
 
 
 @pytest.mark.parametrize(
-    ("case", "padded"), slow_but([("h2o, below its budget", False), ("snapkv", True)], WAYS_TO_APPEND)
+    ("case", "padded"), slow_but((), WAYS_TO_APPEND)
 )
 def test_kernels_append(model, case, padded):
     """What is appended lies where torch appends it, also past the room that a prompt leaves, and in a second turn."""
@@ -138,6 +138,7 @@ def test_kernels_append(model, case, padded):
     assert found["triton"][1] == found["torch"][1]
 
 
+@pytest.mark.slow
 def test_kernels_take_back_what_they_appended(model):
     pytest.importorskip("triton")
     found = []

@@ -217,12 +217,14 @@ def test_a_replaced_statistic_is_the_one_that_is_computed(name, monkeypatch):
     assert repr(name) in report.backends["decode"][1] and repr(name) in report.backends["statistics"][1]
 
 
+@pytest.mark.slow
 def test_a_replaced_value_is_the_one_that_is_computed(monkeypatch):
     value = scores.Accumulated.value
     monkeypatch.setattr(scores.Accumulated, "value", lambda self, context: 1.0 / (1e-3 + value(self, context)))
     alike("llama_gqa", "h2o", steps=6)
 
 
+@pytest.mark.slow
 def test_other_names_and_records(monkeypatch):
     """A record belongs to its function; under another name, or with a name that no kernel has, torch computes it."""
     monkeypatch.setitem(STATISTICS, "cubes", STATISTICS["sum"])
@@ -254,7 +256,7 @@ def test_a_requested_backend_that_is_not_taken_is_logged(caplog):
 COMPILED = ["a statistic", "another statistic than value() reads", "a scope", "sum", "gumbel", "an entry", "an order"]
 
 
-@pytest.mark.parametrize("own", slow_but(COMPILED[:1], COMPILED))
+@pytest.mark.parametrize("own", slow_but((), COMPILED))
 def test_compiled_steps_compute_it_too(own):
     policy = OWN[own]() if own in OWN else reversing(own)
     model, ids, more = make("llama_gqa", layers=1).to(DEVICE), prompt(2, 30).to(DEVICE), prompt(2, 5, seed=3).to(DEVICE)

@@ -89,6 +89,7 @@ def test_groups_are_as_they_are_elsewhere(calls, monkeypatch):
     assert {k.shape[1] for _, k, _ in calls} == {12, 4}
 
 
+@pytest.mark.slow
 def test_logits_of_a_special_layer_are_bounded_too(monkeypatch):
     blocks = []
     real = torch_backend.mask_blocks

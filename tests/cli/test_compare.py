@@ -434,12 +434,13 @@ def test_mistakes_that_the_model_shows(prompt, tmp_path):
         (["--max-new-tokens", 512], "the model has 512 positions, so no room is left"),
         (["--continuation-file", long, "--max-new-tokens", 600], "so no room is left for a prompt"),
         (["--max-new-tokens", 509], "The prompt has 3 tokens; with fewer than 8"),
-        (["--prompt-file", tmp_path / "short.txt"], "with fewer than 8"),
+        (["--prompt-file", tmp_path / "short.txt"], "short.txt: The prompt has 2 tokens; with fewer than 8"),
         (["--model", tmp_path / "bare"], "comes without a tokenizer"),
     ):
         result = run(*arguments, *wrong)
         assert result.exit_code == 2, result.output
         assert words in result.stderr.splitlines()[-1]
+        assert not result.stdout  # nothing is measured before all is known to be right
     assert "Traceback" not in result.output
 
 

@@ -43,7 +43,7 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("policy", slow_but(("keyformer",), ("h2o", "keyformer")))
+@pytest.mark.parametrize("policy", slow_but((), ("h2o", "keyformer")))
 def test_requests_launch_nothing_that_is_new(policy, seen):
     """Of one row and of padded rows, whatever their length."""
     model = make("llama_gqa").to(DEVICE)

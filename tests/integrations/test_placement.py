@@ -177,7 +177,7 @@ SPREAD = (
 )
 
 
-@pytest.mark.parametrize("pair", slow_but(("llama_gqa",), FIVE), indirect=True)
+@pytest.mark.parametrize("pair", slow_but((), FIVE), indirect=True)
 def test_layers_on_two_devices(pair):
     """Every layer's cache lies where the layer computes, and nothing else changes: bit for bit."""
     one, two = pair

@@ -9,6 +9,7 @@ import kvpatch
 from tests.helpers import joined, sequences
 from tests.helpers.comparing import CONTENT, EVICTING, SMALL, WINDOWED, combined, distinct
 from tests.helpers.joined import Loop, do, scenario
+from tests.helpers.marks import slow_but
 from tests.helpers.running import RAGGED, kept, run, uneven
 from tests.helpers.sequences import settings_of_a_patch
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
@@ -92,7 +93,7 @@ def test_any_sequence_of_one_cache(path, chosen, rows, n, deeds):
         sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
-@pytest.mark.parametrize("policy", kvpatch.list_policies())
+@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "tova", "adakv"), kvpatch.list_policies()))
 def test_joined_rows_of_every_policy_and_architecture(policy):
     """Joined, dropped and added between steps, each row gives what it gives alone; rows of one budget, and of their own."""
     options = dict(SMALL.get(policy, {}))

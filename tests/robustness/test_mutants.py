@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.marks import slow_but
-
 ROOT = Path(__file__).parents[2]
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
@@ -391,9 +389,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-FAST = ("score not reset when a slot is reused",)
-
-
 @pytest.fixture(scope="module")
 def worker():
     """`worker(folder, tests)` runs pytest there, in a fork of a process that has imported everything but the library."""
@@ -417,6 +412,7 @@ def copy_to(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
+@pytest.mark.slow
 def test_the_unchanged_copy_passes(tmp_path, worker):
     copy_to(tmp_path)
     (tmp_path / "tests" / "test_where.py").write_text(
@@ -426,7 +422,8 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
     assert status == 0, log
 
 
-@pytest.mark.parametrize("name", slow_but(FAST, MUTANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails_its_test(name, tmp_path, worker):
     file, before, after, tests = MUTANTS[name]
     copy_to(tmp_path)

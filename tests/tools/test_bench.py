@@ -104,6 +104,7 @@ def test_peak_growth_sees_the_prompt():
     assert 60 << 20 <= bench_memory.peak() - before < 80 << 20
 
 
+@pytest.mark.slow
 def test_host_lines_are_whole():
     lines = list(bench_host.host_lines(bench_lines.HOST_POLICIES, n=64, repeats=2, tiny=True, steps=2))
     assert [line["policy"] for line in lines] == list(bench_lines.HOST_POLICIES)
@@ -128,6 +129,7 @@ def test_the_plan_of_the_host_case():
     assert {case for case, *_ in bench.plan("all", "", [])} == set(bench_lines.CASES)
 
 
+@pytest.mark.slow
 def test_batch_lines_are_whole():
     lines = list(bench_decode.batch_lines(bench_lines.BATCH_POLICIES, n=64, repeats=2, tiny=True, steps=2))
     assert [line["policy"] for line in lines] == list(bench_lines.BATCH_POLICIES)

@@ -6,6 +6,7 @@ own launcher takes is not in it.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -63,7 +64,10 @@ def _counts(policy: str, path: str, layers: int, n: int, batch: int) -> tuple[Co
     ids = tokens(model, n + SETTLED + 1, batch)
     if policy == UNPATCHED:
         return _prompt_and_step(model, ids, n)
-    with kvpatch.patched(model, policy, k=K, backend=path, **options(policy)):
+    # launches do not depend on what a kernel computes, but for heads that share a budget by their scores
+    ragged = kvpatch.get_policy(policy).over_heads is not None
+    patched = kvpatch.patched(model, policy, k=K, backend=path, **options(policy))
+    with patched, nullcontext() if ragged else launching(unlaunched):
         return _prompt_and_step(model, ids, n)
 
 
