@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 import torch
+from torch import nn
 from transformers import Cache
 
 from .arch.bound import BoundAdapter
@@ -14,6 +15,7 @@ from .cache.settings import CacheSettings
 from .errors import KVPatchError
 from .hooks import ownership
 from .hooks.attention import parameters
+from .hooks.graph import StepGraph, graph
 from .hooks.inputs import file_path
 from .hooks.install import Installation
 from .hooks.state import PatchState
@@ -95,6 +97,27 @@ class Patch:
         if tokens is not None:
             check_count("tokens", tokens, "tokens")
         warm_up(self._target, self._state, tokens, batch_size)
+
+    def graph(self, model: nn.Module) -> StepGraph:
+        """Make decode steps that are CUDA graphs, without torch.compile: captured once, replayed over later prompts too.
+
+        `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. What it cannot
+        capture it runs as an ordinary call of the model; give policies that append room: `new_cache(room=...)`. It has never
+        run on a GPU.
+
+        Args:
+            model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.
+
+        Raises:
+            KVPatchError: the model is not on a CUDA device.
+
+        Example:
+            step, cache = patch.graph(model), patch.new_cache(room=256)
+            logits = model(ids, past_key_values=cache).logits
+            for _ in range(256):
+                logits = step(logits[:, -1:].argmax(-1), cache)
+        """
+        return graph(model, self._state, self._target.devices()[0])
 
     def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
         """Write a compressed cache, with its scores, to a safetensors file.

@@ -44,7 +44,8 @@ class patched:
         model: a decoder of transformers (also wrapped by PEFT or hooked by accelerate) with an adapter.
         policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It has no default.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
-            all keys and values of one row ("2GiB", over all processes of a sharded model), or a list of these, one per layer.
+            all keys and values of one row held between steps ("2GiB", over all processes of a sharded model; buffers have one
+            free slot per head more), or a list of these, one per layer.
         bits: of each key and value held: 16 keeps the model's own precision, 8 and 4 round them where a prompt ends or a token
             is generated, so that the same bytes hold two to four times the tokens; a `k` in bytes counts it.
         block: tokens of a prompt to read at a time, evicting after each block, so that no head ever holds more than its
@@ -96,7 +97,8 @@ class patched:
         check_versions(transformers.__version__, torch.__version__)
         settings.check_model(model, policy)
         positions, backend = settings.positions_of(positions), check_name(backend)
-        settings.check_options(bits, seed, strict, auto)
+        bits = settings.bits_of(bits)
+        settings.check_options(seed, strict, auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         settings.check_block(block, chosen)
         target = Target.find(model, auto=auto)

@@ -162,7 +162,7 @@ class Call:
             fresh=self.evicts and self.score.fresh,
             renumbered=self.settings.renumbered,
             special=self.geometry.special,
-            narrow=not keys.exact,
+            bits=keys.codecs[0].bits,
             value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
 class Exact:
     """Entries [...,D] in the model's own precision."""
 
-    exact = True
+    exact, bits = True, FULL
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the entries of numbers [...,D]."""
@@ -116,6 +117,7 @@ Codecs = tuple[Codec, Codec]
 EXACT: Codecs = (Exact(), Exact())
 
 
+@lru_cache(maxsize=64)
 def codecs(bits: int, D: int, E: int, dtype: torch.dtype) -> Codecs:
     """Return the codecs of keys of D numbers and values of E: keys have a scale for each group of channels, values have one."""
     return EXACT if bits == FULL else (Rounded(bits, D, _groups(D), dtype), Rounded(bits, E, 1, dtype))

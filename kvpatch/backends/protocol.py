@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..policies.context import Limits
-from .entries import EXACT, Codecs
+from .entries import EXACT, FULL, Codecs
 from .head_offsets import HeadOffsets
 
 Task = Literal["prompt", "statistics", "decode", "ragged"]
@@ -146,7 +146,7 @@ class Case:
         fresh: noise is needed for every query and key.
         renumbered: positions are ranks among the held tokens, new at every step.
         special: names of Geometry's variants: the cap of logits, attention sinks, coarse ALiBi.
-        narrow: keys or values are rounded entries.
+        bits: of the entries of keys and values: 16, or rounded to 8 or 4.
         value_dim: size of a value; None if it is D.
     """
 
@@ -164,16 +164,17 @@ class Case:
     fresh: bool = False
     renumbered: bool = False
     special: tuple[Special, ...] = ()
-    narrow: bool = False
+    bits: int = FULL
     value_dim: int | None = None
 
 
 class KeyValues(Protocol):
-    """Keys and values in slots: [B,H,C,D], or entries [F,D] with `head_offsets`."""
+    """Keys and values in slots: [B,H,C,D], or entries [F,D] with `head_offsets`; entries of `codecs`."""
 
     keys: Tensor
     values: Tensor
     head_offsets: HeadOffsets | None
+    codecs: Codecs
 
 
 class FreeSlots(Protocol):

@@ -78,14 +78,19 @@ def end(cache: TextState) -> None:
 
 def mark(cache: TextState) -> None:
     """Tell torch.compile that the cache's tensors keep their addresses, so that CUDA graphs need not copy them."""
-    holders: list[Any] = [vars(cache.counters.tensors), {"seen_B": cache.seen_B}]
+    for holder in holders(cache):
+        for value in holder.values():
+            if isinstance(value, Tensor):
+                torch._dynamo.mark_static_address(value)
+
+
+def holders(cache: TextState) -> list[dict[str, Any]]:
+    """Return the attributes, by name, of every object that holds tensors which a traced step reads or changes."""
+    found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:
         offsets = layer.kv.head_offsets
         blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot
         parts = (layer, layer.mode, layer.kv, offsets, blocks, layer.limits, layer.geometry)
-        holders += [vars(part) for part in parts if part is not None]
-        holders.append(layer.state)
-    for holder in holders:
-        for value in holder.values():
-            if isinstance(value, Tensor):
-                torch._dynamo.mark_static_address(value)
+        found += [vars(part) for part in parts if part is not None]
+        found.append(layer.state)
+    return list({id(holder): holder for holder in found}.values())

@@ -19,11 +19,20 @@ from . import inputs, ownership
 from .attention import Courier, PassMask
 from .state import PatchState, is_aside, pass_mask, put_aside
 
+NO_CAPTURE = (
+    "This step cannot be captured: the model is training, or its own code has run since the cache's last pass. Call "
+    "model.eval(), and the model itself once before the next step of patch.graph()."
+)
+
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Any:
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
+    if state.capturing and isinstance(past, EvictingCache):
+        if not _step(decoder, call, past, state):
+            raise KVPatchError(NO_CAPTURE)
+        return (), call
     if torch.compiler.is_compiling():
         foreign = past is not None and not isinstance(past, EvictingCache)
         if isinstance(past, EvictingCache) and _step(decoder, call, past, state):

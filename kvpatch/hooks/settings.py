@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -53,13 +54,18 @@ def positions_of(positions: object) -> str:
     return found
 
 
-def check_options(bits: object, seed: object, strict: object, auto: object) -> None:
-    """Raise KVPatchError for values that no model and no policy could take."""
-    if not isinstance(bits, int) or bits not in BITS:
+def bits_of(bits: object) -> int:
+    """Return `bits` as an int, also a number of numpy, or raise KVPatchError."""
+    if not isinstance(bits, Integral) or int(bits) not in BITS:
         raise KVPatchError(
             f"bits={bits!r} must be 16 (keys and values in the model's own precision), 8 or 4 (rounded, so that a budget in "
             "bytes holds more tokens). `kvpatch compare MODEL FILE -k SIZE --bits auto` measures all three on your own text."
         )
+    return int(bits)
+
+
+def check_options(seed: object, strict: object, auto: object) -> None:
+    """Raise KVPatchError for values that no model and no policy could take."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
     for name, value in (("strict", strict), ("auto", auto)):

@@ -54,7 +54,8 @@ class PatchState:
 
     max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer.
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
-    during a pass under the patch, the model's own value and ours. log: of the passes.
+    during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the
+    pass is a step for a graph (graph.py).
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PatchState:
         self.settings, self.adapter, self.max_positions, self.kv_shape = settings, adapter, max_positions, kv_shape
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.aside: dict[str, tuple[Any, Any]] = {}
+        self.capturing = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings

@@ -159,7 +159,7 @@ def test_what_the_kernels_of_a_prompt_refuse(task):
     assert "float64" in why(dtype=torch.float64)
     assert "up to 256" in why(head_dim=264)
     assert "values of the keys' size 64, not 96" in why(value_dim=96)
-    assert "precision" in why(narrow=True)
+    assert "precision" in why(bits=8)
     assert "rounded to bfloat16" in why(special=("softcap", "coarse"))
     assert why(special=("softcap", "sinks"), alibi=True, window=True, padding=True, past=True) is None
     decode = triton_backend.reason("decode", Case("cuda", HALF, 64, special=("softcap", "sinks")))

@@ -1,15 +1,9 @@
 """The column kernels against float64 sums over whole matrices; under Triton's interpreter where there is no GPU."""
 
-import os
-from functools import partial
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # read when a kernel is made
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
+from tests.backends.on_triton import DEVICE, HALF, make, tail  # isort: skip
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.backends.torch_backend import Rows
@@ -20,12 +14,8 @@ from kvpatch.backends.triton.forward import attend
 from kvpatch.policies.context import Block
 from kvpatch.policies.statistics import STATISTICS
 from tests.backends import triton_twins as twins
-from tests.backends.triton_twins import make, tail
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's infinities
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-make, tail = partial(make, device=DEVICE), partial(tail, device=DEVICE)
-HALF = torch.float16
 CLOSE = {"sum": 1e-5, "squares": 5e-5}  # relative to the largest entry
 LSE = 1e-5
 

@@ -3,23 +3,17 @@
 Without a GPU they run in Triton's interpreter, whose bfloat16 products are wrong, so that dtype waits for a GPU.
 """
 
-import os
-
 import pytest
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
-pytest.importorskip("triton")
+from tests.backends.on_triton import DEVICE, GPU  # isort: skip
+from kvpatch.backends.entries import EXACT, codecs
+from kvpatch.backends.triton import decode as kernels
+from kvpatch.backends.triton.decode import STATISTICS, Rule
+from kvpatch.errors import KVPatchError
+from kvpatch.policies import selection
+from tests.backends import triton_decode_twin as twin
 
-from kvpatch.backends.triton import decode as kernels  # noqa: E402
-from kvpatch.backends.triton.decode import STATISTICS, Rule  # noqa: E402
-from kvpatch.errors import KVPatchError  # noqa: E402
-from kvpatch.policies import selection  # noqa: E402
-from tests.backends import triton_decode_twin as twin  # noqa: E402
-
-DEVICE = "cuda" if GPU else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OUT, STATE = {F32: 1e-5, F16: 2e-3, BF16: 1e-2}, 1e-5  # relative to the largest entry
 ALL = ("sum", "squares", "count", "gumbel", "observed")
@@ -99,14 +93,17 @@ def same(actual, expected, what):
     assert torch.equal(actual.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), what
 
 
-def compare(slots, other, doubt, gap, rule):
-    """Positions, slots, keys, values and state after a step; returns victims that were too close to call."""
+def compare(slots, other, doubt, gap, rule, codecs=EXACT):
+    """Positions, slots, keys, values and state after a step; returns victims that were too close to call.
+
+    codecs: of the keys and values of `slots`; `other` holds their numbers.
+    """
     close_calls = (slots.slot != other.slot) & (gap < 1e-6)
     assert torch.equal(slots.slot[~close_calls], other.slot[~close_calls]), "the next slots differ"
     assert torch.equal(slots.positions[~close_calls], other.positions[~close_calls]), "positions differ"
     other.slot, other.positions = slots.slot.clone(), slots.positions.clone()
-    for name in ("keys", "values"):
-        same(getattr(slots, name), getattr(other, name), f"{name} differ")
+    for name, codec in zip(("keys", "values"), codecs, strict=True):
+        same(codec.decode(getattr(slots, name)), getattr(other, name), f"{name} differ")
     there = slots.positions >= 0
     for name in STATISTICS:
         mine, expected = slots.state[name], other.state[name]
@@ -125,15 +122,27 @@ def compare(slots, other, doubt, gap, rule):
     return int(close_calls.sum())
 
 
-def follow(rule, *, B=1, H=2, G=2, D=64, C=20, dtype=F32, steps=3, splits=None, noise=True, tensor_tau=False, **options):
-    """Several steps beside the twin; returns victims that were too close to call. tensor_tau: tau reaches the kernel so."""
+def follow(
+    rule, *, B=1, H=2, G=2, D=64, C=20, dtype=F32, steps=3, splits=None, noise=True, tensor_tau=False, bits=16, **options
+):
+    """Several steps beside the twin; returns victims that were too close to call.
+
+    tensor_tau: tau reaches the kernel so. bits: of keys and values; the twin holds the numbers that they stand for.
+    """
     rng = torch.Generator().manual_seed(C + D + G)
     slots = filled(B, H, G, D, C, dtype, rng, options.pop("used", None), options.pop("capacities", None))
+    of_slots = codecs(bits, D, D, dtype)
+    entries = [codec.encode(t) for codec, t in zip(of_slots, (slots.keys, slots.values), strict=True)]
+    slots.keys, slots.values = (codec.decode(t) for codec, t in zip(of_slots, entries, strict=True))
     if not noise:
         del slots.state["noise"]
     other = slots.copy()
+    slots.keys, slots.values = entries
     theirs = dict(options, scale=D**-0.5)
-    mine = dict(theirs, splits=splits)
+    mine = dict(theirs, splits=splits, codecs=of_slots)
+    if bits != 16:
+        theirs["sizes"] = tuple(D // codec.groups for codec in of_slots)
+        theirs["bits"] = bits
     if tensor_tau:
         mine["tau"] = torch.tensor(options["tau"], device=DEVICE)
     close_calls = 0
@@ -143,7 +152,7 @@ def follow(rule, *, B=1, H=2, G=2, D=64, C=20, dtype=F32, steps=3, splits=None, 
         out = launch(new, slots, rule, **mine)
         assert out.shape == (B, H, G, D) and out.dtype == dtype
         close(out, expected, OUT[dtype], "output")
-        close_calls += compare(slots, other, doubt, gap, rule)
+        close_calls += compare(slots, other, doubt, gap, rule, of_slots)
         if not rule.evicts:
             slots.slot += 1
             other.slot += 1
@@ -160,7 +169,7 @@ def empty(slots, noise_BHG):
         for h in range(slots.slot.shape[1]):
             c = int(slots.slot[b, h])
             for buffer in (slots.keys, slots.values):
-                slots.head(buffer, b, h)[c] = torch.nan
+                slots.head(buffer, b, h)[c] = 255 if buffer.dtype == torch.uint8 else torch.nan  # a scale of NaN
             for name, tensor in slots.state.items():
                 tensor[b, h, c] = noise_BHG[b, h] if name == "noise" else torch.nan
 

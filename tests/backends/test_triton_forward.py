@@ -1,24 +1,14 @@
 """The forward kernel against float64 attention over whole matrices; under Triton's interpreter where there is no GPU."""
 
-import os
-from functools import partial
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # read when a kernel is made
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
+from tests.backends.on_triton import DEVICE, HALF, make, tail  # isort: skip
 from kvpatch.backends.triton import forward
 from kvpatch.backends.triton.forward import attend
 from tests.backends import triton_twins as twins
-from tests.backends.triton_twins import make, tail
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's infinities
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-make, tail = partial(make, device=DEVICE), partial(tail, device=DEVICE)
-HALF = torch.float16
 OUT = {torch.float32: 1e-5, HALF: 2e-3, torch.bfloat16: 2e-2}
 LSE = 1e-5
 

@@ -93,6 +93,25 @@ def test_options_on_the_kernels(policy, options):
         alike(name, policy, padded=True, **options)
 
 
+ROUNDED = [
+    ("llama_gqa", "h2o", {"bits": 4}),
+    ("llama_gqa", "roco", {"bits": 8}),
+    ("mpt", "keyformer", {"bits": 8, "padded": True}),
+    ("mistral_sliding", "scissorhands", {"bits": 4, "k": 30}),
+    ("gpt2", "critical_adakv", {"bits": 4}),
+    ("llama_gqa", "adaptive(keyformer)", {"bits": 8, "padded": True}),
+    ("gptj", "snapkv", {"bits": 4}),
+    ("llama_gqa", "full", {"bits": 8}),
+    ("llama_gqa", "h2o", {"bits": 8, "block": 16}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "options"), slow_but(ROUNDED[:2], ROUNDED), ids=str)
+def test_rounded_slots_on_the_kernels(name, policy, options):
+    report = alike(name, policy, **options)
+    assert {made for task, (made, _) in report.backends.items() if task in ("decode", "ragged")} == {"triton"}
+
+
 BESIDE = [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), strict=True)]
 
 
@@ -100,6 +119,13 @@ BESIDE = [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), str
 @pytest.mark.parametrize(("name", "policy"), slow_but(BESIDE[:1], BESIDE))
 def test_the_kernels_and_the_oracle(name, policy):
     certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton")
+
+
+@pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("name", "policy"), slow_but(BESIDE[2:3], BESIDE))
+def test_the_kernels_of_rounded_slots_and_the_oracle(name, policy, bits):
+    certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton", bits=bits)
 
 
 @pytest.mark.slow

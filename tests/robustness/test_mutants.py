@@ -132,9 +132,32 @@ MUTANTS = {
     "bits: a saved cache is not looked into": (
         "storage/contents.py", "layer.kv.numbers(layer.kv.width)", "(layer.kv.keys, layer.kv.values)",
         "tests/cache/test_narrow.py::test_a_saved_cache_with_a_scale_that_is_no_number_is_refused[8]"),
-    "bits: kernels read bytes as numbers": (
-        "backends/triton/triton_backend.py", "if case.narrow:", "if False:",
-        "tests/cache/test_narrow.py::test_kernels_leave_rounded_slots_to_torch[8]"),
+    "bits: kernels of a prompt read bytes as numbers": (
+        "backends/triton/triton_backend.py", 'if case.bits != FULL and task in ("prompt", "statistics"):', "if False:",
+        "tests/cache/test_narrow.py::test_flash_kernels_leave_rounded_slots_to_others[8]"),
+    "bits: a kernel's token in the precision that it came in": (
+        "backends/triton/rounded.py",
+        "first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])",
+        "first = tl.load(X + tl.arange(0, COLUMNS))",
+        "tests/backends/test_triton_rounded.py::test_attention_sees_the_rounded_token[4]"),
+    "bits: a kernel takes the scale of the group before": (
+        "backends/triton/rounded.py", "PIECE * (HALF // GROUP) + j\n", "PIECE * (HALF // GROUP) + j // 2\n",
+        "tests/backends/test_triton_rounded.py::test_follows_the_twin[head size 128-8]"),
+    "bits: a kernel's ties go up": (
+        "backends/triton/rounded.py", "+ TO_EVEN - TO_EVEN", "+ 0.5",
+        "tests/backends/test_triton_rounded.py::test_a_new_token_is_rounded_as_torch_rounds_it[64-torch.float32-8]"),
+    "bits: a kernel's second piece is its first": (
+        "backends/triton/split.py", "numbers(code >> 4, VALUES", "numbers(code & 15, VALUES",
+        "tests/backends/test_triton_rounded.py::test_follows_the_twin[one block-4]"),
+    "a captured step names its free slots in new memory": (
+        "cache/layer.py", "            self.mode.free_BH.copy_(slot_BH)", "            self.mode.free_BH = slot_BH.clone()",
+        "tests/hooks/test_graph.py::test_replayed_steps_are_the_model_s[llama_gqa-h2o-{'k': 9}-False]"),
+    "a later prompt's cache is not brought into the graph's memory": (
+        "hooks/graph.py", "                tensor.copy_(holder[name])\n", "                pass\n",
+        "tests/hooks/test_graph.py::test_replayed_steps_are_the_model_s[llama_gqa-h2o-{'k': 9}-False]"),
+    "the cache that leaves a graph's memory keeps it": (
+        "hooks/graph.py", "holder[name] = holder[name].clone()", "pass",
+        "tests/hooks/test_graph.py::test_caches_in_turns_and_steps_of_the_model_in_between"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
@@ -318,23 +341,23 @@ MUTANTS = {
         "backends/triton/columns.py", "x += (slope * key_place)[:, None]", "x += 0.0",
         "tests/invariants/test_backends_agree.py::test_every_architecture_on_the_kernels[mpt-roco-False]"),
     "the kernel's victim ignores the protected window": (
-        "backends/triton/decode.py", "position > newest - recent, LAST", "position > newest, LAST",
+        "backends/triton/combine.py", "position > newest - recent, LAST", "position > newest, LAST",
         "tests/invariants/test_backends_agree.py::test_every_policy_on_the_kernels[h2o]"),
     "the kernel's noise left out": (
-        "backends/triton/decode.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
+        "backends/triton/combine.py", "                        x += tl.log2(noise)", "                        x += 0.0 * noise",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[alibi, window, gumbel]"),
     "the victim of the first chunk alone": (
-        "backends/triton/decode.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
+        "backends/triton/combine.py", "at = tl.load(here + 1, mask=there, other=NOWHERE)",
         "at = tl.load(here + 1, mask=s < 1, other=0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[recency over chunks]"),
     "tokens of the first chunk alone counted": (
-        "backends/triton/decode.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
+        "backends/triton/combine.py", "tl.load(here + 2, mask=there, other=0)", "tl.load(here + 2, mask=s < 1, other=0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[holes over chunks]"),
     "segments beyond the first sixteen outweigh them in the output": (
-        "backends/triton/decode.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
+        "backends/triton/combine.py", "acc = acc * fade + tl.sum(o * weight, 0)", "acc = acc + tl.sum(o * weight, 0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
     "segments beyond the first sixteen outweigh them in the statistics": (
-        "backends/triton/decode.py", "total * tl.exp2(maximum - _rest(higher)) + tl.sum(more, 0)", "total + tl.sum(more, 0)",
+        "backends/triton/combine.py", "total * tl.exp2(maximum - rest(higher)) + tl.sum(more, 0)", "total + tl.sum(more, 0)",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[a group of five in many segments]"),
     "the newest tokens of a batch read as one column": (
         "backends/triton/triton_backend.py", "newest_B = newest_B.contiguous()", "newest_B = newest_B.view_as(newest_B)",

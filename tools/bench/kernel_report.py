@@ -27,13 +27,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvpatch.backends.entries import FULL, codecs
 from kvpatch.errors import KVPatchError
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H, C, Q = 8, 8192, 512  # a layer's KV heads, slots and rows of a prompt
 SHAPES = tuple((D, G) for D in (64, 128) for G in (1, 4))
 ONE_SHAPE = ((128, 4),)
+NARROW_SHAPES = (*SHAPES, (96, 4), (256, 8))
 FLOAT, FLOAT_SHAPES = torch.float32, ((64, 4), (128, 4))
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
 ALL = ("sum", "squares", "count", "gumbel", "observed")
 
 
@@ -80,11 +85,11 @@ def _some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def decode_step(
-    statistics: tuple[str, ...], value: str, C: int = C, B: int = 1, offset: int = 0, **geometry: Any
+    statistics: tuple[str, ...], value: str, C: int = C, B: int = 1, offset: int = 0, bits: int = FULL, **geometry: Any
 ) -> Callable[[Any, int, int], object]:
     """A step whose heads hold different numbers of tokens, with windows protected.
 
-    offset: entries before a tensor in memory, as in a view of stacked layers.
+    offset: entries before a tensor in memory, as in a view of stacked layers. bits: of keys and values.
     """
 
     def view(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -95,11 +100,13 @@ def decode_step(
         state["noise"] = view(B, H, C, G, dtype=torch.float32)
         rule = module.Rule(statistics, value=value)
         slot_BH, positions_BHC, newest_B = view(B, H), view(B, H, C), view(B)
-        slots = _some(B, H, C, D), _some(B, H, C, D), positions_BHC, slot_BH, newest_B
+        of_slots = codecs(bits, D, D, torch.bfloat16)
+        keys, values = (codec.encode(_some(B, H, C, D)) for codec in of_slots)
+        slots = keys, values, positions_BHC, slot_BH, newest_B
         new = _some(B, H, G, D), _some(B, H, D), _some(B, H, D)
         limits = {"keep_BH": view(B, H), "first_B": view(B), "recent_B": view(B)}
         slopes_HG = torch.zeros(H, G) if geometry.get("sliding") else None
-        return module.step(*new, *slots, state, rule, scale=1.0, slopes_HG=slopes_HG, **limits, **geometry)
+        return module.step(*new, *slots, state, rule, scale=1.0, slopes_HG=slopes_HG, codecs=of_slots, **limits, **geometry)
 
     return run
 
@@ -145,6 +152,10 @@ CALLS = (
     Call("decode", "decode", decode_step(("sum", "squares"), "mean"), (*SHAPES, (256, 8), (128, 48))),
     Call("decode gumbel", "decode", decode_step(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
     Call("decode all", "decode", decode_step(ALL, "count", tau=1.5, sliding=1000), ((128, 1), (128, 8))),
+    *(
+        Call(f"decode {bits} bits", "decode", decode_step(("sum", "squares"), "mean", bits=bits), NARROW_SHAPES)
+        for bits in (8, 4)
+    ),
     Call("columns", "columns", _columns(("sum",)), (*SHAPES, (256, 2))),
     Call("columns squares", "columns", _columns(("sum", "squares")), ONE_SHAPE),
     Call("columns count", "columns", _columns(("count",)), ONE_SHAPE),
@@ -236,8 +247,7 @@ def compiled(kernel: triton.JITFunction, args: tuple, kwargs: dict, chip: int = 
 def _type(value: object) -> str:
     """Triton's name for the type of a launch's argument."""
     if isinstance(value, Tensor):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.bool: "i1"}
-        return f"*{names[value.dtype]}"
+        return f"*{TYPES[value.dtype]}"
     if isinstance(value, bool):
         return "i1"
     return "i32" if isinstance(value, int) else "fp32"

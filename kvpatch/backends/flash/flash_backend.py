@@ -17,6 +17,7 @@ from torch import Tensor
 from ...policies.numbers import on_device
 from .. import refusals
 from ..device import capability
+from ..entries import FULL
 from ..protocol import Case, Geometry, Keys, Task
 from .kernels import ANY, Kernel, Mask, Packing, kernels
 
@@ -36,7 +37,7 @@ def reason(task: Task, case: Case) -> str | None:
     """Return an error message if no flash kernel can perform the task, or None if one can."""
     if case.special:
         return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
-    if case.narrow:
+    if case.bits != FULL:
         return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
     if task in ("statistics", "decode"):
         return "flash-attn returns no score statistics: triton or torch gather them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,16 @@ def check(
 def padded_size(D: int) -> int:
     """Return the width of a tile that holds heads of size D."""
     return max(16, 1 << (D - 1).bit_length())
+
+
+def tile_constants(
+    G: int, D: int, tile: tuple[int, int, int, int], *, sliding: int | None, softcap: float | None, by_position: bool
+) -> dict[str, Any]:
+    """Return the constants and options of a launch that both kernels have. tile: keys, rows, warps and stages."""
+    keys, rows, warps, stages = tile
+    sizes = {"G": G, "D": D, "PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows}
+    kind = {"SLIDING": sliding is not None, "BY_POSITION": by_position, "CAPPED": softcap is not None}
+    return {**sizes, **kind, "num_warps": warps, "num_stages": stages}
 
 
 def last_contiguous(tensor: Tensor) -> Tensor:

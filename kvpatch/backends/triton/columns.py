@@ -27,7 +27,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import LENGTHS, LOG2E, check, flat, last_contiguous, logit_units, noise_tiles, padded_size, spans
+from .arguments import (
+    LENGTHS,
+    LOG2E,
+    check,
+    flat,
+    last_contiguous,
+    logit_units,
+    noise_tiles,
+    padded_size,
+    spans,
+    tile_constants,
+)  # fmt: skip
 
 NAMES = ("sum", "squares", "count")
 PROGRAMS = 2048  # that a launch is to have at least: some hundred run at once, and the last of them should be short
@@ -70,8 +81,7 @@ def column_statistics(
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
     if not names or not Q or not T:
         return {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
-    padded = padded_size(D)
-    block_n, block_m, warps, stages = _column_tile(q_BHGQD.dtype, padded, Q)
+    block_n, block_m, *_ = tile = _column_tile(q_BHGQD.dtype, padded_size(D), Q)
     blocks = triton.cdiv(T, block_n)
     splits = _row_splits(B * H * blocks, triton.cdiv(Q, block_m), G)
     outs = {name: torch.empty(splits, B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
@@ -104,16 +114,7 @@ def column_statistics(
             unit / tau,
             inner,
             LOG2E / tau,
-            G=G,
-            D=D,
-            PADDED=padded,
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
-            SLIDING=sliding is not None,
-            BY_POSITION=by_position,
-            CAPPED=softcap is not None,
-            num_warps=warps,
-            num_stages=stages,
+            **tile_constants(G, D, tile, sliding=sliding, softcap=softcap, by_position=by_position),
         )
     return {name: out[0] if splits == 1 else out.sum(0) for name, out in outs.items()}
 

@@ -19,7 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import LENGTHS, LOG2E, check, flat, last_contiguous, logit_units, noise_tiles, padded_size, spans
+from .arguments import (
+    LENGTHS,
+    LOG2E,
+    check,
+    flat,
+    last_contiguous,
+    logit_units,
+    noise_tiles,
+    padded_size,
+    spans,
+    tile_constants,
+)  # fmt: skip
 
 ROOMY = (9, 10)  # compute capabilities of GPUs that hold a tile's queries in shared memory, of which a block may have 227 KB
 ELSEWHERE = (9, 0)  # compute capability that tiles are chosen for where there is no GPU
@@ -76,14 +87,13 @@ def attend(
         return found
     tempered = tau != 1.0
     noise = noise_tiles(noise_BHTG, tau, logarithm=tempered)
-    padded = padded_size(D)
     chip = torch.cuda.get_device_capability(q_BHGQD.device) if q_BHGQD.is_cuda else ELSEWHERE
-    block_n, block_m, warps, stages = _tile(q_BHGQD.dtype, padded, Q, v_BHTD is not None, chip[0])
+    tile = _tile(q_BHGQD.dtype, padded_size(D), Q, v_BHTD is not None, chip[0])
     q, k, positions = (last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     v = None if v_BHTD is None else last_contiguous(v_BHTD)
     unit, inner = logit_units(scale, softcap)
     with torch.cuda.device_of(q):
-        _forward_kernel[(B * H * G, triton.cdiv(Q, block_m))](
+        _forward_kernel[(B * H * G, triton.cdiv(Q, tile[1]))](
             q,
             k,
             v,
@@ -112,18 +122,9 @@ def attend(
             inner,
             LOG2E / unit,
             1.0 / tau,
-            G=G,
-            D=D,
-            PADDED=padded,
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
-            SLIDING=sliding is not None,
-            BY_POSITION=by_position,
             HOLES=holes or by_position,
-            CAPPED=softcap is not None,
             TEMPERED=tempered,
-            num_warps=warps,
-            num_stages=stages,
+            **tile_constants(G, D, tile, sliding=sliding, softcap=softcap, by_position=by_position),
         )
     return found
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
 from ..device import capability
+from ..entries import FULL, codecs
 from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
 from . import arguments
 
@@ -50,8 +51,8 @@ def reason(task: Task, case: Case) -> str | None:
         return f"its kernels need a GPU of compute capability {OLDEST}.0"
     if case.device == "cuda" and (problem := driver_problem()) is not None:
         return problem
-    if case.narrow:
-        return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
+    if case.bits != FULL and task in ("prompt", "statistics"):
+        return "its kernels of a prompt read keys and values in the model's own precision, not entries rounded to bits="
     if case.value_dim not in (None, case.head_dim):
         return f"its kernels take values of the keys' size {case.head_dim}, not {case.value_dim}"
     if task in ("prompt", "statistics") and (why := arguments.reason(case.dtype, case.head_dim)) is not None:
@@ -71,7 +72,7 @@ def reason(task: Task, case: Case) -> str | None:
         return "it reads keys and positions as they are cached, and renumbered positions change at every step"
     from . import decode
 
-    return decode.reason(case.dtype, case.head_dim, case.group, case.value_dim)
+    return decode.reason(case.dtype, case.head_dim, case.group, case.value_dim, case.bits)
 
 
 @functools.cache
@@ -257,13 +258,13 @@ def step(
         return decode.step(
             *tensors, newest_B, slots.state, chosen, scale=geometry.scale, sliding=geometry.sliding,
             slopes_HG=geometry.slopes_HG, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
-            tau=tau,
+            tau=tau, codecs=slots.kv.codecs,
         )  # fmt: skip
     heat, constant = (tau, 1.0) if isinstance(tau, Tensor) else (None, tau)
     return compiled_step(
         *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
         ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
-        begin, capacity, keep, first, recent, heat, constant,
+        begin, capacity, keep, first, recent, heat, constant, slots.kv.codecs[0].bits,
     )  # fmt: skip
 
 
@@ -292,6 +293,7 @@ def plain_step(
     recent: Tensor | None,
     tau: Tensor | None,
     constant_tau: float,
+    bits: int,
 ) -> Tensor:
     """Run `decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
     from .decode import known_rule, step
@@ -301,7 +303,7 @@ def plain_step(
     return step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
-        tau=constant_tau if tau is None else tau,
+        tau=constant_tau if tau is None else tau, codecs=codecs(bits, q.shape[-1], q.shape[-1], q.dtype),
     )  # fmt: skip
 
 

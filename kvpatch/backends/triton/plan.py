@@ -1,0 +1,89 @@
+"""Sizes of a decode step's launches: how many programs share a head, and what each reads at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..entries import FULL
+
+WAVES = 4  # programs per multiprocessor, of which two or three run at a time; more of them balance better than they cost
+CPU_MULTIPROCESSORS = 132  # an H100's or H200's: for the interpreter, and for compiling without a GPU
+SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
+TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
+CELLS = 1 << 11  # probabilities that a combining program holds at a time
+BLOCKS = 4  # a chunk has at least so many blocks of slots: with fewer, a launch to compare chunks costs more than it saves
+MOST_CHUNKS = 256
+OUTPUTS = 128  # entries of a head's output [G,D] that one program computes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a step's launches.
+
+    Attributes:
+        span: slots of a segment, in whole blocks.
+        parts: segments of a head.
+        chunk: slots whose statistics one program updates.
+        chunks: programs that do so for a head.
+        outputs: programs that compute a head's output.
+        group: query heads rounded up to a power of two; `lanes` to one that a matrix product takes.
+        width: the head size, likewise.
+        block: slots that a program of `split_kernel` reads at a time; `cells`: one of `combine_kernel`.
+        warps: of both; stages: of `split_kernel`.
+    """
+
+    span: int
+    parts: int
+    chunk: int
+    chunks: int
+    outputs: int
+    group: int
+    lanes: int
+    width: int
+    block: int
+    cells: int
+    warps: int
+    stages: int
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int, splits: int | None = None, bits: int = FULL
+) -> Plan:
+    """Return the sizes for `heads` KV heads of C slots.
+
+    splits: segments and chunks of a head; None: the best number. bits: of keys and values.
+    """
+    width, group = max(16, _power(D)), _power(G)
+    lanes, warps = max(16, group), 4 if group <= 16 else 8
+    tile = TILE if lanes * width < 1 << 14 else TILE // 2  # the largest queries leave less shared memory
+    tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
+    block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
+    programs = -(-WAVES * multiprocessors // heads)
+    span = _share(C, splits or min(-(-C // SHORTEST), programs), block)
+    chunks = splits or min(max(C // (BLOCKS * cells), 1), programs)
+    chunk = _share(C, min(chunks, MOST_CHUNKS), 16)
+    # a block of fewer slots than threads has its positions copied asynchronously too, which the keys' copies then wait for: it
+    # takes a pipeline of five stages to keep the next block's keys and values in flight, else three
+    stages = 3 if block >= 32 * warps else 5
+    outputs = -(-G * D // OUTPUTS)
+    return Plan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
+
+
+def _power(number: int) -> int:
+    """Return the least power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _share(C: int, splits: int, multiple: int) -> int:
+    """Return the slots of each of `splits` shares of C slots, rounded up to a multiple."""
+    return -(-C // (splits * multiple)) * multiple
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
+    return CPU_MULTIPROCESSORS if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

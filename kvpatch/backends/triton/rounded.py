@@ -1,0 +1,171 @@
+"""Rounded entries in kernels: read into registers as numbers, and made of a new token's numbers.
+
+backends/entries.py defines their bytes. A tile of entries has one or two pieces: all channels of 8 bits; of 4 bits those whose
+codes are the low halves of the bytes, the first half of the channels, and those of the high halves. In a piece each STEP
+neighbours share a scale and lie in SPAN columns. No more than the tile at hand is ever unpacked.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..entries import FULL, Codec, Rounded
+
+TO_EVEN: tl.constexpr = tl.constexpr(1.5 * 2**23)  # added to a float32 and taken away, it rounds half to even
+
+
+class Columns(NamedTuple):
+    """Columns of a tile of one piece.
+
+    Attributes:
+        group: channels that share a scale.
+        head: bytes of an entry before its codes.
+        step: neighbours that share a scale and a piece: as many of a group as divide both.
+        span: columns of a step, a power of two.
+        columns: columns in all.
+    """
+
+    group: int
+    head: int
+    step: int
+    span: int
+    columns: int
+
+
+@lru_cache(maxsize=64)
+def columns(codec: Codec, D: int) -> Columns:
+    """Return the columns of keys or values of D numbers; exact entries have one piece without groups."""
+    if not isinstance(codec, Rounded):
+        return Columns(D, 0, D, _width(D), _width(D))
+    piece = (D + 1) // 2 if codec.bits == 4 else D
+    group = D // codec.groups
+    step = math.gcd(group, piece)
+    steps = _width(piece // step, 1)
+    span = max(_width(step, 1), 16 // steps)
+    return Columns(group, codec.head, step, span, steps * span)
+
+
+def _width(number: int, least: int = 16) -> int:
+    """Return the least power of two that is not below `number`, nor below `least`."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def reason(bits: int, head_dim: int, dtype: torch.dtype) -> str | None:
+    """Return the reason that the kernels do not read entries of so many bits, or None."""
+    if bits == FULL or not (head_dim * bits) % (8 * dtype.itemsize):
+        return None
+    return f"its kernels read scales of whole rows, which {head_dim} numbers of {bits} bits do not leave aligned"
+
+
+@triton.jit
+def channels(
+    PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Return the channel of each column of a piece, and False for columns that have none."""
+    c = tl.arange(0, COLUMNS)
+    if (SPAN == COLUMNS) | (SPAN == STEP):
+        d, real = c, c < HALF
+    else:
+        d = c // SPAN * STEP + c % SPAN
+        real = (c % SPAN < STEP) & (d < HALF)
+    return d + PIECE * HALF, real & (d + PIECE * HALF < D)
+
+
+@triton.jit
+def _groups(PIECE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):
+    """Return the group of each step of a piece."""
+    j = tl.arange(0, STEPS)
+    if STEP == GROUP:  # said apart so that the compiler sees neighbours
+        return PIECE * (HALF // GROUP) + j
+    return (PIECE * HALF + j * STEP) // GROUP
+
+
+@triton.jit
+def codes(
+    ENTRIES, row, seen, HALF: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Load the bytes of codes [M,steps,SPAN] of the entries at `row` [M]; zero for those not seen."""
+    d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
+    real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF)
+    at = row[:, None, None] * (HEAD + HALF) + HEAD + d[None, :, :]
+    return tl.load(ENTRIES + at, mask=seen[:, None, None] & real[None, :, :], other=0)
+
+
+@triton.jit
+def numbers(
+    codes, ENTRIES, row, seen, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers [M,columns] of one piece's codes [M,steps,SPAN]."""
+    GROUPS: tl.constexpr = D // GROUP
+    SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True)
+    group = _groups(PIECE, HALF, GROUP, STEP, codes.shape[1])
+    at = row[:, None] * ((HEAD + HALF) * 2 * GROUPS // HEAD) + group[None, :]
+    there = seen[:, None] & (group < GROUPS)[None, :]
+    scale = tl.load(SCALES + at, mask=there, other=0.0).to(tl.float32)
+    zero = tl.load(SCALES + at + GROUPS, mask=there, other=0.0).to(tl.float32)
+    x = codes.to(tl.float32) * scale[:, :, None] + zero[:, :, None]
+    return tl.reshape(x.to(dtype), [codes.shape[0], codes.shape[1] * codes.shape[2]])
+
+
+@triton.jit
+def _rounded(
+    X, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
+    GROUP: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return codes [steps,SPAN] of a piece of the numbers at X, the scale and zero of each step, and its group."""
+    group = _groups(PIECE, HALF, GROUP, STEP, COLUMNS // SPAN)
+    every = tl.arange(0, WIDTH)
+    mine = ((every // GROUP)[None, :] == group[:, None]) & (every < D)[None, :]
+    x = tl.load(X + every[None, :] + group[:, None] * 0, mask=mine, other=0.0).to(tl.float32)
+    there = group < D // GROUP
+    low = tl.where(there, tl.min(tl.where(mine, x, float("inf")), 1), 0.0)
+    high = tl.where(there, tl.max(tl.where(mine, x, float("-inf")), 1), 0.0)
+    wrong = tl.sum(x * 0.0, 1)  # NaN in a group that has a number that is none
+    scale = (tl.div_rn(high - low, tl.full(low.shape, TOP, tl.float32)) + wrong).to(dtype)
+    zero = (low + wrong).to(dtype)
+    step = tl.where(scale.to(tl.float32) == 0.0, 1.0, scale.to(tl.float32))
+    d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
+    real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF) & (d + PIECE * HALF < D)
+    x = tl.load(X + d + PIECE * HALF, mask=real, other=0.0).to(tl.float32) - zero.to(tl.float32)[:, None]
+    code = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
+    code = tl.minimum(tl.maximum(code, 0.0), TOP) + TO_EVEN - TO_EVEN
+    return tl.where(real, code, 0.0), scale, zero, group
+
+
+@triton.jit
+def write(
+    ENTRIES, row, own, X, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers at X as the entry at `row`, if it is `own`; return both pieces of what it then holds [columns].
+
+    The second is the first where there is one.
+    """
+    GROUPS: tl.constexpr = D // GROUP
+    TOP: tl.constexpr = 2.0**BITS - 1.0
+    STEPS: tl.constexpr = COLUMNS // SPAN
+    low, scale, zero, group = _rounded(X, dtype, 0, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
+    first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])
+    SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True) + row * ((HEAD + HALF) * 2 * GROUPS // HEAD)
+    mine = group < tl.where(own, GROUPS, 0)
+    tl.store(SCALES + group, scale, mask=mine)
+    tl.store(SCALES + GROUPS + group, zero, mask=mine)
+    byte, second = low.to(tl.uint8), first
+    if BITS == 4:
+        high, scale, zero, group = _rounded(X, dtype, 1, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
+        second = tl.reshape((high * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])
+        mine = group < tl.where(own, GROUPS, 0)
+        tl.store(SCALES + group, scale, mask=mine)
+        tl.store(SCALES + GROUPS + group, zero, mask=mine)
+        byte = byte | (high.to(tl.uint8) << 4)
+    d = (tl.arange(0, STEPS) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
+    here = (tl.arange(0, SPAN) < STEP)[None, :] & (d < tl.where(own, HALF, 0))
+    tl.store(ENTRIES + row * (HEAD + HALF) + HEAD + d, byte, mask=here)
+    return first, second

@@ -1,0 +1,175 @@
+"""The first kernel of a decode step: writes the new token, and attends to a segment of each head's slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rounded import channels, codes, numbers, write
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def rest(maximum):
+    """Return the maximum of an online softmax, or 0 before its first logit, so that -inf - maximum is no NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.constexpr):
+    """Find the logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D] and softmaxes [B*H,parts,5,G] in the scratch buffer."""
+    segments = tl.num_programs(0).to(tl.int64) * parts
+    partial = SCRATCH
+    if OBSERVE:
+        partial += segments * SPAN * G
+    return SCRATCH, partial, partial + segments * G * D
+
+
+# The number of slots changes with every prompt, and so does the alignment of views into a tensor with C columns.
+@triton.jit(
+    do_not_specialize=["C"],
+    do_not_specialize_on_alignment=["POSITIONS", "SLOT", "NEWEST", "BEGIN", "CAPACITY", "NOISE", "TAU"],
+)
+def split_kernel(
+    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, NOISE, TAU, tau, SCRATCH,
+    scale, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, SPAN,
+    G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
+    GUMBEL: tl.constexpr, BITS: tl.constexpr,
+    K_GROUP: tl.constexpr, K_HEAD: tl.constexpr, K_STEP: tl.constexpr, K_SPAN: tl.constexpr, K_COLUMNS: tl.constexpr,
+    V_GROUP: tl.constexpr, V_HEAD: tl.constexpr, V_STEP: tl.constexpr, V_SPAN: tl.constexpr, V_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Attend to slots [lo, hi) of head n.
+
+    Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
+    segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
+    the numbers themselves.
+    """
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = n // H, n % H
+    if BEGIN is None:
+        begin, capacity = n * C, C
+    else:
+        begin, capacity = tl.load(BEGIN + n), tl.load(CAPACITY + n).to(tl.int32)
+    lo = part * SPAN
+    if lo >= capacity:
+        return
+    hi = tl.minimum(lo + SPAN, capacity)
+    LOGITS, PARTIAL, SOFTMAX = places(SCRATCH, tl.num_programs(1), SPAN, G, D, OBSERVE)
+    room = tl.num_programs(1).to(tl.int64) * SPAN
+    slot, newest = tl.load(SLOT + n).to(tl.int32), tl.load(NEWEST + b)
+    HALF: tl.constexpr = (D + 1) // 2 if BITS == 4 else D
+    dtype: tl.constexpr = Q.dtype.element_ty
+    g = tl.arange(0, LANES)
+    real_g = g < G
+    k_d, real_k = channels(0, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
+    v_d, real_v = channels(0, D, HALF, V_STEP, V_SPAN, V_COLUMNS)
+    q_tile = Q + b * q_b + h * q_h + g[:, None] * q_g
+    q = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
+    scale *= LOG2_E
+    # the new token starts the softmax of its segment; the previous contents of its slot are never read
+    own = (slot >= lo) & (slot < hi)
+    mine = own & (newest >= 0)
+    # compared block by block: Triton 3.9's interpreter fails on a mask broadcast from a scalar condition
+    own_g = g < tl.where(own, G, 0)
+    at = n * C + slot
+    tl.store(POSITIONS + at, newest, mask=own)
+    if BITS == 16:
+        own_d = k_d < tl.where(own, D, 0)
+        k_new = tl.load(K + b * k_b + h * k_h + k_d, mask=real_k, other=0.0)
+        v_new = tl.load(V + b * v_b + h * v_h + v_d, mask=real_v, other=0.0)
+        tl.store(KEYS + (begin + slot) * D + k_d, k_new, mask=own_d)
+        tl.store(VALUES + (begin + slot) * D + v_d, v_new, mask=own_d)
+    else:
+        k_new, k_upper = write(
+            KEYS, begin + slot, own, K + b * k_b + h * k_h, dtype, BITS, D, HALF, WIDTH,
+            K_GROUP, K_HEAD, K_STEP, K_SPAN, K_COLUMNS,
+        )  # fmt: skip
+        v_new, v_upper = write(
+            VALUES, begin + slot, own, V + b * v_b + h * v_h, dtype, BITS, D, HALF, WIDTH,
+            V_GROUP, V_HEAD, V_STEP, V_SPAN, V_COLUMNS,
+        )  # fmt: skip
+    product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
+    if BITS == 4:
+        k_d, real_k = channels(1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
+        q_upper = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
+        product += tl.sum(q_upper.to(tl.float32) * k_upper.to(tl.float32)[None, :], 1)
+    x_new = tl.where(mine, product * scale, float("-inf"))
+    maximum, total = x_new, tl.where(x_new > float("-inf"), 1.0, 0.0)
+    acc = total[:, None] * v_new.to(tl.float32)[None, :]
+    if BITS == 4:
+        acc_upper = total[:, None] * v_upper.to(tl.float32)[None, :]
+    seen = tl.where(mine, 1, 0)
+    if OBSERVE:
+        tl.store(LOGITS + (n * G + g) * room + slot, x_new, mask=own_g)
+    if SLOPES is not None:
+        slope = tl.load(SLOPES + h * G + g, mask=real_g, other=0.0).to(tl.float32) * LOG2_E
+    if GUMBEL:
+        if TAU is not None:
+            tau = tl.load(TAU)
+        cooling = 1.0 / tau
+        if NOISE is not None:
+            x_new += tl.log2(tl.load(NOISE + at * G + g, mask=own_g, other=1.0))
+        maximum_y, total_y = x_new * cooling, total
+    for start in range(lo, hi, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        old = (c < hi) & (c != slot)
+        position = tl.load(POSITIONS + n * C + c, mask=old, other=-1)
+        visible = position >= 0
+        if sliding is not None:
+            visible = visible & (newest - position < sliding)
+        if BITS == 16:
+            row = (begin + c)[:, None] * D + k_d[None, :]
+            k = tl.load(KEYS + row, mask=visible[:, None] & real_k[None, :], other=0.0)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        else:
+            row = begin + c
+            code = codes(KEYS, row, visible, HALF, K_HEAD, K_STEP, K_SPAN, K_COLUMNS)
+            if BITS == 4:
+                k = numbers(code >> 4, KEYS, row, visible, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                x = tl.dot(q_upper, tl.trans(k), input_precision="ieee")
+                k = numbers(code & 15, KEYS, row, visible, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                x = tl.dot(q, tl.trans(k), x, input_precision="ieee") * scale
+            else:
+                k = numbers(code, KEYS, row, visible, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SLOPES is not None:
+            x += slope[:, None] * (position - newest).to(tl.float32)[None, :]
+        x = tl.where(visible[None, :], x, float("-inf"))
+        if OBSERVE:
+            tl.store(LOGITS + (n * G + g[:, None]) * room + c[None, :], x, mask=real_g[:, None] & old[None, :])
+        higher = tl.maximum(maximum, tl.max(x, 1))
+        p, fade = tl.exp2(x - rest(higher)[:, None]), tl.exp2(maximum - rest(higher))
+        if BITS == 16:
+            v = tl.load(VALUES + row, mask=visible[:, None] & real_k[None, :], other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        else:
+            code = codes(VALUES, row, visible, HALF, V_HEAD, V_STEP, V_SPAN, V_COLUMNS)
+            if BITS == 4:
+                v = numbers(code >> 4, VALUES, row, visible, dtype, 1, D, HALF, V_GROUP, V_HEAD, V_STEP)
+                acc_upper = tl.dot(p.to(dtype), v, acc_upper * fade[:, None], input_precision="ieee")
+                code &= 15
+            v = numbers(code, VALUES, row, visible, dtype, 0, D, HALF, V_GROUP, V_HEAD, V_STEP)
+            acc = tl.dot(p.to(dtype), v, acc * fade[:, None], input_precision="ieee")
+        maximum, total = higher, total * fade + tl.sum(p, 1)
+        seen += tl.sum(visible.to(tl.int32), 0)
+        if GUMBEL:
+            if NOISE is not None:
+                noise = NOISE + (n * C + c[None, :]) * G + g[:, None]
+                x += tl.log2(tl.load(noise, mask=real_g[:, None] & visible[None, :], other=1.0))
+            higher = tl.maximum(maximum_y, tl.max(x * cooling, 1))
+            p, fade = tl.exp2(x * cooling - rest(higher)[:, None]), tl.exp2(maximum_y - rest(higher))
+            maximum_y, total_y = higher, total_y * fade + tl.sum(p, 1)
+    segment = n * tl.num_programs(1) + part
+    part_tile = PARTIAL + (segment * G + g[:, None]) * D
+    tl.store(part_tile + v_d[None, :], acc, mask=real_g[:, None] & real_v[None, :])
+    if BITS == 4:
+        v_d, real_v = channels(1, D, HALF, V_STEP, V_SPAN, V_COLUMNS)
+        tl.store(part_tile + v_d[None, :], acc_upper, mask=real_g[:, None] & real_v[None, :])
+    found = SOFTMAX + segment * 5 * G + g
+    tl.store(found, maximum, mask=real_g)
+    tl.store(found + G, total, mask=real_g)
+    tl.store(found + 2 * G, tl.full([LANES], 0.0, tl.float32) + seen.to(tl.float32), mask=real_g)
+    if GUMBEL:
+        tl.store(found + 3 * G, maximum_y, mask=real_g)
+        tl.store(found + 4 * G, total_y, mask=real_g)

@@ -1,0 +1,181 @@
+"""Decode steps as graphs: replayed over many tokens, prompts and evictions they are the model's own steps."""
+
+import sys
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch import KVPatchError
+from kvpatch.hooks.graph import StepGraph
+from tests.helpers.comparing import same_tokens
+from tests.helpers.marks import slow_but
+from tests.helpers.recording import FakeRecorder
+from tests.helpers.tiny import left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch):
+    """Values of tensors are not at hand there."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("kvpatch") and hasattr(module, "at_hand")]:
+        monkeypatch.setattr(module, "at_hand", lambda tensor: False)
+
+
+def held(cache):
+    return [cache.positions(layer).sort(-1).values for layer in range(len(cache.layers))]
+
+
+def steps(patch, model, lengths, room, graph=None, pads=False, seed=0):
+    """Logits and positions of a text per length of a prompt, whose tokens go through the model or a graph."""
+    outs, kept = [], []
+    for turn, n in enumerate(lengths):
+        ids, more, cache = prompt(2, n, seed=seed + turn), prompt(2, STEPS, seed=50 + turn), patch.new_cache(room=room)
+        mask = left_pad(ids, [n, n - 7]) if pads else None
+        outs.append(model(ids, past_key_values=cache, attention_mask=mask).logits[:, -1:])
+        for t in range(STEPS):
+            new = more[:, t : t + 1]
+            logits = model(new, past_key_values=cache).logits if graph is None else graph(new, cache)
+            outs.append(logits.clone())
+        kept += held(cache)
+        assert cache.get_seq_length() == n + STEPS
+    return torch.cat(outs, 1), kept
+
+
+CASES = [
+    ("llama_gqa", "h2o", {"k": 9}),
+    ("llama_gqa", "keyformer", {"k": 9, "tau": (1.0, 3.0), "generation_length": 6}),
+    ("llama_gqa", "snapkv", {"k": 12, "window": 4, "room": STEPS}),
+    ("llama_gqa", "roco", {"k": 9}),
+    ("gpt2", "scissorhands", {"k": 9}),
+    ("mpt", "tova", {"k": 9}),
+    ("gptj", "h2o", {"k": 9, "bits": 8}),
+    ("llama_gqa", "streaming_llm", {"k": 9, "bits": 4}),
+    ("llama_gqa", "critical(h2o)", {"k": 9}),
+    ("mistral_sliding", "h2o", {"k": 9}),
+    ("llama_gqa", "full", {"k": 1.0, "room": STEPS}),
+    ("llama_gqa", "random", {"k": 9}),
+]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(("name", "policy", "options"), slow_but(CASES[:3], CASES), ids=str)
+def test_replayed_steps_are_the_model_s(name, policy, options, pads):
+    """Three prompts of one length: one capture, in the memory of which the later caches live."""
+    replays(name, policy, options, pads)
+
+
+def replays(name, policy, options, pads=False):
+    """The graph and the model, over three prompts; returns the report."""
+    model, options = make(name), dict(options)
+    room, k = options.pop("room", None), options.pop("k")
+    with kvpatch.patched(model, policy, k, **options) as patch:
+        want, kept = steps(patch, model, [24] * 3, room, pads=pads)
+        graph = StepGraph(model, patch._state, FakeRecorder)
+        got, found = steps(patch, model, [24] * 3, room, graph, pads=pads)
+        report = patch.report()
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    assert same_tokens(found, kept)
+    assert graph.captures == 1 and graph.replays == 3 * STEPS - 1
+    return report
+
+
+def test_caches_in_turns_and_steps_of_the_model_in_between():
+    """Whoever leaves the graph's memory gets memory of its own."""
+    model = make("llama_gqa")
+    texts, more = [prompt(2, 24, seed=seed) for seed in (1, 2)], prompt(2, STEPS, seed=9)
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        found = []
+        for graph in (None, StepGraph(model, patch._state, FakeRecorder)):
+            caches, outs = [patch.new_cache() for _ in texts], []
+            for ids, cache in zip(texts, caches, strict=True):
+                model(ids, past_key_values=cache)
+            for t in range(STEPS):
+                new = more[:, t : t + 1]
+                for cache in caches:
+                    by_model = graph is None or t == 4
+                    outs.append((model(new, past_key_values=cache).logits if by_model else graph(new, cache)).clone())
+                if t == 5:
+                    caches[0] = caches[0].clone()
+            for cache in caches:
+                cache.check_invariants()
+            found.append((torch.cat(outs, 1), [one for cache in caches for one in held(cache)]))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-5, rtol=0)
+    assert same_tokens(found[1][1], found[0][1]) and graph.captures == 1
+
+
+def test_other_shapes_get_a_graph_of_their_own():
+    model, runs = make("llama_gqa"), [(24, 9), (40, 9)]
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        lengths = [n for n, _ in runs] * 2
+        want, _ = steps(patch, model, lengths, None)
+        graph = StepGraph(model, patch._state, FakeRecorder)
+        got, _ = steps(patch, model, lengths, None, graph)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    assert graph.captures == 2
+
+
+@pytest.mark.parametrize(("policy", "options"), [("snapkv", {}), ("streaming_llm", {"positions": "renumbered"})], ids=str)
+def test_what_cannot_be_captured_is_a_call_of_the_model(policy, options):
+    """Buffers that will move, keys that turn."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, 9, **options) as patch:
+        want, _ = steps(patch, model, [24], None)
+        graph = StepGraph(model, patch._state, FakeRecorder)
+        got, _ = steps(patch, model, [24], None, graph)
+    assert graph.captures == 0 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("name", "policy", "k", "room"), [("llama_gqa", "snapkv", 12, 4), ("gpt2", "h2o", 40, 5)], ids=str)
+def test_steps_beyond_the_room_are_calls_of_the_model(name, policy, k, room):
+    """No graph writes behind the last slot; buffers that have grown get a graph of their own."""
+    model = make(name)
+    with kvpatch.patched(model, policy, k) as patch:
+        want, kept = steps(patch, model, [24] * 2, room)
+        graph = StepGraph(model, patch._state, FakeRecorder)
+        got, found = steps(patch, model, [24] * 2, room, graph)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    assert same_tokens(found, kept) and 0 < graph.replays < 2 * STEPS - 1
+
+
+def test_the_last_position_is_an_error_of_the_model_s_call():
+    """Which says what to do, before a graph could do harm."""
+    model = make("gpt2")
+    most = model.config.n_positions
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        graph, cache = StepGraph(model, patch._state, FakeRecorder), patch.new_cache()
+        model(prompt(1, most - 4), past_key_values=cache)
+        for _ in range(4):
+            graph(prompt(1, 1), cache)
+        with pytest.raises(KVPatchError, match="positions, but this model has"):
+            graph(prompt(1, 1), cache)
+    assert graph.replays == 3
+
+
+def test_a_value_read_while_a_step_is_captured_is_refused(monkeypatch):
+    """As on a device: the recorder that stands for it lets no Python decision depend on data."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        graph, cache = StepGraph(model, patch._state, FakeRecorder), patch.new_cache()
+        model(prompt(1, 24), past_key_values=cache)
+        graph(prompt(1, 1), cache)
+        monkeypatch.setattr(graph, "model", lambda input_ids, **call: model(input_ids=input_ids * int(input_ids.max()), **call))
+        with pytest.raises(RuntimeError, match="capturing"):
+            graph(prompt(1, 1), cache)
+
+
+def test_without_a_gpu_the_error_says_what_to_do():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 9) as patch, pytest.raises(KVPatchError, match="no CUDA device.*torch.compile"):
+        patch.graph(model)
+
+
+def test_another_patch_s_cache_is_refused():
+    model, other = make("llama_gqa"), make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 9) as patch, kvpatch.patched(other, "h2o", 5) as elsewhere:
+        cache = elsewhere.new_cache()
+        other(prompt(1, 24), past_key_values=cache)
+        with pytest.raises(KVPatchError, match="another patch"):
+            StepGraph(model, patch._state, FakeRecorder)(prompt(1, 1), cache)
