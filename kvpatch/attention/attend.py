@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arch.bound import BoundAdapter
 from ..cache import passes
+from ..cache.modes import Reading
 from ..cache.state import TextState
 from . import anomaly, blockwise, bound_step, decode, prefill
 from .layer_call import Call
@@ -90,8 +91,21 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
         at = slice(t, t + 1)
         outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
     if P and call.now.ends_prompt:
-        decode.foresee(call, q_BHGQD[:, :, :, 0])
+        _foresee(call, q_BHGQD[:, :, :, 0])
     return torch.cat(outs, 3) if len(outs) > 1 else outs[0]
+
+
+def _foresee(call: Call, q_BHGD: Tensor) -> None:
+    """Choose the backends of the coming steps, for every layer whose prompt ended with this one's."""
+    together = call.layer in call.settings.together
+    if together and isinstance(call.slots.mode, Reading):
+        return  # it waits for the last layer
+    for one in [ended.call for ended in call.now.ended] if together else [call]:
+        decode.foresee(one, q_BHGD)
+        if one is not call:
+            one.leave()
+    if together:
+        call.now.ended.clear()
 
 
 def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:

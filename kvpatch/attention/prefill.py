@@ -52,11 +52,9 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
         if call.evicts and call.score.moments:
             _note_queries(call, q_BHGQD, positions_BQ)
+        call.cache.meter.count(before, during, during)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B)
-            if isinstance(slots.mode, Reading):
-                slots.mode.queries = None  # the next block has its own
-    call.cache.meter.count(before, during, slots.kv.nbytes)
     return found.out
 
 

@@ -48,6 +48,7 @@ class Forward:
     each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
     columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
     does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
+    ended: layers that wait for the last one, since all share one budget (attention/compress.py).
     """
 
     positions_BQ: Tensor
@@ -73,6 +74,7 @@ class Forward:
     columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
     bound: list[Any] = field(default_factory=list)
+    ended: list[Any] = field(default_factory=list)
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 

@@ -158,6 +158,12 @@ def _read(
             f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
             "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
         )
+    if 0 < prompt < Q and settings.together:
+        raise KVPatchError(
+            f"{Q - prompt} generated tokens in one pass with the prompt (assisted decoding, prompt lookup): policy "
+            f"{settings.policy.name!r} divides its budget once all layers have read the prompt. Use adaptive() in place of "
+            "global_topk(), or feed the prompt first."
+        )
     real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])

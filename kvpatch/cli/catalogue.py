@@ -154,7 +154,7 @@ ARCHITECTURES = {
 }
 # fmt: on
 
-_COMBINED = re.compile(r"\s*(?:critical|adaptive|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(?:critical|adaptive|global_topk|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
 
 
 def _registered() -> Collection[str]:

@@ -98,6 +98,11 @@ def check_block(block: object, policy: Policy) -> None:
             f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
             "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
         )
+    if policy.over_model:
+        raise KVPatchError(
+            f"block={block}: policy {policy.name!r} has one budget for all layers, but a layer reads all blocks before the "
+            "next layer runs. Use adaptive() in place of global_topk(), or feed the blocks one by one."
+        )
 
 
 def settings_of(

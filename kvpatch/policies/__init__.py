@@ -1,6 +1,6 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
-from .allocation import Adaptive, Pyramid
+from .allocation import Adaptive, Global, Pyramid
 from .context import EvictionContext, NewTokens
 from .policy import Policy
 from .presets import (
@@ -9,6 +9,7 @@ from .presets import (
     chunked,
     critical,
     get_policy,
+    global_topk,
     list_policies,
     pyramid,
     register_policy,
@@ -24,6 +25,7 @@ __all__ = [
     "Chunked",
     "DeviationScope",
     "EvictionContext",
+    "Global",
     "NewTokens",
     "Policy",
     "Pyramid",
@@ -35,6 +37,7 @@ __all__ = [
     "chunked",
     "critical",
     "get_policy",
+    "global_topk",
     "list_policies",
     "pyramid",
     "register_policy",

@@ -40,7 +40,7 @@ class PolicyOptions(TypedDict, total=False):
         size: tokens of a chunk (chunk_kv, chunked).
         together: whether the heads of a layer keep the same chunks (chunk_kv, chunked).
         beta: ratio of the mean budget to the last layer's (pyramid).
-        floor: share of the budget that every head receives (adaptive).
+        floor: share of the budget that every head receives (adaptive, global_topk).
         alpha: share of the budget that the first stage keeps (critical).
         eps: weight of the norm for tokens without attention (critical, expected_attention).
         norm: 1 or 2, norm of the projected values (critical).

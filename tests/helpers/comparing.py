@@ -33,6 +33,7 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
 WRAPS = {
     "pyramid": kvpatch.policies.pyramid,
     "adaptive": kvpatch.policies.adaptive,
+    "global_topk": kvpatch.policies.global_topk,
     "critical": kvpatch.policies.critical,
     "chunked": kvpatch.policies.chunked,
 }

@@ -92,6 +92,7 @@ EVERY_POLICY: dict[str, Any] = {
 WRAPS: dict[str, dict[str, Any]] = {
     "pyramid": {"beta": 20},
     "adaptive": {"floor": 0.2},
+    "global_topk": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
@@ -331,7 +332,12 @@ class Oracle:
         for l in range(self.decoder.layers):
             x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
             self.add_running(l, len(ids))
-            self.evict(l)
+            if not self.waits(l):
+                self.evict(l)
+                self.round(l)
+        waiting = [l for l in range(self.decoder.layers) if self.waits(l)]
+        self.evict_all(waiting)
+        for l in waiting:
             self.round(l)
         return self.decoder.logits(x_TE)
 
@@ -563,7 +569,8 @@ class Oracle:
     def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
         """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
         heads = range(g * self.G, (g + 1) * self.G)
-        result, once = {}, self.options["schedule"] == "prompt"
+        o, result = self.options, {}
+        once = o["schedule"] == "prompt" and "global_topk" not in o["wrap"]
         for i in candidates:
             value = self.values[l][g][i] if once else self.noted[l][g][i][1]
             changes = [(value @ self.decoder.output_rows(l, h)).tolist() for h in heads]
@@ -605,9 +612,46 @@ class Oracle:
             extra = max(0, K * b - sum(held))  # more than 0 only while the cache is not full yet
             self.shares[l] = [held[g] + extra // K + (1 if g < extra % K else 0) for g in range(K)]
 
+    def waits(self, l: int) -> bool:
+        """With one budget for all layers none evicts before all have read the prompt."""
+        return "global_topk" in self.options["wrap"] and self.step == 0 and self.budgets[l] is not None
+
+    def evict_all(self, layers: list[int]) -> None:
+        """One ranking over the heads of these layers, so that together they keep the sum of their budgets."""
+        if not layers or self.over():
+            return
+        K, heads = self.decoder.kv_heads, [(l, g) for l in layers for g in range(self.decoder.kv_heads)]
+        b_of = {l: b for l, b in enumerate(self.budgets) if b is not None}
+        total = sum(K * b_of[l] for l in layers)
+        counted = [len(self.keys[l][g]) - len(self.outside(l, g)) for l, g in heads]
+        counts = counted
+        if sum(counted) > total:
+            s = []
+            for l in layers:
+                s += self.scores_of_heads(l, b_of[l], [self.evictable(l, g, b_of[l]) for g in range(K)])
+            must_stay = [number - len(own) for number, own in zip(counted, s, strict=True)]
+            dead = self.dead  # at a prompt's end no layer of these differs in what it can see
+            counts, margin = adaptive(
+                must_stay, s, [self.guaranteed(b_of[l]) for l, _ in heads], total, lambda i: dead(layers[0], i)
+            )
+            self.margin = min(self.margin, margin)
+            for (l, g), own, count in zip(heads, s, counts, strict=True):
+                self.evict_head(l, g, b_of[l], count, own if "chunked" in self.options["wrap"] else None)
+        held = [len(self.keys[l][g]) for l, g in heads]
+        extra = max(0, total - sum(held))
+        for place, (l, g) in enumerate(heads):
+            self.shares[l][g] = held[place] + extra // len(heads) + (1 if place < extra % len(heads) else 0)
+
+    def guaranteed(self, b: int) -> int:
+        """The tokens that a head keeps in any case where heads share a budget."""
+        fixed, recent, r, w = self.sizes(b)
+        return max(tokens(float(self.options["floor"]), b), min(len(fixed) + max(recent, w) + r, b))
+
     def head_budgets(self, l: int, b: int) -> list[int]:
         """How many tokens each KV head of the layer may keep now, not counting those outside the budget."""
         K = self.decoder.kv_heads
+        if "global_topk" in self.options["wrap"] and self.step > 0:
+            return self.shares[l]
         if "adaptive" not in self.options["wrap"]:
             return [b] * K
         if self.step > 0:  # the budgets of the prompt's end
@@ -615,13 +659,10 @@ class Oracle:
         counted = [len(self.keys[l][g]) - len(self.outside(l, g)) for g in range(K)]
         if sum(counted) <= K * b:
             return counted
-        fixed, recent, r, w = self.sizes(b)
-        protected = min(len(fixed) + max(recent, w) + r, b)
-        guaranteed = max(tokens(float(self.options["floor"]), b), protected)
         free = [self.evictable(l, g, b) for g in range(K)]
         s = self.scores_of_heads(l, b, free)
         must_stay = [counted[g] - len(free[g]) for g in range(K)]
-        counts, margin = adaptive(must_stay, s, guaranteed, K * b, partial(self.dead, l))
+        counts, margin = adaptive(must_stay, s, [self.guaranteed(b)] * K, K * b, partial(self.dead, l))
         self.margin = min(self.margin, margin)
         return counts
 
@@ -699,8 +740,10 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError(f"block={o['block']}: an int of at least 1")
     if o["schedule"] == "decode" and o["block"] is not None:
         raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
-    if o["schedule"] == "decode" and "adaptive" in o["wrap"]:
-        raise ValueError("schedule='decode': adaptive budgets are found when a prompt ends")
+    if o["schedule"] == "decode" and {"adaptive", "global_topk"} & set(o["wrap"]):
+        raise ValueError("schedule='decode': budgets of heads are found when a prompt ends")
+    if "global_topk" in o["wrap"] and o["block"] is not None:
+        raise ValueError("block: a layer reads all blocks before the next one runs")
     if "chunked" in o["wrap"] and (o["schedule"] != "prompt" or "critical" in o["wrap"]):
         raise ValueError("chunks of a prompt are kept where it ends, and by no other selection")
     if "critical" in o["wrap"] and o["score"] in NO_WEIGHTS:

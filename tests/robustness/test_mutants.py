@@ -206,11 +206,20 @@ MUTANTS = {
         "policies/selection.py", "share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)",
         "share = score", f"{PARTS}::test_options[critical-{{'alpha': 0.25, 'eps': 0.01}}]"),
     "floor ignored": (
-        "policies/allocation.py", "max(share(float(self.floor), b), p)", "p",
+        "policies/allocation.py", "max(share(float(self.floor), budget), nominal)", "nominal",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
     "heads share by the selection's order": (
-        "attention/compress.py", "            context.keep_BH1 = None  # heads share by score alone\n", "",
+        "attention/compress.py", "        self.context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
+    "each layer evicts before the next one has read the prompt": (
+        "attention/compress.py", "if call.layer != max(layer for layer in together if layer < len(cache.layers)):", "if False:",
+        f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
+    "a budget of all layers divided by layer": (
+        "attention/compress.py", "    _end(ended)\n", "    for one in ended:\n        _end([one])\n",
+        f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
+    "norms of layers that wait forgotten": (
+        "policies/policy.py", 'self.schedule != "prompt" or self.over_model', 'self.schedule != "prompt"',
+        "tests/cache/test_common_budget.py::test_weights_of_a_layer_are_not_needed_after_it"),
     "one head's extent off by one": (
         "backends/head_offsets.py", "accumulate((capacities[n] for n", "accumulate((capacities[n] - (n == 1) for n",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
