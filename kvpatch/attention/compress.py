@@ -11,29 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cache.forward_context import Forward
 from ..cache.growth import Layout, plan, slack
 from ..cache.modes import Reading
+from ..cache.state import TextState
 from ..policies.allocation import Adaptive
 from ..policies.context import EvictionContext
 from ..policies.numbers import on_device
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.selection import FIRST, top
 from . import anomaly
+from .decode import foresee
 from .layer_call import Call
 
 
-@dataclass
+@dataclass(eq=False)
 class Ended:
     """A layer whose prompt (or block) is read. Numbers are of all processes' heads, by row.
 
     nominal_B: protected tokens. budget_B: tokens that a head may hold, `fixed` aside. held: tokens of each head; fixed: those
     of them that are kept outside the budget; keep: the most that it may hold. context, keys: the eviction context and the keys
-    by score alone, where tokens go.
+    by score alone, where tokens go. like_BHGD: queries of a coming step, but for their numbers.
     """
 
     call: Call
     past: int
     nominal_B: list[int]
+    like_BHGD: Tensor
     budget_B: list[int] = field(init=False)
     held: list[list[int]] = field(init=False)
     fixed: list[list[int]] = field(init=False)
@@ -78,27 +82,52 @@ class Ended:
         return policy.eviction_keys(self.context, self.empty)
 
 
-def end_prompt(call: Call, past: int, nominal_B: list[int]) -> None:
+def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
     """Keep each head's budget, in buffers with room for the tokens that follow.
 
-    Where the heads of all layers share one budget, the last layer does so for all of them. nominal_B: protected tokens of each
-    row. Numbers of tokens are the host's where it knows them (`_held`): it then waits for the device only if heads share a
-    budget by score.
+    Where the heads of all layers share one budget, the last layer does so for all of them; if the prompt is read a second time,
+    `finish` does after that. nominal_B: protected tokens of each row. Numbers of tokens are the host's where it knows them
+    (`_held`): it then waits for the device only if heads share a budget by score.
     """
-    cache, ended = call.cache, [Ended(call, past, nominal_B)]
-    if not call.evicts:
-        with _metered(call):
-            _keep_all(call)
+    now, mine = call.now, Ended(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
+    together = call.layer in call.settings.together
+    if now.rereads or together:
+        now.ended.append(mine)
+    if now.rereads or (together and call.layer != _last(call.cache)):
         return
-    together = call.settings.together
-    if call.layer in together:
-        call.now.ended.extend(ended)
-        if call.layer != max(layer for layer in together if layer < len(cache.layers)):
-            return
-        ended = call.now.ended
-    for one in ended:
+    if together:
+        finish(call.cache, now)
+    else:
+        _finish([mine])
+
+
+def finish(cache: TextState, now: Forward) -> None:
+    """End the prompt in all layers that wait."""
+    together = [one for one in now.ended if one.call.layer in cache.settings.together]
+    for one in now.ended:
         one.call.cache = cache  # which a call lets go between its layer's part and this
-    _end(ended)
+    for group in (*([one] for one in now.ended if one not in together), *([together] if together else [])):
+        _finish(group)
+        for one in group:
+            one.call.leave()
+    now.ended.clear()
+
+
+def _last(cache: TextState) -> int:
+    """Return the last layer of those that share one budget."""
+    return max((layer for layer in cache.settings.together if layer < len(cache.layers)), default=-1)
+
+
+def _finish(ended: list[Ended]) -> None:
+    """End the prompt in layers whose heads share one budget, or in a single one, and choose the coming steps' backends."""
+    if ended[0].call.evicts:
+        _end(ended)
+    else:
+        with _metered(ended[0].call):
+            _keep_all(ended[0].call)
+    for one in ended:
+        if one.call.now.final:
+            foresee(one.call, one.like_BHGD)
 
 
 def _end(ended: list[Ended]) -> None:

@@ -86,6 +86,11 @@ class CacheSettings:
         return tuple(layer for layer in self.budgeted if self.evicts[layer]) if self.policy.over_model else ()
 
     @cached_property
+    def rereads(self) -> bool:
+        """True if prompts are read a second time before anything is evicted."""
+        return self.acts and self.policy.score.rereads
+
+    @cached_property
     def acts(self) -> bool:
         """True if the policy evicts from any layer."""
         return any(self.evicts[layer] for layer in self.budgeted)

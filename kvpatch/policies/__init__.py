@@ -15,6 +15,7 @@ from .presets import (
     register_policy,
     unregister_policy,
 )
+from .repeated import repeat_instruction
 from .scopes import DeviationScope, Scope
 from .scores import Score
 from .selection import Chunked, Selection, TwoStage
@@ -41,5 +42,6 @@ __all__ = [
     "list_policies",
     "pyramid",
     "register_policy",
+    "repeat_instruction",
     "unregister_policy",
 ]

@@ -11,10 +11,12 @@ from .allocation import Adaptive, Global, Pyramid
 from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .expected import ExpectedAttention
 from .policy import Policy
+from .repeated import Repeated
 from .scopes import DeviationScope, Scope
 from .scores import (
     Accumulated,
     AccumulatedQuantized,
+    Defensive,
     DilatedRecency,
     GumbelSoftmax,
     Last,
@@ -164,6 +166,12 @@ POLICIES = _table(
 for _base in ("snapkv", "pyramidkv", "adakv"):
     _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")
     POLICIES[_critical.name] = _critical
+POLICIES["kvzip"] = Policy(
+    "kvzip", Repeated(), Scope(sinks=4), schedule="prompt", source="KVzip", over_heads=Global(floor=0.0)
+)
+for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defensive", Global(floor=0.0))):
+    _parts: dict[str, Any] = {"over_heads": _shared, "selection": TwoStage()}
+    POLICIES[_name] = Policy(_name, Defensive(), schedule="prompt", source="DefensiveKV", **_parts)
 
 
 _AROUND = {"critical": critical, "adaptive": adaptive, "global_topk": global_topk, "pyramid": pyramid, "chunked": chunked}

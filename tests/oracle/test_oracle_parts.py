@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
 from kvpatch.policies import sampling
-from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, PLACED, SMALL, WINDOWED, agrees, certain
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, PLACED, SMALL, WAITING, WINDOWED, agrees, certain
 from tests.helpers.tiny import FIVE, IDS, MODELS, VOCAB
 from tests.oracle import reference
 
@@ -23,6 +23,9 @@ WEIGHTS = tuple(p for p in EVICTING if kvpatch.get_policy(p).score.is_weight)
 
 
 def fits(policy, wrap):
+    over_heads = kvpatch.get_policy(policy).over_heads
+    if over_heads is not None and {"adaptive", "global_topk"} & set(wrap):
+        return policy in ("adakv", "critical_adakv") and "global_topk" not in wrap  # a budget is divided once
     return "critical" not in wrap or (policy in WEIGHTS and policy != "chunk_kv")  # a policy has one selection
 
 
@@ -137,7 +140,7 @@ def runs(draw):
     name = draw(st.sampled_from(tuple(MODELS)))
     pads = draw(st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=3))
     options = {"sinks": draw(st.integers(0, 4)), "block": draw(st.one_of(st.none(), st.integers(1, 20)))}
-    if "global_topk" in wrap:
+    if "global_topk" in wrap or policy in WAITING:
         options["block"] = None
     if name != "gpt2" and policy not in PLACED and draw(st.integers(0, 3)) == 0:
         options["positions"] = "renumbered"
@@ -193,7 +196,7 @@ def test_found_by_random_runs(what):
 
 @pytest.mark.spread
 @pytest.mark.parametrize("block", [1, 4, 7, 50])
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in WAITING])
 def test_blocks(policy, block):
     for name in ("llama_gqa", "mistral_sliding"):
         certain(name, policy, 0.4, block=block, **SMALL.get(policy, {}))
