@@ -44,11 +44,12 @@ def _observe(call: Call, q_BHGQD: Tensor, held: Keys, k_BHQD: Tensor, places_BHQ
     inside = (position >= start) & (position < stop)
     wanted = inside | ((position >= 0) & (position < start.clamp(max=call.policy.scope.sinks)))
     longest = max(b - a for a, b in zip(repeat.start_B, repeat.stop_B, strict=True))
-    count = min(longest + call.policy.scope.sinks, position.shape[2])
+    count = min(longest + min(call.policy.scope.sinks, max(repeat.start_B)), position.shape[2])
     index = (~wanted).byte().argsort(dim=-1, stable=True)[..., :count]
     shown = position.gather(-1, index).masked_fill(~wanted.gather(-1, index), -1)
     k = torch.cat([gathered(held.k_BHTD, index), k_BHQD], 2)
-    keys = Keys(k, k, torch.cat([shown, places_BHQ], 2), True, count, False)
+    holes = held.holes or call.now.padding is not None  # else rows are alike, and all of these are wanted
+    keys = Keys(k, k, torch.cat([shown, places_BHQ], 2), holes, count, False)
     most = slots.state["repeated"].new_zeros(k.shape[0] * k.shape[1], k.shape[2])
 
     def take(rows: Rows) -> None:
@@ -56,7 +57,7 @@ def _observe(call: Call, q_BHGQD: Tensor, held: Keys, k_BHQD: Tensor, places_BHQ
         torch.maximum(block, rows.p_NGRM.amax((1, 2)), out=block)
 
     Q = k_BHQD.shape[2]
-    torch_backend.observe(q_BHGQD.detach(), keys, call.rows_BQ, call.geometry, None, take, ends=[count + Q] * Q)
+    torch_backend.observe(q_BHGQD.detach(), keys, call.rows_BQ, call.geometry, None, take, ends=range(count + 1, count + Q + 1))
     call.cache.choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")
     most = most.view(*k.shape[:3])[..., :count].masked_fill(~inside.gather(-1, index), 0.0)
     slots.state["repeated"].scatter_reduce_(-1, index, most, "amax")
