@@ -44,6 +44,9 @@ _LOOKS = {
     "chunk_kv": ("#ad494a", "^"),
     "leverage": ("#8c6d31", "D"),
     "expected_attention": ("#637939", "D"),
+    "kvzip": ("#31a354", "P"),
+    "defensive_snapkv": ("#e6550d", "v"),
+    "layer_defensive": ("#a63603", "v"),
 }
 _OTHERS = ("#843c39", "#7b4173", "#a55194")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"

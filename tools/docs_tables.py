@@ -28,8 +28,8 @@ GROUPS = {
     "Look at what was kept": ("Report",),
     "Caches": ("EvictingCache",),
     "Policies": (
-        "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "pyramid",
-        "Policy", "Score", "Scope",
+        "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "global_topk",
+        "pyramid", "Policy", "Score", "Scope",
     ),
     "Architectures": ("list_architectures", "register_arch", "unregister_arch", "Adapter", "InterfaceAdapter"),
     "Checks and errors": ("check_model", "KVPatchError"),

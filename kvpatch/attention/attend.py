@@ -12,7 +12,7 @@ from torch import Tensor
 from ..arch.bound import BoundAdapter
 from ..cache import passes
 from ..cache.state import TextState
-from . import anomaly, blockwise, bound_step, decode, prefill
+from . import anomaly, blockwise, bound_step, decode, prefill, second_reading
 from .layer_call import Call
 from .stacked import LayerStack
 
@@ -76,7 +76,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         anomaly.check_outcome(call, out.view(B, N // call.group, call.group, Q, -1))
     slots.graph = None
     passes.end(cache, layer)
-    if cache.settings.strict and layer == len(cache.layers) - 1 and not cache.scratch:
+    if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):
         anomaly.check_cache(cache)
     return out_BQE
 
@@ -84,13 +84,11 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of a pass of several columns, or of a prompt's."""
     P, Q = call.now.prompt, k.shape[2]
-    read = blockwise.attend if call.now.blocks else prefill.attend
+    read = second_reading.attend if call.now.repeat else blockwise.attend if call.now.blocks else prefill.attend
     outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
     for t in range(P, Q):
         at = slice(t, t + 1)
         outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
-    if P and call.now.ends_prompt:
-        decode.foresee(call, q_BHGQD[:, :, :, 0])
     return torch.cat(outs, 3) if len(outs) > 1 else outs[0]
 
 
@@ -104,7 +102,7 @@ def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: Bo
         call.begin(now)
         return call
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)
-    if not now.traced and not cache.scratch:
+    if not now.traced and not cache.scratch and now.repeat is None:
         cache.calls[layer] = call
     return call
 

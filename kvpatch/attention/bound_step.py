@@ -40,7 +40,7 @@ class BoundStep:
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
         self.query, self.row, self.out = (B, H, call.group, D), (B * H, D), (B, 1, -1)
-        selects = call.evicts and call.policy.weighs_values and call.policy.schedule != "prompt"
+        selects = call.evicts and call.policy.keeps_norms
         self.entry: Callable[[Tensor], dict[str, Tensor]] | None = call.selection_entry if selects else None
 
     def takes(self, attn: Any, q: Tensor) -> bool:
@@ -178,7 +178,8 @@ def _stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     slots = call.slots
-    scores = call.observes or slots.statistics or (call.evicts and type(call.score).entry is not Score.entry)
+    entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms
+    scores = call.observes or slots.statistics or (call.evicts and entry)
     if not isinstance(slots.mode, Appending) or scores:
         return Unbound(call, None)
     if decode.backend_of(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's

@@ -3,53 +3,189 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..cache.forward_context import Forward
 from ..cache.growth import Layout, plan, slack
+from ..cache.modes import Reading
+from ..cache.state import TextState
+from ..policies.allocation import Adaptive
+from ..policies.context import EvictionContext
+from ..policies.numbers import on_device
 from ..policies.parallel import WHOLE, Parallel
-from ..policies.selection import top
+from ..policies.selection import FIRST, top
 from . import anomaly
+from .decode import foresee
 from .layer_call import Call
 
 
-def end_prompt(call: Call, past: int, nominal_B: list[int]) -> None:
+@dataclass(eq=False)
+class Ended:
+    """A layer whose prompt (or block) is read. Numbers are of all processes' heads, by row.
+
+    nominal_B: protected tokens. budget_B: tokens that a head may hold, `fixed` aside. held: tokens of each head; fixed: those
+    of them that are kept outside the budget; keep: the most that it may hold. context, keys: the eviction context and the keys
+    by score alone, where tokens go. like_BHGD: queries of a coming step, but for their numbers.
+    """
+
+    call: Call
+    past: int
+    nominal_B: list[int]
+    like_BHGD: Tensor
+    budget_B: list[int] = field(init=False)
+    held: list[list[int]] = field(init=False)
+    fixed: list[list[int]] = field(init=False)
+    keep: list[list[int]] = field(init=False)
+    context: EvictionContext = field(init=False)
+    keys: Tensor | None = None
+
+    def count(self, everyone: Parallel) -> None:
+        """Count tokens: on the host where it knows them, else it waits for the device (`_held`)."""
+        self.budget_B = _budgets(self.call)
+        self.held, self.fixed = _held(self.call, self.past, everyone)
+        self.keep = [[n + budget for n in row] for row, budget in zip(self.fixed, self.budget_B, strict=True)]
+
+    def least(self, share: Adaptive) -> list[list[int]]:
+        """Return the tokens that each head keeps in any case."""
+        least_B = list(map(share.least, self.budget_B, self.nominal_B))
+        return [[n + least for n in row] for row, least in zip(self.fixed, least_B, strict=True)]
+
+    @property
+    def empty(self) -> Tensor | None:
+        """Empty slots [B,H,T], or None if there are none."""
+        slots = self.call.slots
+        return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
+
+    def begin(self) -> None:
+        """Make the eviction context."""
+        self.context = self.call.eviction_context(newest(self.call), -1)
+        self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _watch, self.call)
+
+    def rank(self) -> Tensor:
+        """Return the eviction keys [B,H,T] by score alone."""
+        self.context.keep_BH1 = None  # heads share by score alone
+        self.keys = self.call.policy.eviction_keys(self.context, self.empty)
+        return self.keys
+
+    def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
+        """Return the eviction keys [B,H,T] by which each head keeps so many tokens."""
+        policy = self.call.policy
+        if self.keys is not None and policy.selection is None:
+            return self.keys
+        self.context.keep_BH1 = everyone.own(_numbers(self.call, count))[..., None]
+        return policy.eviction_keys(self.context, self.empty)
+
+
+def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
     """Keep each head's budget, in buffers with room for the tokens that follow.
 
-    nominal_B: protected tokens of each row. Numbers of tokens are the host's where it knows them (`_held`): it then waits for
-    the device only if heads share their layer's budget by score.
+    Where the heads of all layers share one budget, the last layer does so for all of them; if the prompt is read a second time,
+    `finish` does after that. nominal_B: protected tokens of each row. Numbers of tokens are the host's where it knows them
+    (`_held`): it then waits for the device only if heads share a budget by score.
     """
-    slots, cache, now = call.slots, call.cache, call.now
-    if not call.evicts:
-        _keep_all(call)
+    now, mine = call.now, Ended(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
+    together = call.layer in call.settings.together
+    if now.rereads or together:
+        now.ended.append(mine)
+    if now.rereads or (together and call.layer != _last(call.cache)):
         return
-    share = call.policy.over_heads  # heads share their layer's budget, also with heads on other processes
-    everyone = cache.settings.parallel if share is not None else WHOLE
-    budget_B, (held, fixed) = _budgets(call), _held(call, past, everyone)
-    keep = [[n + budget for n in row] for row, budget in zip(fixed, budget_B, strict=True)]
+    if together:
+        finish(call.cache, now)
+    else:
+        _finish([mine])
+
+
+def finish(cache: TextState, now: Forward) -> None:
+    """End the prompt in all layers that wait."""
+    together = [one for one in now.ended if one.call.layer in cache.settings.together]
+    for one in now.ended:
+        one.call.cache = cache  # which a call lets go between its layer's part and this
+    for group in (*([one] for one in now.ended if one not in together), *([together] if together else [])):
+        _finish(group)
+        for one in group:
+            one.call.leave()
+    now.ended.clear()
+
+
+def _last(cache: TextState) -> int:
+    """Return the last layer of those that share one budget."""
+    return max((layer for layer in cache.settings.together if layer < len(cache.layers)), default=-1)
+
+
+def _finish(ended: list[Ended]) -> None:
+    """End the prompt in layers whose heads share one budget, or in a single one, and choose the coming steps' backends."""
+    if ended[0].call.evicts:
+        _end(ended)
+    else:
+        with _metered(ended[0].call):
+            _keep_all(ended[0].call)
+    for one in ended:
+        if one.call.now.final:
+            foresee(one.call, one.like_BHGD)
+
+
+def _end(ended: list[Ended]) -> None:
+    """Compress layers whose heads share one budget, or a single one."""
+    call = ended[-1].call
+    now, share = call.now, call.policy.over_heads  # heads share a budget, also with heads on other processes
+    everyone = call.settings.parallel if share is not None else WHOLE
+    for one in ended:
+        one.count(everyone)
+    held, keep = _joined([one.held for one in ended]), _joined([one.keep for one in ended])
     # heads that do not share hold equally many
     over_B = [not now.keeps_all and sum(row) > sum(most) for row, most in zip(held, keep, strict=True)]
-    count, order = held, None
+    count, scored = held, any(over_B)
     if not (share or now.keeps_all):
         count = [list(map(min, row, most)) for row, most in zip(held, keep, strict=True)]
-    if any(over_B):
-        empty = slots.positions[:, :, : slots.used] < 0 if slots.holes else None
-        context = call.eviction_context(newest(call), -1)
-        context.watch = functools.partial(anomaly.check_value if call.settings.strict else _watch, call)
-        if share is not None:
-            context.keep_BH1 = None  # heads share by score alone
-            keys = call.policy.eviction_keys(context, empty)
-            shared = share.counts(keys, empty, _numbers(call, fixed), budget_B, nominal_B, everyone).tolist()
-            count = [own if over else row for own, row, over in zip(shared, held, over_B, strict=True)]
-        context.keep_BH1 = everyone.own(_numbers(call, count))[..., None]
-        order = call.policy.eviction_keys(context, empty)
-    elif now.keeps_all or slots.holes:
-        order = slots.positions[:, :, : slots.used]
+    for one in ended if scored else []:
+        one.begin()
+    if scored and share is not None:
+        own = _shared(ended, share, everyone)
+        count = [mine if over else row for mine, row, over in zip(own, held, over_B, strict=True)]
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divided(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
-    uneven = everyone.size > 1 and not (_alike(count) and _alike(keep))
-    _compress(call, order, everyone.own_rows(count), everyone.own_rows(keep), uneven, any(over_B))
+    first = 0
+    for one in ended:
+        heads = slice(first, first := first + len(one.held[0]))
+        counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
+        slots, order = one.call.slots, one.order(counts, everyone) if scored else None
+        if order is None and (now.keeps_all or slots.holes):
+            order = slots.positions[:, :, : slots.used]
+        uneven = everyone.size > 1 and not (_alike(counts) and _alike(keeps))
+        with _metered(one.call):
+            _compress(one.call, order, everyone.own_rows(counts), everyone.own_rows(keeps), uneven, scored)
+        if isinstance(slots.mode, Reading):
+            slots.mode.queries = None  # the next block has its own
+
+
+def _shared(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
+    """Return the tokens that each head of the layers keeps of the budget that they share, by row."""
+    device = ended[0].call.slots.positions.device
+    keys = [everyone.heads(one.rank(), empty=FIRST).to(device) for one in ended]
+    width = max(key.shape[-1] for key in keys)
+    ranked = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
+    least = on_device(_joined([one.least(share) for one in ended]), device)
+    total = on_device([sum(row) for row in _joined([one.keep for one in ended])], device)
+    return share.counts(ranked, least, total[:, None]).tolist()
+
+
+def _joined(layers: list[list[list[int]]]) -> list[list[int]]:
+    """Join the numbers of several layers' heads by row."""
+    return [[n for row in rows for n in row] for rows in zip(*layers, strict=True)]
+
+
+@contextmanager
+def _metered(call: Call) -> Iterator[None]:
+    """Count the bytes of a layer's buffers before and after they move."""
+    before = call.slots.kv.nbytes
+    yield
+    call.cache.meter.count(before, before, call.slots.kv.nbytes)
 
 
 def _keep_all(call: Call) -> None:

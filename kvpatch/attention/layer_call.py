@@ -102,9 +102,10 @@ class Call:
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
         """Compute the projected value norms of tokens that decode steps will choose among.
 
-        Under a policy that evicts only once, at the end of the prompt, they are computed there, for the tokens that need them.
+        Under a policy that evicts only once, at the end of the prompt, they are computed there, for the tokens that need them;
+        but not where that is after other layers, when this one's weights may have been offloaded.
         """
-        if not self.evicts or not self.policy.weighs_values or self.policy.schedule == "prompt":
+        if not self.evicts or not self.policy.keeps_norms:
             return {}
         return {"norm": self._norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 

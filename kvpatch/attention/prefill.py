@@ -44,7 +44,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
     if not call.evicts or call.policy.rows != "all":
-        found = _attend(call, q_BHGQD, keys, rows_BQ)
+        found = attend_to(call, q_BHGQD, keys, rows_BQ)
     else:
         found = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
@@ -52,15 +52,13 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
         if call.evicts and call.score.moments:
             _note_queries(call, q_BHGQD, positions_BQ)
+        call.cache.meter.count(before, during, during)
         if now.ends_prompt:
-            end_prompt(call, past, nominal_B)
-            if isinstance(slots.mode, Reading):
-                slots.mode.queries = None  # the next block has its own
-    call.cache.meter.count(before, during, slots.kv.nbytes)
+            end_prompt(call, past, nominal_B, q_BHGQD)
     return found.out
 
 
-def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
+def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
     """Attend; noise: of logits whose log-sum-exp is returned too by a kernel that computes both at once."""
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
@@ -91,7 +89,7 @@ def _attend(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noi
 def _observed_prompt(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
 ) -> Attended:
-    """Run `_attend`, and add the statistics of all rows, or of a sample of them, to the state."""
+    """Run `attend_to`, and add the statistics of all rows, or of a sample of them, to the state."""
     if call.score.samples and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
     names = call.policy.statistics
@@ -99,7 +97,7 @@ def _observed_prompt(
     name, attended = choice.of("statistics", case), None
     if name != "torch":
         noise = _noise(call, keys) if "gumbel" in names else None
-        attended = _attend(call, q_BHGQD, keys, rows_BQ, noise)
+        attended = attend_to(call, q_BHGQD, keys, rows_BQ, noise)
         with torch.no_grad():
             spans = call.now.once("spans", q_BHGQD.device, functools.partial(backend(name).spans, rows_BQ))
             gather = functools.partial(
@@ -116,7 +114,7 @@ def _observed_prompt(
         attended = Attended(torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format))
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, None, observe, "count" in sums, attended.out)
     else:
-        attended = attended or _attend(call, q_BHGQD, keys, rows_BQ)
+        attended = attended or attend_to(call, q_BHGQD, keys, rows_BQ)
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, attended.lse, observe, "count" in sums)
     with torch.no_grad():
         call.add(sums)
@@ -150,8 +148,8 @@ def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor
 
 
 def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Run `_attend`, and add statistics estimated from a sample of the rows. A sliding window bounds their cost anyway."""
-    attended = _attend(call, q_BHGQD, keys, rows_BQ)
+    """Run `attend_to`, and add statistics estimated from a sample of the rows. A sliding window bounds their cost anyway."""
+    attended = attend_to(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
         column_BR, every_B11 = sampling.sample(rows_BQ, call.settings.seed, call.layer)
@@ -204,6 +202,11 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
     arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
+    if call.score.folds:
+        call.cache.choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
+        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= newest(call) - observed)
+        slots.statistic("observed")[:, :, : slots.used] = torch_backend.window_folds(*arguments, candidate, call.score.fold)
+        return
     name, total = call.cache.choice.of("statistics", case), None
     if name != "torch":
         total = call.cache.choice.attempt("statistics", case, functools.partial(backend(name).window_sums, *arguments))

@@ -368,6 +368,36 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     return total_NT.view(B, H, T) / G
 
 
+def window_folds(
+    q_BHGWD: Tensor,
+    keys: Keys,
+    rows_BW: Tensor,
+    geometry: Geometry,
+    lse_BHGW: Tensor | None,
+    candidate_BHT: Tensor,
+    fold: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return what `fold` makes of an observation window's rows per key, the greatest over all rows, [B,H,T].
+
+    candidate_BHT: bool, keys before the window. fold: see Score.fold. The other arguments are those of `window_sums`.
+    """
+    B, H, _, W, _ = q_BHGWD.shape
+    T = keys.k_BHTD.shape[2]
+    order_NT = keys.positions_BHT.flatten(0, 1).argsort(-1)  # text order, empty slots first
+    candidate_NT = candidate_BHT.flatten(0, 1).gather(-1, order_NT)
+    most_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
+
+    def take(rows: Rows) -> None:
+        own = slice(rows.n0, rows.n1)
+        p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
+        p = p.gather(-1, order_NT[own, None, None].expand_as(p)) * candidate_NT[own, None, None]
+        most_NT[own] = torch.maximum(most_NT[own], fold(p, candidate_NT[own]))
+
+    ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
+    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, take, ends=ends)
+    return torch.empty_like(most_NT).scatter_(-1, order_NT, most_NT).view(B, H, T)
+
+
 # ---- decode ----
 
 

@@ -29,6 +29,14 @@ class Padding:
     real_B: list[int]
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """Chunk of a prompt that a second reading repeats: positions from `start_B` to before `stop_B`, of each row."""
+
+    start_B: list[int]
+    stop_B: list[int]
+
+
 @dataclass
 class Forward:
     """A pass, or one block of its prompt.
@@ -48,6 +56,8 @@ class Forward:
     each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
     columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
     does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
+    ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
+    rereads: the prompt that ends here is to be read a second time. repeat: the pass is a part of such a reading.
     """
 
     positions_BQ: Tensor
@@ -73,6 +83,9 @@ class Forward:
     columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
     bound: list[Any] = field(default_factory=list)
+    ended: list[Any] = field(default_factory=list)
+    rereads: bool = False
+    repeat: Repeat | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 

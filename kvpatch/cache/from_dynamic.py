@@ -59,6 +59,11 @@ def _check(cache: TextState, past: Cache) -> None:
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
+    if settings.rereads:
+        raise KVPatchError(
+            f"A {kind} cannot be taken over under policy {policy.name!r}, which reads the prompt's tokens a second time: run "
+            "the prompt inside the block."
+        )
     if settings.acts and (policy.rows != "none" or policy.score.moments):
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention or the queries of "

@@ -43,6 +43,7 @@ def check_state(cache: TextState) -> None:
     if cache.shared is not None:
         grows = cache.settings.policy.schedule != "prompt"  # else decode steps add nothing to it
         must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
+    _check_common_budget(cache, seen_B)
     for index, layer in enumerate(cache.layers):
         here = seen_B.to(layer.device)
         shares = cache.settings.policies[index].over_heads is not None  # with an adaptive budget a head may get no token
@@ -79,21 +80,41 @@ class _named:
             raise InvalidError(f"layer {self.index}: {error}") from None
 
 
+def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
+    """Raise InvalidError if layers that share one budget may hold more in all."""
+    layers = [index for index in cache.settings.together if index < len(cache.layers)]
+    if cache.turns.open or not all(cache.layers[index].mode.evicts for index in layers):
+        return
+    given, most = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
+    for index in layers:
+        layer = cache.layers[index]
+        assert layer.keep_BH1 is not None
+        given += layer.keep_BH1[..., 0].sum(-1).to(given.device)
+        most += _most(cache, index, layer, seen_B).to(given.device) * layer.keep_BH1.shape[1]
+    must(given <= most * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
+
+
+def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> Tensor:
+    """Return the most tokens [B] of a head, on average over those that share."""
+    assert layer.limits is not None
+    bound, policy = cache.settings.bounds[index], cache.settings.policies[index]
+    budgets = [bound or cache.settings.budget.tokens(index, n) for n in seen_B.tolist()]
+    most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
+    return most_B + layer.limits.prompt.flatten()
+
+
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
     """Raise InvalidError for a head's budget that the policy cannot have given."""
     assert layer.keep_BH1 is not None and layer.limits is not None
     keep_BH, policy = layer.keep_BH1[..., 0], cache.settings.policies[index]
-    heads, bound = keep_BH.shape[1], cache.settings.bounds[index]
-    budgets = [bound or cache.settings.budget.tokens(index, n) for n in seen_B.tolist()]
-    most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
-    most_B = most_B + layer.limits.prompt.flatten()
     must(layer.limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
     shared = policy.over_heads is not None
-    given_BH = keep_BH.sum(-1, keepdim=True) if shared else keep_BH
-    least = 0 if shared else 1
-    within = (keep_BH >= least) & (keep_BH <= most_B[:, None] * heads * cache.settings.parallel.size)
-    must(within, "keep_BH1 is over the budget")
-    must(given_BH <= most_B[:, None] * (heads * cache.settings.parallel.size if shared else 1), "keep_BH1 is over the budget")
+    must(keep_BH >= (0 if shared else 1), "keep_BH1 is below one token")
+    if index in cache.settings.together:  # see _check_common_budget
+        return
+    most_B1 = _most(cache, index, layer, seen_B)[:, None]
+    given_BH, heads = (keep_BH.sum(-1, keepdim=True), keep_BH.shape[1]) if shared else (keep_BH, 1)
+    must(given_BH <= most_B1 * heads * (cache.settings.parallel.size if shared else 1), "keep_BH1 is over the budget")
 
 
 class _LayerState:

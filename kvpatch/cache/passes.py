@@ -12,7 +12,7 @@ from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..policies.scopes import protect_tensor
 from . import compiled
-from .forward_context import Forward, Padding, cut, places
+from .forward_context import Forward, Padding, Repeat, cut, places
 from .modes import Evicting, Growing, Slotted
 from .snapshot import LayerPart
 from .state import DeviceCounters, TextState
@@ -45,7 +45,7 @@ def begin(
     except BaseException:
         cache.end_change()
         raise
-    # all checks have passed: from here on the cache changes, until _finish()
+    # all checks have passed: from here on the cache changes, until finish()
     seen, prompt = cache.get_seq_length(), now.prompt
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
     if cache.settings.by_columns and now.padding is not None and now.padding.behind:
@@ -66,7 +66,29 @@ def begin(
         now.blocks = cut(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
+    now.rereads = now.ends_prompt and cache.settings.rereads and not now.keeps_all
     cache.counters.steps += Q - prompt
+
+
+def begin_repeat(
+    cache: TextState, whole: Forward, pieces: list[tuple[int, int, list[int]]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Begin a pass that repeats a chunk of the prompt that `whole` ended; return its token ids and positions [B,Q].
+
+    pieces: of each row, the chunk's first token and the one after its last, counted from the prompt's first, and what repeats
+    it.
+    """
+    lengths, begin_B = [len(tokens) for _, _, tokens in pieces], cache.turns.begin_B
+    Q = max(lengths)
+    host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces])
+    column = torch.arange(Q)
+    positions = (torch.tensor(whole.n_B)[:, None] + column).masked_fill(host < 0, -1).to(device)
+    padding = Padding(Q, True, False, lengths) if min(lengths) < Q else None
+    now = Forward(positions, Q, False, [], padding, None, False, 0)
+    starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
+    stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
+    now.repeat, cache.now = Repeat(starts, stops), now
+    return host.clamp(min=0).to(device), positions
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
@@ -106,11 +128,13 @@ def end(cache: TextState, layer: int) -> None:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
         cache.meter.now = 0
-    if layer == len(cache.layers) - 1:
-        _finish(cache)
+    assert cache.now is not None
+    if layer == len(cache.layers) - 1 and not cache.now.rereads and cache.now.repeat is None:
+        finish(cache)
 
 
-def _finish(cache: TextState) -> None:
+def finish(cache: TextState) -> None:
+    """End a pass, or the second reading after it."""
     now, counters = cache.running, cache.counters
     if now.traced:
         compiled.end(cache)
@@ -156,6 +180,15 @@ def _read(
         raise KVPatchError(
             f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
             "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
+        )
+    if prompt and settings.rereads and (input_ids is None or cache.rows.joined):
+        what = "it needs input_ids, not inputs_embeds" if input_ids is None else "rows that were joined cannot be"
+        raise KVPatchError(f"Policy {settings.policy.name!r} reads a prompt a second time: {what}. Use another policy.")
+    if 0 < prompt < Q and (settings.together or settings.rereads):
+        raise KVPatchError(
+            f"{Q - prompt} generated tokens in one pass with the prompt (assisted decoding, prompt lookup): policy "
+            f"{settings.policy.name!r} divides its budget once all layers have read the prompt. Use adaptive() in place of "
+            "global_topk(), or feed the prompt first."
         )
     real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
     if real is not None and prompt < Q:

@@ -81,6 +81,16 @@ class CacheSettings:
         return tuple(bound is not None or (acts and self.budget.evicts(i)) for i, bound in enumerate(self.bounds))
 
     @cached_property
+    def together(self) -> tuple[int, ...]:
+        """Indices of the layers that share one budget, so that they evict together where a prompt ends."""
+        return tuple(layer for layer in self.budgeted if self.evicts[layer]) if self.policy.over_model else ()
+
+    @cached_property
+    def rereads(self) -> bool:
+        """True if prompts are read a second time before anything is evicted."""
+        return self.acts and self.policy.score.rereads
+
+    @cached_property
     def acts(self) -> bool:
         """True if the policy evicts from any layer."""
         return any(self.evicts[layer] for layer in self.budgeted)

@@ -53,6 +53,7 @@ class PolicyEntry:
 
 _WINDOW = {"window": 32, "kernel": 7, "pooling": "max"}
 _CRITICAL = {"alpha": 0.5, "eps": 0.0001, "norm": 1}
+_DEFENSIVE = _WINDOW | {"kernel": 5, "pooling": "avg", "floor": 0.0} | _CRITICAL
 _KEYFORMER = {
     "scores": "all", "noise": "gumbel", "resample": False, "tau": (1.0, 2.0), "generation_length": 256, "shared": False,
     "damping": 1.0,
@@ -103,6 +104,12 @@ POLICIES = {entry.name: entry for entry in (
                 "CriticalKV", "2502.03805", "prompt", _WINDOW | {"beta": 20} | _CRITICAL),
     PolicyEntry("critical_adakv", "as adakv, and weighs attention with the size of the values",
                 "CriticalKV", "2502.03805", "prompt", _WINDOW | {"floor": 0.2} | _CRITICAL),
+    PolicyEntry("kvzip", "questions come later: reads the prompt a second time, and keeps what repeating it looks at", "KVzip",
+                "2505.23416", "prompt", {"instruction": (), "chunk": 2048, "sinks": 4, "floor": 0.0}),
+    PolicyEntry("defensive_snapkv", "questions come later: as critical_adakv, by the greatest attention of the prompt's end",
+                "DefensiveKV", "2510.13334", "prompt", _DEFENSIVE),
+    PolicyEntry("layer_defensive", "questions come later: as defensive_snapkv, with one budget that all layers share",
+                "DefensiveKV", "2510.13334", "prompt", _DEFENSIVE),
 )}
 
 ARCHITECTURES = {
@@ -154,7 +161,7 @@ ARCHITECTURES = {
 }
 # fmt: on
 
-_COMBINED = re.compile(r"\s*(?:critical|adaptive|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(?:critical|adaptive|global_topk|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
 
 
 def _registered() -> Collection[str]:

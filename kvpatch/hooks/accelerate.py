@@ -59,21 +59,29 @@ def replace_forward(
 
 @dataclass
 class HookUndo:
-    """The undo of a forward pre-hook."""
+    """The undo of a forward pre-hook, or of a hook after the forward."""
 
     hook: Callable[..., Any]
+    after: bool = False
 
     def __call__(self, module: nn.Module) -> None:
         """Remove the hook."""
-        for key in [key for key, one in module._forward_pre_hooks.items() if one is self.hook]:
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_pre_hooks.pop(key)
+        hooks = module._forward_hooks if self.after else module._forward_pre_hooks
+        with_kwargs = module._forward_hooks_with_kwargs if self.after else module._forward_pre_hooks_with_kwargs
+        for key in [key for key, one in hooks.items() if one is self.hook]:
+            with_kwargs.pop(key, None)
+            hooks.pop(key)
 
 
-def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None]) -> None:
-    """Install a forward pre-hook with keyword arguments; `register` gets the undo first."""
-    register(HookUndo(hook))
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+def put_hook(
+    module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False
+) -> None:
+    """Install a forward pre-hook, or a hook after the forward, with keyword arguments; `register` gets the undo first."""
+    register(HookUndo(hook, after))
+    if after:
+        module.register_forward_hook(hook, with_kwargs=True)
+    else:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:

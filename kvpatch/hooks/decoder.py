@@ -14,9 +14,11 @@ from transformers import Cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..policies.repeated import Repeated
 from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier, PassMask
+from .second_reading import begin_repeat
 from .state import PatchState, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
@@ -47,7 +49,10 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     mask = call.get("attention_mask")
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
         return _begin_packed(decoder, call, mask.cache, state)
-    made_here = call.get("past_key_values") is None
+    past = call.get("past_key_values")
+    if isinstance(past, EvictingCache) and past.now is not None and past.now.repeat is not None:
+        return begin_repeat(call, past, call["input_ids"].device)
+    made_here = past is None
     changed = _begin(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
@@ -96,6 +101,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         inputs.place(call, cache, Q, mask, state.decoder_parameters)
     if not renumbered:
         _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
+    if cache.settings.rereads and state.max_positions is not None and Q > 1:
+        _check_second_reading(cache, Q, state.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
         table = _table_maker(decoder, state, tokens.device)
@@ -213,6 +220,18 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
         raise KVPatchError(
             f"The text needs {last} positions, but this model has {limit}. Evicting tokens does not give new positions: "
             "shorten the prompt or generate fewer tokens."
+        )
+
+
+def _check_second_reading(cache: EvictingCache, Q: int, limit: int) -> None:
+    """Raise KVPatchError if what repeats a prompt has no positions left."""
+    score = cache.settings.policy.score
+    assert isinstance(score, Repeated)
+    seen, more = cache.get_seq_length() + Q, score.longest(Q)
+    if seen + more > limit:
+        raise KVPatchError(
+            f"Policy {cache.settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "
+            f"{limit} positions: give chunk= fewer tokens, or shorten the prompt."
         )
 
 

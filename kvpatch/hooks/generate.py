@@ -279,6 +279,11 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         check_engine(transformers.__version__)
+        if state.settings.rereads:
+            raise KVPatchError(
+                f"Continuous batching packs prompts, and policy {state.settings.policy.name!r} reads each a second time: use "
+                "generate(), or another policy."
+            )
         from ..serving import engine
 
         heads, width = state.kv_shape

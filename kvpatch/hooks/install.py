@@ -25,6 +25,7 @@ from .generate import (
     wrap_generate,
     wrap_prepare_cache,
 )
+from .second_reading import after_decoder
 from .state import MISSING, Mark, PatchState
 from .target import Target, already_patched
 
@@ -79,6 +80,8 @@ class Installation:
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
             self._set(target.decoder, mark, name, state.aside[name][0])
+        if state.settings.rereads:
+            put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         for module, hook in shell.hooks(target.shell, target.decoder, state):
             put_hook(module, hook, self._mark(module).undo.append)
         for generator in target.generators:

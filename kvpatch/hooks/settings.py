@@ -104,6 +104,16 @@ def check_block(block: object, policy: Policy) -> None:
             f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
             "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
         )
+    if policy.score.rereads:
+        raise KVPatchError(
+            f"block={block}: policy {policy.name!r} evicts after a second reading of the whole prompt. Leave block out, or "
+            "feed the text in pieces."
+        )
+    if policy.over_model:
+        raise KVPatchError(
+            f"block={block}: policy {policy.name!r} has one budget for all layers, but a layer reads all blocks before the "
+            "next layer runs. Use adaptive() in place of global_topk(), or feed the blocks one by one."
+        )
 
 
 def settings_of(
@@ -133,6 +143,11 @@ def settings_of(
         )
     if policy.weighs_values:
         target.check_projection()
+    if policy.score.rereads and renumbered:
+        raise KVPatchError(
+            f"positions='renumbered' does not go with policy {policy.name!r}, which reads a prompt a second time behind "
+            "itself: use positions='original'."
+        )
     if policy.score.lookahead is not None:
         target.check_rotations(policy)
         if renumbered:

@@ -1,6 +1,6 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
-from .allocation import Adaptive, Pyramid
+from .allocation import Adaptive, Global, Pyramid
 from .context import EvictionContext, NewTokens
 from .policy import Policy
 from .presets import (
@@ -9,11 +9,13 @@ from .presets import (
     chunked,
     critical,
     get_policy,
+    global_topk,
     list_policies,
     pyramid,
     register_policy,
     unregister_policy,
 )
+from .repeated import repeat_instruction
 from .scopes import DeviationScope, Scope
 from .scores import Score
 from .selection import Chunked, Selection, TwoStage
@@ -24,6 +26,7 @@ __all__ = [
     "Chunked",
     "DeviationScope",
     "EvictionContext",
+    "Global",
     "NewTokens",
     "Policy",
     "Pyramid",
@@ -35,8 +38,10 @@ __all__ = [
     "chunked",
     "critical",
     "get_policy",
+    "global_topk",
     "list_policies",
     "pyramid",
     "register_policy",
+    "repeat_instruction",
     "unregister_policy",
 ]

@@ -1,6 +1,6 @@
-"""Division of a budget: over layers once per prompt, over the KV heads of a layer at the end of a prompt or block.
+"""Division of a budget: over layers once per prompt, over the KV heads of one layer or of all at the end of a prompt.
 
-Both keep the total of the uniform budget to the token.
+All keep the total of the uniform budget to the token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
-from .numbers import on_device
-from .parallel import WHOLE, Parallel
 from .selection import FIRST, LAST, in_top
 
 
@@ -85,43 +83,47 @@ class Adaptive:
 
     floor: int | float = 0.2
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "both")
+    over_layers: ClassVar[bool] = False  # whether the heads of all layers share one budget
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
         if isinstance(self.floor, bool) or not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
             raise KVPatchError(f"floor={self.floor!r} must be a share of the uniform budget, in [0, 1].")
 
-    def counts(
-        self,
-        key_BHT: Tensor,
-        empty_BHT: Tensor | None,
-        fixed_BH: Tensor,
-        budget_B: list[int],
-        nominal_B: list[int],
-        everyone: Parallel = WHOLE,
-    ) -> Tensor:
-        """Return the number of tokens that each head may keep, int64 [B,H] over all heads of the layer.
+    def least(self, budget: int, nominal: int) -> int:
+        """Return the tokens that every head receives of a uniform budget, of which `nominal` are protected."""
+        return max(share(float(self.floor), budget), nominal)
+
+    def counts(self, key_BNT: Tensor, least_BN: Tensor, total_B1: Tensor) -> Tensor:
+        """Return the number of tokens that each head may keep, int64 [B,N].
 
         Args:
-            key_BHT: eviction keys (see selection.py) of this process' heads.
-            empty_BHT: bool, empty slots of this process' heads; None where there are none.
-            fixed_BH: tokens of each head of the layer that are kept outside the budget.
-            budget_B: uniform budget of each batch row, tokens per head.
-            nominal_B: protected tokens of each batch row, already clamped inside the budget.
-            everyone: the processes that share the layer's heads.
+            key_BNT: eviction keys (see selection.py) of the N heads that share the budget; FIRST for empty slots.
+            least_BN: tokens that each head receives in any case.
+            total_B1: tokens of all N heads together.
         """
-        key_BHT = everyone.heads(key_BHT, empty=FIRST)
-        if empty_BHT is not None:
-            empty_BHT = everyone.heads(empty_BHT, empty=True)
-        B, H, T = key_BHT.shape
-        at_least = [max(share(float(self.floor), b), p) for b, p in zip(budget_B, nominal_B, strict=True)]
-        least_BH = fixed_BH + on_device(at_least, key_BHT.device)[:, None]
-        own = in_top(key_BHT, least_BH[..., None], None)
-        key_BHT = key_BHT.masked_fill(own, LAST)
-        if empty_BHT is not None:
-            key_BHT = key_BHT.masked_fill(empty_BHT, FIRST)
+        own = in_top(key_BNT, least_BN[..., None], None)
+        key_BNT = key_BNT.masked_fill(own & (key_BNT > FIRST), LAST)
+        B, N, T = key_BNT.shape
         # stable: of equal entries the lower head's comes first
-        ranked, index = key_BHT.flatten(1).sort(dim=-1, descending=True, stable=True)
-        total_B1 = fixed_BH.sum(-1, keepdim=True) + H * on_device(budget_B, key_BHT.device)[:, None]
-        taken = (torch.arange(H * T, device=key_BHT.device) < total_B1) & (ranked > FIRST)
-        return torch.zeros(B, H, dtype=torch.long, device=key_BHT.device).scatter_add_(1, index // T, taken.long())
+        ranked, index = key_BNT.flatten(1).sort(dim=-1, descending=True, stable=True)
+        taken = (torch.arange(N * T, device=key_BNT.device) < total_B1) & (ranked > FIRST)
+        return torch.zeros(B, N, dtype=torch.long, device=key_BNT.device).scatter_add_(1, index // T, taken.long())
+
+
+@dataclass(frozen=True)
+class Global(Adaptive):
+    """One budget for the whole model, shared by the heads of all layers according to their scores [KVzip; DefensiveKV].
+
+    Each head first receives `floor` times its layer's uniform budget for its own top scores, which include its protected
+    tokens. The rest of the sum of all budgets goes to the highest scores over all heads of all layers; ties go to the higher
+    position, then to the lower layer, then to the lower head. No layer evicts before the last one has read the prompt, so a
+    prompt takes the memory of all its tokens until then.
+
+    Differs from the paper: protected tokens are kept beside the floor.
+
+    Attributes:
+        floor: share of the uniform budget that every head receives, in [0, 1].
+    """
+
+    over_layers: ClassVar[bool] = True

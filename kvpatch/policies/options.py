@@ -24,11 +24,13 @@ class PolicyOptions(TypedDict, total=False):
         scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
         window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv), or tokens whose norms are compared
             (cur).
-        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv).
-        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv).
+        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv, defensive_snapkv).
+        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, defensive_snapkv).
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
         sketch: columns of the random matrix that keys are multiplied with (leverage).
+        instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives (kvzip).
+        chunk: tokens that are repeated at a time (kvzip).
         future: coming positions whose rotations are averaged (expected_attention).
         covariance: False takes the mean query alone (expected_attention).
         noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
@@ -40,7 +42,7 @@ class PolicyOptions(TypedDict, total=False):
         size: tokens of a chunk (chunk_kv, chunked).
         together: whether the heads of a layer keep the same chunks (chunk_kv, chunked).
         beta: ratio of the mean budget to the last layer's (pyramid).
-        floor: share of the budget that every head receives (adaptive).
+        floor: share of the budget that every head receives (adaptive, global_topk).
         alpha: share of the budget that the first stage keeps (critical).
         eps: weight of the norm for tokens without attention (critical, expected_attention).
         norm: 1 or 2, norm of the projected values (critical).
@@ -60,6 +62,8 @@ class PolicyOptions(TypedDict, total=False):
     combine: Literal["product", "mean", "key", "value"]
     lag: int
     sketch: int
+    instruction: Sequence[int] | Sequence[Sequence[int]]
+    chunk: int
     future: int
     covariance: bool
     noise: Literal["gumbel", "gaussian", "constant", "none"]

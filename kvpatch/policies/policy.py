@@ -35,7 +35,7 @@ class Policy:
             generated token; "both" does both.
         source: the paper, with section.
         over_layers: Pyramid, or None for the same budget in every layer.
-        over_heads: Adaptive, or None for the same budget in every head.
+        over_heads: Adaptive or Global, or None for the same budget in every head.
         selection: TwoStage or Chunked, or None to keep the top tokens by score.
 
     Raises:
@@ -152,9 +152,19 @@ class Policy:
         return self.over_heads is None and self.selection is None
 
     @property
+    def over_model(self) -> bool:
+        """Tell whether the heads of all layers share one budget, so that no layer evicts before the last has read a prompt."""
+        return self.over_heads is not None and self.over_heads.over_layers
+
+    @property
     def weighs_values(self) -> bool:
         """Tell whether the selection reads norms of projected values."""
         return self.selection is not None and self.selection.weighs_values
+
+    @property
+    def keeps_norms(self) -> bool:
+        """Tell whether norms of projected values are stored with the tokens."""
+        return self.weighs_values and (self.schedule != "prompt" or self.over_model)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         """Return what the score stores with new tokens: see Score.entry."""

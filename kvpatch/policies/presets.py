@@ -7,14 +7,16 @@ import re
 from typing import Any
 
 from ..errors import KVPatchError, named, suggest
-from .allocation import Adaptive, Pyramid
+from .allocation import Adaptive, Global, Pyramid
 from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .expected import ExpectedAttention
 from .policy import Policy
+from .repeated import Repeated
 from .scopes import DeviationScope, Scope
 from .scores import (
     Accumulated,
     AccumulatedQuantized,
+    Defensive,
     DilatedRecency,
     GumbelSoftmax,
     Last,
@@ -27,7 +29,7 @@ from .scores import (
 )
 from .selection import Chunked, TwoStage
 
-_COMBINED = re.compile(r"\s*(critical|adaptive|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(critical|adaptive|global_topk|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
 
 # ---- combinations ----
 
@@ -62,6 +64,23 @@ def adaptive(base: str | Policy, **options: Any) -> Policy:
         kvpatch.patched(model, kvpatch.adaptive("roco", floor=0.5), k=0.3)
     """
     return _with("adaptive", base, over_heads=Adaptive()).with_options(**options)
+
+
+def global_topk(base: str | Policy, **options: Any) -> Policy:
+    """Let the heads of all layers share one budget of `base` according to their scores.
+
+    Args:
+        base: a policy or the name of one.
+        **options: floor (see Global), or options of the base.
+
+    Raises:
+        KVPatchError: an unknown option, or a base that never evicts, keeps the whole prompt, or divides its budget over heads
+            already.
+
+    Example:
+        kvpatch.patched(model, kvpatch.policies.global_topk("snapkv", floor=0.5), k=0.3)
+    """
+    return _with("global_topk", base, over_heads=Global()).with_options(**options)
 
 
 def pyramid(base: str | Policy, **options: Any) -> Policy:
@@ -100,6 +119,12 @@ def _with(prefix: str, base: str | Policy, **part: Any) -> Policy:
     policy = base if isinstance(base, Policy) else get_policy(base)
     if not policy.score.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
+    shared = part.get("over_heads", policy.over_heads)
+    if policy.over_heads is not None and type(shared) is not type(policy.over_heads):
+        raise KVPatchError(
+            f"{prefix}({policy.name!r}): the heads of {policy.name!r} share a budget already, over "
+            f"{'all layers' if policy.over_model else 'each layer'}: combine the policy that it was made of."
+        )
     mine = part.get("selection", policy.selection)
     if policy.selection is not None and type(mine) is not type(policy.selection):
         raise KVPatchError(
@@ -141,9 +166,15 @@ POLICIES = _table(
 for _base in ("snapkv", "pyramidkv", "adakv"):
     _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")
     POLICIES[_critical.name] = _critical
+POLICIES["kvzip"] = Policy(
+    "kvzip", Repeated(), Scope(sinks=4), schedule="prompt", source="KVzip", over_heads=Global(floor=0.0)
+)
+for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defensive", Global(floor=0.0))):
+    _parts: dict[str, Any] = {"over_heads": _shared, "selection": TwoStage()}
+    POLICIES[_name] = Policy(_name, Defensive(), schedule="prompt", source="DefensiveKV", **_parts)
 
 
-_AROUND = {"critical": critical, "adaptive": adaptive, "pyramid": pyramid, "chunked": chunked}
+_AROUND = {"critical": critical, "adaptive": adaptive, "global_topk": global_topk, "pyramid": pyramid, "chunked": chunked}
 
 
 def list_policies() -> tuple[str, ...]:

@@ -63,6 +63,8 @@ class Score:
             them.
         evicts: whether tokens are evicted at all.
         reads_held: whether `value` calls context.held(), so that each layer evicts by itself while decoding.
+        rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
+        folds: whether `fold` says what the observation window's rows become, rather than their mean.
 
     Example:
         @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Score:
     is_weight: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
     reads_held: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
+    rereads: ClassVar[bool] = False
 
     @property
     def observed_rows(self) -> int:
@@ -139,6 +143,14 @@ class Score:
         The entry "noise" [B,H,Q,G] holds exp(noise), at least 0, which weights the probabilities in the statistic "gumbel".
         """
         return {}
+
+    def fold(self, p_NGRM: Tensor, candidate_NM: Tensor) -> Tensor:
+        """Return what some rows of the observation window are to each key [N,M]; over all rows the greatest counts.
+
+        p_NGRM: probabilities of the rows, keys in text order; 0 where not candidate. candidate_NM: bool, tokens before the
+        window.
+        """
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
@@ -395,6 +407,42 @@ class ObservationWindow(Score):
         # F.max_pool1d pads with -inf; -inf also keeps padding tokens and the window's own tokens out of every maximum
         outside = score.masked_fill(~candidate, -torch.inf)
         return F.max_pool1d(outside, self.kernel, stride=1, padding=self.kernel // 2)
+
+
+@dataclass(frozen=True)
+class Defensive(ObservationWindow):
+    """Greatest attention of an observation window [DefensiveKV].
+
+    Each row of each query head is pooled over neighbouring tokens, as in ObservationWindow, and scaled so that its sum stays.
+    s[i] = the greatest of the pooled a[t,i] over the last `window` rows t and the query heads of the group, but no less than
+    the mean of these over all tokens before the window.
+
+    Differs from the paper: rows are pooled before the maximum, as in the authors' code.
+
+    Attributes:
+        window: query rows in the observation window.
+        kernel: odd number of neighbouring tokens that are pooled.
+        pooling: "avg", "max", or None for no pooling.
+    """
+
+    kernel: int = 5
+    pooling: str | None = "avg"
+    folds: ClassVar[bool] = True
+
+    def fold(self, p_NGRM: Tensor, candidate_NM: Tensor) -> Tensor:
+        if self.pooling is None:
+            return p_NGRM.amax((1, 2))
+        pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
+        pooled = pool(p_NGRM.flatten(0, 2)[:, None], self.kernel, stride=1, padding=self.kernel // 2).view_as(p_NGRM)
+        pooled = pooled * candidate_NM[:, None, None]
+        total, scaled = p_NGRM.sum(-1, keepdim=True), pooled.sum(-1, keepdim=True)
+        return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny))).amax((1, 2))
+
+    def value(self, context: EvictionContext) -> Tensor:
+        score, position = context.state["observed"], context.positions_BHT
+        candidate = (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
+        mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)
+        return torch.maximum(score, mean)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class RequestPool:
         settings = self.settings
         if settings.block is not None:
             return settings
-        if settings.policy.schedule == "decode" or settings.policy.score.across_layers:
+        if settings.policy.schedule == "decode" or settings.policy.score.across_layers or settings.policy.over_model:
             return None
         return dataclasses.replace(settings, block=self.chunk)
 

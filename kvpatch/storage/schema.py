@@ -158,7 +158,7 @@ class _Layer:
         for name, tensor in entry.items():
             rest = (self.group,) if tensor.ndim == 4 else ()
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
-        if self.policy.weighs_values and self.policy.schedule != "prompt":
+        if self.policy.keeps_norms:
             self._tensor(left, "state.norm", wide, shape)
         if score.observed_rows and (evicting or f"{self.index}.state.observed" in left):
             self._tensor(left, "state.observed", wide, shape)

@@ -71,7 +71,8 @@ def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
     agree(found)
     appends = policy.schedule == "prompt" or policy.name == "full"
     assert {"AppendingByTorch" if appends else "StackedByTorch"} >= set(taken) - {"Unbound"}
-    assert (set(taken) == {"Unbound"}) == (policy.name in ("key_norm", "key_diff", "cur"))
+    unbound = ("key_norm", "key_diff", "cur", "kvzip", "layer_defensive")
+    assert (set(taken) == {"Unbound"}) == (policy.name in unbound)
 
 
 @pytest.mark.parametrize("policy", slow_but((), ("h2o", "keyformer", "roco", "critical(h2o)", "snapkv")))

@@ -13,11 +13,14 @@ from tests.oracle import reference
 MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
 EVICTING = tuple(name for name in kvpatch.list_policies() if name != "full")
+# no layer evicts before all have read the prompt: no blocks, and no generated token in the prompt's pass
+WAITING = tuple(name for name in EVICTING if kvpatch.get_policy(name).over_model)
 WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_window)
 ANY_SCHEDULE = tuple(name for name in EVICTING if len(kvpatch.get_policy(name).score.schedules) == 3)
 ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict where a prompt ends: generated tokens stay
 # undo rotations, so they want original positions
 PLACED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.lookahead is not None)
+PLACED += tuple(name for name in EVICTING if kvpatch.get_policy(name).score.rereads)  # read behind the prompt
 # look at keys without their positions, so one token at two positions is a tie but for rounding
 UNPLACED = ("key_norm", "leverage")
 # look at keys alone, which may have no positions
@@ -29,10 +32,12 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "lag_kv": {"lag": 5},
     "expected_attention": {"future": 9},
     "leverage": {"sketch": 5},
+    "kvzip": {"chunk": 11, "instruction": (3, 1)},
 }
 WRAPS = {
     "pyramid": kvpatch.policies.pyramid,
     "adaptive": kvpatch.policies.adaptive,
+    "global_topk": kvpatch.policies.global_topk,
     "critical": kvpatch.policies.critical,
     "chunked": kvpatch.policies.chunked,
 }

@@ -13,6 +13,8 @@ RAGGED = {
     "critical_adakv": kvpatch.get_policy("critical_adakv").with_options(window=5, kernel=3),
     "adaptive_roco": combined("roco", ("adaptive",)).with_options(recent=2, protected=0.2),
     "critical_adaptive_keyformer": combined("keyformer", ("adaptive", "critical")),
+    "global_topk_snapkv": combined("snapkv", ("global_topk",)).with_options(window=5, kernel=3),
+    "critical_global_topk_roco": combined("roco", ("global_topk", "critical")).with_options(recent=2, protected=0.2),
 }
 
 

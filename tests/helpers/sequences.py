@@ -4,7 +4,16 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, PLACED, UNPLACED, WINDOWED, combined, sorted_positions
+from tests.helpers.comparing import (
+    ANY_SCHEDULE,
+    EVICTING,
+    PLACED,
+    UNPLACED,
+    WAITING,
+    WINDOWED,
+    combined,
+    sorted_positions,
+)
 from tests.helpers.tiny import MODELS, prompt, sound
 from tests.oracle.test_oracle_parts import fits
 
@@ -19,6 +28,8 @@ def settings_of_a_patch(draw):
     assume(fits(policy, wrap))
     name = draw(st.sampled_from(tuple(MODELS)))
     options = {"block": draw(st.one_of(st.none(), st.integers(1, 12)))}
+    if policy in WAITING:
+        options["block"] = None
     if policy in WINDOWED:
         options["window"] = draw(st.integers(1, 6))
     elif policy in ANY_SCHEDULE and draw(st.booleans()):

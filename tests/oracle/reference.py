@@ -35,6 +35,8 @@ FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
 
 SNAPKV: dict[str, Any] = {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"}
 
+DEFENSIVE: dict[str, Any] = {**SNAPKV, "score": "defensive", "kernel": 5, "pooling": "avg", "floor": 0.0}
+
 # One line per policy: its score, then its options and their defaults. `recent` is the window that is never evicted.
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"score": "none", "schedule": "never"},
@@ -63,6 +65,17 @@ POLICIES: dict[str, dict[str, Any]] = {
     "critical_snapkv": {**SNAPKV, "wrap": ("critical",)},
     "critical_pyramidkv": {**SNAPKV, "wrap": ("pyramid", "critical")},
     "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
+    "defensive_snapkv": {**DEFENSIVE, "wrap": ("adaptive", "critical")},
+    "layer_defensive": {**DEFENSIVE, "wrap": ("global_topk", "critical")},
+    "kvzip": {
+        "score": "repeated",
+        "schedule": "prompt",
+        "sinks": 4,
+        "instruction": (),
+        "chunk": 2048,
+        "floor": 0.0,
+        "wrap": ("global_topk",),
+    },
     "key_norm": {"score": "key_norm"},
     "key_diff": {"score": "key_diff"},
     "cur": {"score": "cur", "sinks": 4, "window": 16, "combine": "product"},
@@ -92,10 +105,11 @@ EVERY_POLICY: dict[str, Any] = {
 WRAPS: dict[str, dict[str, Any]] = {
     "pyramid": {"beta": 20},
     "adaptive": {"floor": 0.2},
+    "global_topk": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
-AT_THE_END = ("observation", "lag", "expected", "leverage")  # scores of a prompt's end alone
+AT_THE_END = ("repeated", "observation", "defensive", "lag", "expected", "leverage")  # scores of a prompt's end alone
 # scores that may be negative, or that a factor would make no sense of
 NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag")
 
@@ -207,6 +221,27 @@ def observation(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, p
     return dict(zip(older, s, strict=True))
 
 
+def defensive(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None) -> dict[int, float]:
+    """DefensiveKV: the largest a[t, i] over the last w rows and the query heads, for every held i but the newest w, no less
+    than the mean of these. A row's numbers are first pooled among these tokens and scaled back to their own sum."""
+    older = held[: len(held) - w]
+    most, half = [0.0] * len(older), kernel // 2
+    for row in rows[-w:] if w else []:
+        for j in range(len(next(iter(row.a.values())))):
+            a = [row.a[i][j] if i in row.a else 0.0 for i in older]
+            near = [a[max(0, at - half) : at + half + 1] for at in range(len(a))]
+            pooled = a
+            if pooling == "max":
+                pooled = [max(values) for values in near]
+            elif pooling == "avg":
+                pooled = [sum(values) / kernel for values in near]
+            total = sum(pooled)
+            pooled = [value / total * sum(a) for value in pooled] if total else pooled
+            most = [max(pair) for pair in zip(most, pooled, strict=True)]
+    least = sum(most) / len(most) if most else 0.0
+    return {i: max(value, least) for i, value in zip(older, most, strict=True)}
+
+
 def gumbel_softmax(row: Row, zeta: Callable[[int, int], float], tau: float) -> dict[int, float]:
     """Keyformer: f[t, i] = softmax over i of (x[t, i] + zeta) / tau, averaged over the group.
 
@@ -266,6 +301,7 @@ class Oracle:
         # Keyformer's running scores; with shared=True every layer adds to, and decides by, the same ones.
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
+        self.repeated: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # of second readings
         self.zeta: dict[tuple[int, int, int], float] = {}
         self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
         self.seen = 0  # tokens of the text so far
@@ -331,7 +367,14 @@ class Oracle:
         for l in range(self.decoder.layers):
             x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
             self.add_running(l, len(ids))
-            self.evict(l)
+            if not self.waits(l):
+                self.evict(l)
+                self.round(l)
+        waiting = [l for l in range(self.decoder.layers) if self.waits(l)]
+        if self.options["score"] == "repeated" and self.step == 0 and not self.over():
+            self.read_again(list(ids))
+        self.evict_all(waiting)
+        for l in waiting:
             self.round(l)
         return self.decoder.logits(x_TE)
 
@@ -377,6 +420,49 @@ class Oracle:
                     y[h, index] = a[j] @ values
                 x_of, a_of = (dict(zip(seen, matrix.T.tolist(), strict=True)) for matrix in (x, a))
                 self.rows[l][g].append(Row(t, x_of, a_of))
+        return self.decoder.output(l, y.transpose(0, 1).flatten(1))
+
+    # A second reading
+
+    def read_again(self, ids: list[int]) -> None:
+        """KVzip: the prompt is repeated `chunk` tokens at a time, behind an instruction: one sequence of ids, or what stands
+        before the first chunk, what stands before a later one and is followed by the 8 tokens before it, and what ends both."""
+        given, size = self.options["instruction"], self.options["chunk"]
+        first, later, close = given if given and not isinstance(given[0], int) else (given, given, ())
+        for begin in range(0, len(ids), size):
+            chunk = ids[begin : begin + size]
+            before = [*later, *ids[max(0, begin - 8) : begin]] if begin else [*first]
+            text = [*before, *close, *chunk]
+            span = range(self.start + begin, self.start + begin + len(chunk))
+            positions = torch.arange(self.seen, self.seen + len(text))
+            x_TE = self.decoder.embed(torch.tensor(text), positions)
+            for l in range(self.decoder.layers):
+                x_TE = self.decoder.block(l, x_TE, partial(self.repeat, l, positions, span))
+
+    def repeat(self, l: int, positions: Tensor, span: range, h_TE: Tensor) -> Tensor:
+        """What a layer gives for the repeated rows, whose keys are not kept. s[i] for i in the span is the largest a[t, i] of
+        them, over the query heads too, a being a softmax over the span, the sinks before it and the rows' own tokens."""
+        q, k, v = self.decoder.project(l, h_TE, positions)
+        y = torch.zeros_like(q)
+        for h in range(self.H):
+            g = h // self.G
+            held = sorted(self.keys[l][g])
+            near = [i for i in held if i in span or i < min(self.options["sinks"], span.start)]
+            for index, t in enumerate(positions.tolist()):
+                own = dict(zip(positions.tolist()[: index + 1], k[g, : index + 1], strict=True))
+                keys = {**self.keys[l][g], **own}
+                values = {**self.values[l][g], **dict(zip(own, v[g, : index + 1], strict=True))}
+                for among in (held, near):
+                    seen = [i for i in [*among, *own] if (reach := self.decoder.reach(l)) is None or t - i < reach]
+                    scale, slope = self.decoder.scale(l), self.decoder.slope(h)
+                    x = torch.stack([keys[i] @ q[h, index] * scale + slope * (i - t) for i in seen])
+                    a = torch.softmax(x, -1)
+                    if among is held:
+                        y[h, index] = a @ torch.stack([values[i] for i in seen])
+                        continue
+                    for i, share in zip(seen, a.tolist(), strict=True):
+                        if i in span:
+                            self.repeated[l][g][i] = max(self.repeated[l][g].get(i, 0.0), share)
         return self.decoder.output(l, y.transpose(0, 1).flatten(1))
 
     # Rows that are read
@@ -456,7 +542,7 @@ class Oracle:
 
     def observes(self) -> int:
         """The query rows of the observation window."""
-        return self.options["window"] if self.options["score"] == "observation" else 0
+        return self.options["window"] if self.options["score"] in ("observation", "defensive") else 0
 
     def sinks(self, b: int) -> int:
         """The sinks, clamped so that they and the protected tokens fit the budget."""
@@ -519,12 +605,14 @@ class Oracle:
                 return {i: sum(sum(row.a.get(i, [0.0])) for row in newest_rows) / self.H for i in candidates}
             case "last":
                 return {i: last(rows, i) for i in candidates}
-            case "gumbel":
-                return {i: self.running[l][g][i] for i in candidates}
-            case "observation":
+            case "gumbel" | "repeated":
+                summed = self.running if o["score"] == "gumbel" else self.repeated
+                return {i: summed[l][g].get(i, 0.0) for i in candidates}
+            case "observation" | "defensive":
                 held = sorted(self.keys[l][g])
-                pooled = observation(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
-                return {i: pooled[i] for i in candidates}
+                score = {"observation": observation, "defensive": defensive}[o["score"]]
+                s = score(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
+                return {i: s[i] for i in candidates}
             case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
@@ -563,7 +651,8 @@ class Oracle:
     def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
         """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
         heads = range(g * self.G, (g + 1) * self.G)
-        result, once = {}, self.options["schedule"] == "prompt"
+        o, result = self.options, {}
+        once = o["schedule"] == "prompt" and "global_topk" not in o["wrap"]
         for i in candidates:
             value = self.values[l][g][i] if once else self.noted[l][g][i][1]
             changes = [(value @ self.decoder.output_rows(l, h)).tolist() for h in heads]
@@ -605,9 +694,46 @@ class Oracle:
             extra = max(0, K * b - sum(held))  # more than 0 only while the cache is not full yet
             self.shares[l] = [held[g] + extra // K + (1 if g < extra % K else 0) for g in range(K)]
 
+    def waits(self, l: int) -> bool:
+        """With one budget for all layers none evicts before all have read the prompt."""
+        return "global_topk" in self.options["wrap"] and self.step == 0 and self.budgets[l] is not None
+
+    def evict_all(self, layers: list[int]) -> None:
+        """One ranking over the heads of these layers, so that together they keep the sum of their budgets."""
+        if not layers or self.over():
+            return
+        K, heads = self.decoder.kv_heads, [(l, g) for l in layers for g in range(self.decoder.kv_heads)]
+        b_of = {l: b for l, b in enumerate(self.budgets) if b is not None}
+        total = sum(K * b_of[l] for l in layers)
+        counted = [len(self.keys[l][g]) - len(self.outside(l, g)) for l, g in heads]
+        counts = counted
+        if sum(counted) > total:
+            s = []
+            for l in layers:
+                s += self.scores_of_heads(l, b_of[l], [self.evictable(l, g, b_of[l]) for g in range(K)])
+            must_stay = [number - len(own) for number, own in zip(counted, s, strict=True)]
+            dead = self.dead  # at a prompt's end no layer of these differs in what it can see
+            counts, margin = adaptive(
+                must_stay, s, [self.guaranteed(b_of[l]) for l, _ in heads], total, lambda i: dead(layers[0], i)
+            )
+            self.margin = min(self.margin, margin)
+            for (l, g), own, count in zip(heads, s, counts, strict=True):
+                self.evict_head(l, g, b_of[l], count, own if "chunked" in self.options["wrap"] else None)
+        held = [len(self.keys[l][g]) for l, g in heads]
+        extra = max(0, total - sum(held))
+        for place, (l, g) in enumerate(heads):
+            self.shares[l][g] = held[place] + extra // len(heads) + (1 if place < extra % len(heads) else 0)
+
+    def guaranteed(self, b: int) -> int:
+        """The tokens that a head keeps in any case where heads share a budget."""
+        fixed, recent, r, w = self.sizes(b)
+        return max(tokens(float(self.options["floor"]), b), min(len(fixed) + max(recent, w) + r, b))
+
     def head_budgets(self, l: int, b: int) -> list[int]:
         """How many tokens each KV head of the layer may keep now, not counting those outside the budget."""
         K = self.decoder.kv_heads
+        if "global_topk" in self.options["wrap"] and self.step > 0:
+            return self.shares[l]
         if "adaptive" not in self.options["wrap"]:
             return [b] * K
         if self.step > 0:  # the budgets of the prompt's end
@@ -615,13 +741,10 @@ class Oracle:
         counted = [len(self.keys[l][g]) - len(self.outside(l, g)) for g in range(K)]
         if sum(counted) <= K * b:
             return counted
-        fixed, recent, r, w = self.sizes(b)
-        protected = min(len(fixed) + max(recent, w) + r, b)
-        guaranteed = max(tokens(float(self.options["floor"]), b), protected)
         free = [self.evictable(l, g, b) for g in range(K)]
         s = self.scores_of_heads(l, b, free)
         must_stay = [counted[g] - len(free[g]) for g in range(K)]
-        counts, margin = adaptive(must_stay, s, guaranteed, K * b, partial(self.dead, l))
+        counts, margin = adaptive(must_stay, s, [self.guaranteed(b)] * K, K * b, partial(self.dead, l))
         self.margin = min(self.margin, margin)
         return counts
 
@@ -663,7 +786,8 @@ def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> di
     options = {**EVERY_POLICY, **POLICIES[policy]}
     options["wrap"] = tuple(name for name in WRAPS if name in {*options["wrap"], *wrap})
     for name in options["wrap"]:
-        options |= WRAPS[name]
+        own = POLICIES[policy]  # whose options stay, but for the schedule
+        options |= {key: value for key, value in WRAPS[name].items() if key == "schedule" or key not in own}
     unknown = set(given) - (set(options) - {"score", "wrap"})
     if unknown:
         raise ValueError(f"{policy} has no option {sorted(unknown)}")
@@ -699,8 +823,10 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError(f"block={o['block']}: an int of at least 1")
     if o["schedule"] == "decode" and o["block"] is not None:
         raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
-    if o["schedule"] == "decode" and "adaptive" in o["wrap"]:
-        raise ValueError("schedule='decode': adaptive budgets are found when a prompt ends")
+    if o["schedule"] == "decode" and {"adaptive", "global_topk"} & set(o["wrap"]):
+        raise ValueError("schedule='decode': budgets of heads are found when a prompt ends")
+    if "global_topk" in o["wrap"] and o["block"] is not None:
+        raise ValueError("block: a layer reads all blocks before the next one runs")
     if "chunked" in o["wrap"] and (o["schedule"] != "prompt" or "critical" in o["wrap"]):
         raise ValueError("chunks of a prompt are kept where it ends, and by no other selection")
     if "critical" in o["wrap"] and o["score"] in NO_WEIGHTS:

@@ -71,17 +71,17 @@ def worst(s: dict[Any, float], count: int, dead: Callable[[Any], bool] = lambda 
 
 
 def adaptive(
-    protected: Sequence[int], s: Sequence[dict[int, float]], guaranteed: int, total: int, dead: Dead = lambda i: False
+    protected: Sequence[int], s: Sequence[dict[int, float]], guaranteed: Sequence[int], total: int, dead: Dead = lambda i: False
 ) -> tuple[list[int], float]:
     """AdaKV: how many tokens each head keeps, `total` in all, and the margin.
 
-    Head g holds protected[g] tokens that must stay and the candidates in s[g]. It first keeps `guaranteed` tokens, the
+    Head g holds protected[g] tokens that must stay and the candidates in s[g]. It first keeps guaranteed[g] tokens, the
     protected ones and its own best; what is left of the total goes to the best of all heads' other tokens together.
     """
     counts, margin = [], math.inf
     others: dict[tuple[int, int], float] = {}
     for g, own in enumerate(s):
-        rest, gap = worst(own, len(own) - (guaranteed - protected[g]), dead)
+        rest, gap = worst(own, len(own) - (guaranteed[g] - protected[g]), dead)
         margin = min(margin, gap)
         counts.append(protected[g] + len(own) - len(rest))
         others |= {(i, -g): own[i] for i in rest}  # of equal scores the higher position stays, then the lower head

@@ -8,11 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
 from kvpatch.policies import sampling
-from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, PLACED, SMALL, WINDOWED, agrees, certain
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, PLACED, SMALL, WAITING, WINDOWED, agrees, certain
 from tests.helpers.tiny import FIVE, IDS, MODELS, VOCAB
 from tests.oracle import reference
 
-WRAPS = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
+WHOLE = (("global_topk",), ("pyramid", "global_topk"), ("global_topk", "critical"))  # layers evict together: no blocks
+BLOCKED = (("pyramid",), ("adaptive",), ("critical",), ("pyramid", "adaptive"), ("adaptive", "critical"))
+WRAPS = (*BLOCKED, *WHOLE)
 VARIED = (
     "h2o", "roco", "tova", "keyformer", "random", "scissorhands", "window", "snapkv", "key_diff", "cur", "lag_kv",
     "expected_attention", "leverage",
@@ -21,6 +23,9 @@ WEIGHTS = tuple(p for p in EVICTING if kvpatch.get_policy(p).score.is_weight)
 
 
 def fits(policy, wrap):
+    over_heads = kvpatch.get_policy(policy).over_heads
+    if over_heads is not None and {"adaptive", "global_topk"} & set(wrap):
+        return policy in ("adakv", "critical_adakv") and "global_topk" not in wrap  # a budget is divided once
     return "critical" not in wrap or (policy in WEIGHTS and policy != "chunk_kv")  # a policy has one selection
 
 
@@ -46,7 +51,7 @@ def test_combinations_on_every_architecture(name, wrap):
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 def test_schedules(schedule, wrap):
-    if schedule == "decode" and "adaptive" in wrap:
+    if schedule == "decode" and {"adaptive", "global_topk"} & set(wrap):
         return
     for policy in ("h2o", "keyformer", "tova"):
         certain("llama_gqa", policy, 0.3, wrap=wrap, schedule=schedule, steps=14, sinks=1)
@@ -64,6 +69,9 @@ OPTIONS = [
     (("critical",), {"norm": 2}),
     (("adaptive", "critical"), {"norm": 2, "floor": 0.1, "alpha": 0.75}),
     (("pyramid", "adaptive", "critical"), {"beta": 3, "floor": 0.3, "alpha": 0.3}),
+    (("global_topk",), {"floor": 0.0}),
+    (("global_topk",), {"floor": 1.0, "sinks": 2}),
+    (("pyramid", "global_topk", "critical"), {"beta": 3, "floor": 0.3, "alpha": 0.3}),
 ]
 
 
@@ -83,6 +91,7 @@ CHUNKS = [
     ("chunk_kv", (), {"size": 1, "window": 5, "kernel": 1}),
     ("chunk_kv", (), {"size": 40, "window": 5}),
     ("chunk_kv", ("adaptive",), {"size": 4, "window": 5, "block": 9}),
+    ("chunk_kv", ("global_topk",), {"size": 4, "window": 5}),
 ]
 
 
@@ -97,6 +106,22 @@ def test_float32(wrap):
     certain("llama_gqa", "h2o", 0.4, wrap=wrap, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("wrap", WHOLE, ids="+".join)
+@pytest.mark.parametrize("k", [0.05, 0.97, [0.3, 0.6], [0.5, 1.0]], ids=str)
+def test_one_budget_for_all_layers(k, wrap):
+    """Lists give each layer a part of it; a layer that keeps everything has none."""
+    if isinstance(k, float) or "pyramid" not in wrap:
+        certain("llama_gqa", "h2o", k, wrap=wrap, steps=5)
+        certain("llama_gqa", "keyformer", k, wrap=wrap, steps=5, **({} if isinstance(k, list) else {"shared": True}))
+
+
+@pytest.mark.parametrize("positions", ["original", "renumbered"])
+@pytest.mark.parametrize("wrap", WHOLE, ids="+".join)
+def test_one_budget_for_all_layers_rounded(wrap, positions):
+    for bits in (8, 4):
+        certain("llama_gqa", "h2o", 0.4, wrap=wrap, bits=bits, positions=positions)
+
+
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 def test_a_budget_above_the_prompt(wrap):
     """The cache fills up first, then evicts; heads that share a budget then have equal parts of it."""
@@ -109,16 +134,21 @@ def runs(draw):
     """Arguments of `agrees`: any policy with any parts around it, on any shape."""
     policy = draw(st.sampled_from(EVICTING))
     wrap = tuple(name for name in ("pyramid", "adaptive", "critical") if draw(st.integers(0, 2)) == 0)
+    if "adaptive" not in wrap and draw(st.integers(0, 2)) == 0:
+        wrap = ("global_topk", *wrap)
     assume(fits(policy, wrap))
     name = draw(st.sampled_from(tuple(MODELS)))
     pads = draw(st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=3))
     options = {"sinks": draw(st.integers(0, 4)), "block": draw(st.one_of(st.none(), st.integers(1, 20)))}
+    if "global_topk" in wrap or policy in WAITING:
+        options["block"] = None
     if name != "gpt2" and policy not in PLACED and draw(st.integers(0, 3)) == 0:
         options["positions"] = "renumbered"
     if policy in WINDOWED:
         options |= {"window": draw(st.integers(1, 8)), "pooling": draw(st.sampled_from(["max", "avg", None]))}
     elif policy in ANY_SCHEDULE:
-        schedules = ["prompt", "both"] if options["block"] or "adaptive" in wrap else ["prompt", "decode", "both"]
+        whole = options["block"] or {"adaptive", "global_topk"} & set(wrap)
+        schedules = ["prompt", "both"] if whole else ["prompt", "decode", "both"]
         options |= {"schedule": draw(st.sampled_from(schedules)), "recent": draw(st.one_of(st.integers(0, 6), st.floats(0, 1)))}
     else:
         options[next(iter(SMALL[policy]))] = draw(st.integers(2, 9))
@@ -166,7 +196,7 @@ def test_found_by_random_runs(what):
 
 @pytest.mark.spread
 @pytest.mark.parametrize("block", [1, 4, 7, 50])
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in WAITING])
 def test_blocks(policy, block):
     for name in ("llama_gqa", "mistral_sliding"):
         certain(name, policy, 0.4, block=block, **SMALL.get(policy, {}))
@@ -180,7 +210,7 @@ def test_blocks_on_every_architecture(name, policy):
     certain(name, policy, 9, block=8, pads=(0, 11), **SMALL.get(policy, {}))
 
 
-@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
+@pytest.mark.parametrize("wrap", BLOCKED, ids="+".join)
 def test_blocks_of_combinations(wrap):
     for policy in ("h2o", "snapkv"):
         certain("llama_gqa", policy, 0.4, wrap=wrap, block=6, pads=(0, 5), **SMALL.get(policy, {}))

@@ -29,7 +29,10 @@ def test_adaptive_counts(floor, budgets_B):
     empty[0, 1, [2, 5]] = True
     order = order.masked_fill(empty, selection.FIRST)
     for nominal, holes in itertools.product([[0, 0], [2, 1]], [None, empty]):
-        got = Adaptive(floor).counts(order, holes, fixed, budgets_B, nominal)
+        keys = order if holes is None else order.masked_fill(holes, selection.FIRST)
+        least_B = torch.tensor([Adaptive(floor).least(*of) for of in zip(budgets_B, nominal, strict=True)])
+        total = fixed.sum(-1, keepdim=True) + 3 * torch.tensor(budgets_B)[:, None]
+        got = Adaptive(floor).counts(keys, fixed + least_B[:, None], total)
         for b in range(2):
             least = [max(budgets.share(float(floor), budgets_B[b]), nominal[b]) + f for f in fixed[b].tolist()]
             held = [[v for v in order[b, h].tolist() if v > selection.FIRST] for h in range(3)]
@@ -43,7 +46,7 @@ def test_adaptive_counts(floor, budgets_B):
 
 def test_equal_entries_go_to_the_lower_head():
     order = torch.tensor([[[3, 9], [3, 9], [3, 9]]])
-    got = Adaptive(0).counts(order, None, torch.zeros(1, 3, dtype=torch.long), [1], [0])
+    got = Adaptive(0).counts(order, torch.zeros(1, 3, dtype=torch.long), torch.tensor([[3]]))
     assert got.tolist() == [[1, 1, 1]]
     order = torch.tensor([[[3, 5], [3, 5], [3, 5]]])
-    assert Adaptive(0).counts(order, None, torch.tensor([[1, 0, 0]]), [1], [0]).tolist() == [[2, 1, 1]]
+    assert Adaptive(0).counts(order, torch.tensor([[1, 0, 0]]), torch.tensor([[4]])).tolist() == [[2, 1, 1]]

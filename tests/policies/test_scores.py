@@ -44,7 +44,9 @@ def test_declarations():
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
-    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 7
+    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 9
+    assert [name for name, p in POLICIES.items() if p.score.folds] == ["defensive_snapkv", "layer_defensive"]
+    assert [name for name, p in POLICIES.items() if p.score.rereads] == ["kvzip"]
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
 
 

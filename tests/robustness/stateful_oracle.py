@@ -16,6 +16,7 @@ from tests.helpers.comparing import (
     PLACED,
     SMALL,
     TOLERANCE,
+    WAITING,
     WINDOWED,
     combined,
     draw,
@@ -78,7 +79,7 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     name = choose(st.sampled_from(FIVE)) if name is None else name
     policy = choose(st.sampled_from((*EVICTING, "full")))
     wrap = tuple(one for one in ("pyramid", "adaptive", "critical") if policy != "full" and choose(st.integers(0, 3)) == 0)
-    wrap = wrap if fits(policy, wrap) else tuple(one for one in wrap if one != "critical")
+    wrap = wrap if fits(policy, wrap) else tuple(one for one in wrap if one == "pyramid")
     k = choose(st.one_of(st.sampled_from((0.3, 0.5, 0.8)), st.integers(1, 12), st.sampled_from((1.0, (0.4, 3), (1.0, 2)))))
     k = 0.4 if isinstance(k, tuple) and ("pyramid" in wrap or "pyramid" in policy) else k
     options: dict[str, Any] = {}
@@ -92,7 +93,8 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
         options |= {"recent": 1, "protected": 0.3}
     if policy != "full" and choose(st.integers(0, 3)) == 0:
         options["sinks"] = choose(st.integers(1, 2))
-    block = choose(st.one_of(st.none(), st.integers(1, 5))) if options.get("schedule") != "decode" else None
+    blocks = options.get("schedule") != "decode" and policy not in WAITING
+    block = choose(st.one_of(st.none(), st.integers(1, 5))) if blocks else None
     if policy == "keyformer" and block is None:
         options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"

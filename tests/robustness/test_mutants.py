@@ -227,11 +227,45 @@ MUTANTS = {
         "policies/selection.py", "share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)",
         "share = score", f"{PARTS}::test_options[critical-{{'alpha': 0.25, 'eps': 0.01}}]"),
     "floor ignored": (
-        "policies/allocation.py", "max(share(float(self.floor), b), p)", "p",
+        "policies/allocation.py", "max(share(float(self.floor), budget), nominal)", "nominal",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
     "heads share by the selection's order": (
-        "attention/compress.py", "            context.keep_BH1 = None  # heads share by score alone\n", "",
+        "attention/compress.py", "        self.context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
+    "the mean of a second reading's rows for their maximum": (
+        "attention/second_reading.py", "rows.p_NGRM.amax((1, 2))", "rows.p_NGRM.mean((1, 2))", f"{ORACLE}[llama_gqa-kvzip]"),
+    "a second reading scored among all tokens": (
+        "attention/second_reading.py", "start.clamp(max=call.policy.scope.sinks)", "start",
+        "tests/oracle/test_oracle.py::test_options[kvzip-{'chunk': 7, 'instruction': (5, 9)}]"),
+    "evicted before the second reading": (
+        "attention/compress.py", "if now.rereads or (together and call.layer", "if (together and call.layer",
+        f"{ORACLE}[llama_gqa-kvzip]"),
+    "a row repeated at another's length": (
+        "cache/passes.py", "(torch.tensor(whole.n_B)[:, None] + column)", "(max(whole.n_B) + column).repeat(len(pieces), 1)",
+        f"{ORACLE}[llama_gqa-kvzip]"),
+    "the mean of an observation window left out of its maxima": (
+        "policies/scores.py", "return torch.maximum(score, mean)", "return score",
+        "tests/oracle/test_oracle.py::test_options[defensive_snapkv-{'window': 6, 'pooling': None, 'sinks': 3, 'alpha': 0.2}]"),
+    "pooling that leaks behind the candidates": (
+        "policies/scores.py", "        pooled = pooled * candidate_NM[:, None, None]\n", "",
+        f"{ORACLE}[llama_gqa-defensive_snapkv]"),
+    "the maximum over one query head": (
+        "policies/scores.py", "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny))).amax((1, 2))",
+        "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny)))[:, 0].amax(1)",
+        f"{ORACLE}[llama_gqa-layer_defensive]"),
+    "each layer evicts before the next one has read the prompt": (
+        "attention/compress.py", "if call.layer != max(layer for layer in together if layer < len(cache.layers)):", "if False:",
+        f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
+    "a budget of all layers divided by layer": (
+        "attention/compress.py", "    _end(ended)\n", "    for one in ended:\n        _end([one])\n",
+        f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
+    "norms of tokens that are appended forgotten": (
+        "attention/bound_step.py", "entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms",
+        "entry = type(call.score).entry is not Score.entry",
+        "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[layer_defensive]"),
+    "norms of layers that wait forgotten": (
+        "policies/policy.py", 'self.schedule != "prompt" or self.over_model', 'self.schedule != "prompt"',
+        "tests/cache/test_common_budget.py::test_weights_of_a_layer_are_not_needed_after_it"),
     "one head's extent off by one": (
         "backends/head_offsets.py", "accumulate((capacities[n] for n", "accumulate((capacities[n] - (n == 1) for n",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
