@@ -21,15 +21,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen2": {**GROUPED, "num_hidden_layers": 2},
     "Qwen3": {**GROUPED, "num_hidden_layers": 2},
     "GPT2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
-    "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4},
-    "Gemma2": {**GROUPED, "num_hidden_layers": 2, "sliding_window": 48},
+    "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
 }
 
 
 def save(family: str, folder: Path) -> Any:
     """Make a model, save it, and return it."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(vocab_size=VOCAB, tie_word_embeddings=False, **SIZES[family])
+    config = getattr(transformers, f"{family}Config")(**{"vocab_size": VOCAB, "tie_word_embeddings": False, **SIZES[family]})
     found = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
     model = getattr(transformers, found)(config).eval()
     with torch.no_grad():

@@ -92,26 +92,33 @@ def first(answer: dict[str, Any]) -> list[list[int]]:
     return [sequences[0] for sequences in answer["tokens"]]
 
 
-def agree(got: list[list[int]], expected: list[list[int]]) -> list[int]:
-    """The number of equal tokens of each text."""
-    return [sum(a == b for a, b in zip(one, other, strict=True)) for one, other in zip(got, expected, strict=True)]
+def differ(got: list[list[int]], expected: list[list[int]], policy: str) -> list[int]:
+    """The step at which each text that differs does so first.
+
+    Norms of keys are equal but for rounding where a text has a token twice: under key_norm chance decides from there on.
+    """
+    steps = []
+    for ids, one, other in zip(TEXTS, got, expected, strict=True):
+        known = [step for step in range(NEW) if policy == "key_norm" and other[step] in (*ids, *other[:step])]
+        steps += [step for step in range(min(known, default=NEW)) if one[step] != other[step]][:1]
+    return steps
 
 
 def test_policies(answers):
     found = {}
     for policy, answer in zip(POLICIES, answers.of([job("Llama", policy) for policy in POLICIES]), strict=True):
-        found[policy] = agree(first(answer), answers.generated("Llama", TEXTS, policy, **POLICIES[policy]))
-    assert found == dict.fromkeys(POLICIES, [NEW] * len(TEXTS))
+        found[policy] = differ(first(answer), answers.generated("Llama", TEXTS, policy, **POLICIES[policy]), policy)
+    assert not any(found.values()), found
 
 
 def test_models(answers):
     cases = [(family, policy) for family in ("GPT2", "Bloom", "Mistral", "Qwen2", "Qwen3") for policy in SOME]
     found = {}
     for (family, policy), answer in zip(cases, answers.of([job(*case) for case in cases]), strict=True):
-        found[family, policy] = agree(first(answer), answers.generated(family, TEXTS, policy, **POLICIES[policy]))
+        found[family, policy] = differ(first(answer), answers.generated(family, TEXTS, policy, **POLICIES[policy]), policy)
         if policy == "h2o":
             assert first(answer) != answers.generated(family, TEXTS, None), family
-    assert found == dict.fromkeys(cases, [NEW] * len(TEXTS))
+    assert not any(found.values()), found
 
 
 def test_a_prompt_read_in_chunks_is_one_read_in_blocks(answers):
@@ -162,7 +169,6 @@ def test_refused_at_start(answers):
     draft = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
     cases = (
         (job("Llama", "h2o", options=draft), "speculative decoding takes tokens back"),
-        (job("Gemma2", "h2o"), "sliding window among layers without one"),
         ({**job("Llama", "h2o"), "settings": {"policy": "h2p", "k": K}}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
     )
     for (_, words), answer in zip(cases, answers.of([case for case, _ in cases]), strict=True):
