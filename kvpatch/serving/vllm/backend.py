@@ -103,9 +103,9 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         assert told.is_prefilling is not None
         first, after = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
         rows = zip(told.block_table_tensor.tolist(), first, first[1:], after, told.is_prefilling.tolist(), strict=False)
-        claim = self.kv_cache_spec.pages  # what the manager claimed with a request's first tokens
+        pages_of = self.kv_cache_spec.pages  # those that the manager gave a request with its first tokens
         scheduled = [
-            Scheduled(pages[: claim(stop - start)], start, stop - start, seen - (stop - start), prompt)
+            Scheduled(pages[: pages_of(stop - start)], start, stop - start, seen - (stop - start), prompt)
             for pages, start, stop, seen, prompt in rows
             if stop > start
         ]
