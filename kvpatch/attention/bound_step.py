@@ -191,5 +191,5 @@ def _unmasked(call: Call) -> bool:
     """Tell if a step is a softmax over scaled products in one precision."""
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None
-    full = slots.dtype == accumulator(slots.dtype) and all(codec.exact for codec in slots.kv.codecs)
+    full = slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and all(codec.exact for codec in slots.kv.codecs)
     return full and geometry.plain and not masked

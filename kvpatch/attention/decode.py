@@ -121,7 +121,7 @@ def _task(call: Call) -> Task:
 
 def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
     task = _task(call)
-    return task, call.case(task, q_BHGD, call.keys(call.slots.used), call.observes)
+    return task, call.case(task, q_BHGD, call.keys(call.slots.used, contents=False), call.observes)
 
 
 def _by_kernel(

@@ -133,10 +133,10 @@ class Call:
         at = slots.seen - slots.ahead[0]
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
-    def keys(self, past: int) -> Keys:
-        """Return the used slots in the form that a backend takes."""
+    def keys(self, past: int, contents: bool = True) -> Keys:
+        """Return the used slots in the form that a backend takes. contents: False where shapes are enough."""
         slots = self.slots
-        keys, values, positions = slots.view()
+        keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline()
         grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 

@@ -21,6 +21,7 @@ from . import slots
 from .compatibility import check
 from .growth import plan
 from .layer import SlotLayer
+from .slots import Slots, fitted
 from .state import TextState
 
 Text = TypeVar("Text", bound=TextState)
@@ -137,9 +138,13 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
     goals = _goals(new, parts)
-    _lay_out(new, parts, counts, goals)
-    _fill(new, parts)
-    _open(new, counts, goals)
+    beside = first.kv.beside([part.kv for part in parts[1:]], max(goals or (0,)))
+    if beside is not None:
+        _stack(new, parts, beside)
+    else:
+        _lay_out(new, parts, counts, goals)
+        _fill(new, parts)
+    _open(new, counts, goals, moved=beside is None)
 
 
 def _mass(layer: SlotLayer) -> Tensor:
@@ -167,6 +172,14 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
                 new.state[name] = t.new_zeros(B, H, C, *t.shape[3:])
 
 
+def _stack(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
+    """Join parts whose keys and values stay where they are: slot indices stay too."""
+    new.kv, C = beside, beside.width
+    new.positions = torch.cat([fitted(part.positions[:, :, : part.used], C, -1) for part in parts])
+    names = dict.fromkeys(name for part in parts for name in part.state)
+    new.state = {name: torch.cat([fitted(part.statistic(name)[:, :, : part.used], C, 0) for part in parts]) for name in names}
+
+
 def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
     """Move each head's tokens to the front of its segment, in text order."""
     heads, C = 0, new.positions.shape[2]
@@ -183,14 +196,14 @@ def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
         heads += len(positions)
 
 
-def _open(new: SlotLayer, counts: list[int], goals: list[int] | None) -> None:
-    """Set the mode: the slots that the next token goes to."""
+def _open(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
+    """Set the mode: the slots that the next token goes to. moved: each head's tokens are in its first slots."""
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
         filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
         new.holes = not new.kv.appends or filling > 0 or min(counts) + 1 < C
-        new.start_evicting(filling, next_BH)
+        new.start_evicting(filling, next_BH if moved else None)
     elif not new.kv.appends:
         new.holes = True
         new.start_growing(next_BH)

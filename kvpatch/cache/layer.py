@@ -8,6 +8,7 @@ next free one. Nothing else moves. Below budget, or if decode steps evict nothin
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL) -> None:
         self.statistics, self.bits = statistics, bits
+        self.storage: Callable[[Tensor, Tensor], Slots] = functools.partial(reading, bits=bits)  # of a first prompt's columns
         self.record_past = False
         self.reset()
 
@@ -88,7 +90,7 @@ class SlotLayer(CacheLayerMixin):
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         keys, values = key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1])
-        self.kv = reading(keys, values, self.bits)
+        self.kv = self.storage(keys, values)
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
         self.is_initialized, self.mode = True, Reading()
 
@@ -167,7 +169,7 @@ class SlotLayer(CacheLayerMixin):
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
-        self.kv = reading(k_BHQD.detach(), v_BHQD.detach(), self.bits)
+        self.kv = self.storage(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)
@@ -269,6 +271,10 @@ class SlotLayer(CacheLayerMixin):
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
         return *self.kv.view(T), self.positions[:, :, :T]
+
+    def outline(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `view` does, with any contents of keys and values."""
+        return *self.kv.shaped(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
         """Return the state of the used slots."""

@@ -70,6 +70,6 @@ def reading(keys: Tensor, values: Tensor, bits: int) -> DenseSlots:
 def opened(slots: Slots) -> Slots:
     """Return slots to which a prompt's columns are appended in full precision: rounded ones are unpacked."""
     if all(codec.exact for codec in slots.codecs):
-        return slots
+        return slots.buffered()
     keys, values = slots.numbers(slots.width)
     return ReadingSlots(keys, values, slots.codecs, (slots.keys, slots.values))

@@ -23,11 +23,12 @@ class Slots(ABC):
     """Keys and values of one layer.
 
     keys, values: as a backend takes them, with `head_offsets` (None: [B,H,C,D]). appends: columns can be written after those
-    in use; else a token goes into a free slot of each head. width: slots of the largest head. codecs: keys and values are
-    entries of these (backends/entries.py): numbers, or bytes.
+    in use; else a token goes into a free slot of each head. in_place: keys and values are the memory itself, not a copy of it.
+    width: slots of the largest head. codecs: keys and values are entries of these (backends/entries.py): numbers, or bytes.
     """
 
     appends: bool
+    in_place: bool = True
     head_offsets: HeadOffsets | None = None
 
     def __init__(self, keys: Tensor, values: Tensor, codecs: Codecs = EXACT) -> None:
@@ -60,6 +61,14 @@ class Slots(ABC):
         """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
         return self
 
+    def buffered(self) -> Slots:
+        """Return slots in memory of the layer's own, which a prompt's columns are appended to; itself if they are."""
+        return self
+
+    def beside(self, others: list[Slots], width: int) -> Slots | None:
+        """Return slots of these rows and of `others`, all where they are; None if they have to be moved."""
+        return None
+
     def flat(self) -> tuple[Tensor, Tensor]:
         """Return keys and values with one entry per slot."""
         return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
@@ -86,6 +95,10 @@ class Slots(ABC):
     @abstractmethod
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `used` columns, as a backend takes them."""
+
+    def shaped(self, used: int) -> tuple[Tensor, Tensor]:
+        """Return tensors of the shapes that `view` returns, for decisions that need no contents."""
+        return self.view(used)
 
     @abstractmethod
     def taken(self, used: int, free: int) -> int:
@@ -149,8 +162,13 @@ class DenseSlots(Slots):
     appends = True
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[B,H,C,D] of the keys."""
+        return self.keys.shape
+
+    @property
     def width(self) -> int:
-        return self.keys.shape[2]
+        return self.shape[2]
 
     def begins(self) -> Tensor:
         B, H, C, _ = self.keys.shape
@@ -166,7 +184,7 @@ class DenseSlots(Slots):
         return used - free
 
     def capacities(self) -> list[int]:
-        B, H, C, _ = self.keys.shape
+        B, H, C, _ = self.shape
         return [C] * (B * H)
 
     def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:

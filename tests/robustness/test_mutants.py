@@ -16,6 +16,7 @@ ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
+PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -39,6 +40,13 @@ MUTANTS = {
     "rows that wait thrown away": (
         "serving/rows.py", "outside.append(_select(part, [not one for one in here]))", "pass",
         "tests/serving/test_rows.py::test_rows_are_those_asked_for"),
+    "numbers of an earlier row left in a page": (
+        "cache/paged.py", "    pool[table_BN.flatten()] = 0", "    pass", f"{PAGED}[None-snapkv-8-options2]"),
+    "slots looked up in a row's first page": (
+        "cache/paged.py", "self.table_BN.gather(1, slot_BH // P) if", "self.table_BN[:, :1] if",
+        f"{PAGED}[None-snapkv-8-options2]"),
+    "rows of pages joined as if tokens had moved to the front": (
+        "cache/concat.py", "next_BH if moved else None", "next_BH", f"{PAGED}[None-h2o-13-options0]"),
     "score not reset when a slot is reused": (
         "cache/layer.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (

@@ -1,0 +1,158 @@
+"""Slots in the pages of an engine: a row of a batch has pages of its own, and its tokens stay there while rows come and go.
+
+An engine (vLLM) allocates one tensor per layer, [N,2,H,P,D]: N pages, each with keys and values of H heads in P slots. An entry
+of a page may be another token in every head and layer. Positions and scores are the layer's, beside the pages. A prompt is read
+in memory of its own; what is kept of it goes to the pages where the prompt, or a chunk of it, ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backends.entries import EXACT
+from .growth import Layout
+from .slots import DenseSlots, Slots, fitted, gathered
+
+
+class PagedSlots(DenseSlots):
+    """The first columns, `shape[2]`, of the pages of each row.
+
+    Keys and values are copied where they are read, each page once.
+
+    pool: [N,2,H,P,D]. table_BN: pages of each row, in order; then page 0, which is nobody's, in rows with fewer than others.
+    """
+
+    appends = in_place = False
+
+    def __init__(self, pool: Tensor, table_BN: Tensor, width: int) -> None:
+        _, _, H, P, D = pool.shape
+        assert width <= table_BN.shape[1] * P, "an engine gives a request pages for all that it will ever hold"
+        self.pool, self.table_BN, self.codecs = pool, table_BN, EXACT
+        self._shape = (len(table_BN), H, width, D)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        return self._read(0, self.width)
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._read(1, self.width)
+
+    def _read(self, which: int, used: int) -> Tensor:
+        _, _, H, P, D = self.pool.shape
+        if used <= P:
+            return self.pool[:, which, :, :used].index_select(0, self.table_BN[:, 0])
+        B, N = len(self.table_BN), -(-used // P)
+        pages = self.pool[:, which].index_select(0, self.table_BN[:, :N].flatten())
+        return pages.view(B, N, H, P, D).transpose(1, 2).reshape(B, H, N * P, D)[:, :, :used]
+
+    @property
+    def nbytes(self) -> int:
+        return self.table_BN.numel() * self.pool[0].numel() * self.pool.element_size()
+
+    def view(self, used: int) -> tuple[Tensor, Tensor]:
+        return self._read(0, used), self._read(1, used)
+
+    def shaped(self, used: int) -> tuple[Tensor, Tensor]:
+        B, H, _, D = self.shape
+        some = self.pool[:1, 0, :, :1].expand(B, H, used, D)
+        return some, some
+
+    # ---- entries, by their row of the flattened pool; a value lies H * P rows behind its key ----
+
+    def begins(self) -> Tensor:
+        B, H, _, _ = self.shape
+        return self.rows(self.table_BN.new_zeros(B, H), self.table_BN)
+
+    def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
+        H, P = self.pool.shape[2:4]
+        page_BH = self.table_BN.gather(1, slot_BH // P) if self.table_BN.shape[1] > 1 else self.table_BN
+        heads = torch.arange(H, device=slot_BH.device)
+        return ((page_BH * 2 * H + heads) * P + slot_BH % P).flatten()
+
+    def _flat(self) -> tuple[Tensor, int]:
+        H, P, D = self.pool.shape[2:]
+        return self.pool.view(-1, D), H * P
+
+    def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+        flat, behind = self._flat()
+        return flat[rows_N], flat[rows_N + behind]
+
+    def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
+        flat, behind = self._flat()
+        flat.index_copy_(0, rows_N, k.reshape(-1, flat.shape[1]))
+        flat.index_copy_(0, rows_N + behind, v.reshape(-1, flat.shape[1]))
+
+    def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
+        for column in range(k_BHQD.shape[2]):
+            slot_BH = self.table_BN.new_full(self.shape[:2], start + column)
+            self.write_at(self.rows(slot_BH, slot_BH), k_BHQD[:, :, column].detach(), v_BHQD[:, :, column].detach())
+
+    # ---- moving slots ----
+
+    def buffered(self) -> PromptSlots:
+        return PromptSlots(*self.view(self.width), self.pool, self.table_BN)
+
+    def beside(self, others: list[Slots], width: int) -> PagedSlots | None:
+        tables = [self.table_BN, *(other.table_BN for other in others if isinstance(other, PagedSlots))]
+        if len(tables) <= len(others):
+            return None
+        most = max(table_BN.shape[1] for table_BN in tables)
+        table_BN = torch.cat([F.pad(table_BN, (0, most - table_BN.shape[1])) for table_BN in tables])
+        return PagedSlots(self.pool, table_BN, max(width, self.width, *(other.width for other in others)))
+
+    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PagedSlots:
+        return PagedSlots(self.pool, self.table_BN, max(capacities))
+
+    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+        return self.buffered().compact(index_BHK, kept_BHK, layout)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PagedSlots:
+        """Apply `change` to the rows' pages: rows can be selected and ordered, but not copied."""
+        return PagedSlots(self.pool, change(self.table_BN), self.width)
+
+
+class PromptSlots(DenseSlots):
+    """Columns [B,H,C,D] of a prompt, in memory of their own; then, what is kept of them goes to these pages."""
+
+    def __init__(self, keys: Tensor, values: Tensor, pool: Tensor, table_BN: Tensor) -> None:
+        super().__init__(keys, values)
+        self.pool, self.table_BN = pool, table_BN
+
+    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PromptSlots:
+        keys, values = (fitted(t[:, :, :used], max(capacities), 0) for t in (self.keys, self.values))
+        return PromptSlots(keys, values, self.pool, self.table_BN)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PromptSlots:
+        return PromptSlots(change(self.keys), change(self.values), self.pool, change(self.table_BN))
+
+    def closed(self, used: int) -> PagedSlots:
+        return self._stored(self.keys[:, :, :used], self.values[:, :, :used], used)
+
+    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> PagedSlots:
+        width = max(*layout.capacities, index_BHK.shape[-1])
+        return self._stored(gathered(self.keys, index_BHK), gathered(self.values, index_BHK), width)
+
+    def _stored(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
+        """Write columns to the pages, and zeros to the rest of the last one."""
+        B, H, _, D = k_BHKD.shape
+        P = self.pool.shape[3]
+        N = -(-width // P)
+        columns = torch.stack([fitted(k_BHKD, N * P, 0), fitted(v_BHKD, N * P, 0)], 1)
+        pages = columns.view(B, 2, H, N, P, D).permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+        self.pool[self.table_BN[:, :N].flatten()] = pages
+        return PagedSlots(self.pool, self.table_BN, width)
+
+
+def first_prompt(keys: Tensor, values: Tensor, pool: Tensor, table_BN: Tensor) -> PromptSlots:
+    """Make the slots of a new row's prompt. Its pages are emptied: what an earlier row left there may be infinite."""
+    pool[table_BN.flatten()] = 0
+    return PromptSlots(keys, values, pool, table_BN)

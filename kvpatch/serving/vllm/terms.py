@@ -1,0 +1,128 @@
+"""The settings of a budget in vLLM's configuration: {"kvpatch": {"policy": "h2o", "k": 1024}}. Needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import KVPatchError, suggest
+from ...policies import Policy, get_policy
+from ...policies.budgets import check_count
+
+VARIABLE = "KVPATCH_VLLM"
+NAMES = ("policy", "k", "schedule", "seed", "positions")
+TESTED = ((0, 32), (0, 33))  # versions of vLLM: from, below
+
+_EXAMPLE = """--additional-config '{"kvpatch": {"policy": "h2o", "k": 1024}}'"""
+_INSTEAD = {  # arguments of patched() that have no place here
+    "block": "vLLM's own chunks take its place: max_num_batched_tokens is their size",
+    "bits": "keys and values have the model's own precision",
+    "backend": "vLLM chooses it",
+    "strict": "it is a debugging aid of patched()",
+    "auto": "the model is one of vLLM's own",
+    "protect": "the attention of a layer sees no token ids",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """A request's budget. k: tokens that each KV head keeps."""
+
+    policy: Policy
+    k: int
+    seed: int = 0
+
+
+def configured(additional: object, variable: str | None) -> Terms | None:
+    """Return the settings, or None if there are none.
+
+    Args:
+        additional: vLLM's additional_config.
+        variable: the environment variable KVPATCH_VLLM.
+
+    Raises:
+        KVPatchError: they cannot work, or both are given.
+    """
+    own = additional.get("kvpatch") if isinstance(additional, Mapping) else None
+    if own is None and not variable:
+        return None
+    if own is not None and variable:
+        raise KVPatchError(f"Both additional_config['kvpatch'] and the variable {VARIABLE} are given: leave one out.")
+    if own is not None:
+        return terms_of(own)
+    try:
+        return terms_of(json.loads(variable or ""))
+    except json.JSONDecodeError as error:
+        raise KVPatchError(
+            f"{VARIABLE}={variable!r} is not JSON ({error}): write {VARIABLE}='{{\"policy\": \"h2o\", \"k\": 1024}}'."
+        ) from None
+
+
+def terms_of(given: object) -> Terms:
+    """Check the settings of a budget.
+
+    Raises:
+        KVPatchError: an unknown name, a bad value, or what vLLM's constant number of slots cannot serve.
+    """
+    if not isinstance(given, Mapping):
+        raise KVPatchError(f"kvpatch={given!r} must be an object of settings: {_EXAMPLE}.")
+    settings = dict(given)
+    missing = [name for name in ("policy", "k") if name not in settings]
+    for name in settings if missing else ():
+        if near := suggest(name, missing):
+            raise KVPatchError(f"kvpatch has no setting {name!r}.{near}")
+    if missing:
+        raise KVPatchError(f"kvpatch's settings lack {' and '.join(missing)}: {_EXAMPLE}.")
+    policy, k, schedule, seed, positions = (settings.pop(name, None) for name in NAMES)
+    for name, why in _INSTEAD.items():
+        if name in settings:
+            raise KVPatchError(f"{name}={settings[name]!r} is not served in vLLM: {why}. Leave it out.")
+    chosen = get_policy(policy)
+    for name in [name for name in settings if name not in chosen.options()]:
+        near = suggest(name, (*chosen.options(), *NAMES))
+        if any(repr(one) in near for one in NAMES):
+            raise KVPatchError(f"kvpatch has no setting {name!r}.{near}")
+    chosen = chosen.with_options(schedule, **settings)
+    if positions not in (None, "original"):
+        raise KVPatchError(f"positions={positions!r} is not served in vLLM, which rotates keys itself: use 'original'.")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise KVPatchError(f"seed={seed!r} must be an int.")
+    return _served(Terms(chosen, _tokens(k), seed or 0))
+
+
+def _tokens(k: Any) -> int:
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise KVPatchError(
+            f"k={k!r}: in vLLM each request has as many slots, so k is a number of tokens, such as 1024."
+        )
+    check_count("k", k, "tokens")
+    return k
+
+
+def _served(terms: Terms) -> Terms:
+    """Raise KVPatchError for a policy that does not hold equally many tokens in each head, at all times."""
+    policy = terms.policy
+    instead = next((instead for served, instead in _unserved(policy) if served), None)
+    if instead is not None:
+        raise KVPatchError(f"Policy {policy.name!r} is not served in vLLM: {instead}.")
+    if policy.schedule == "decode":
+        raise KVPatchError(
+            "schedule='decode' is not served in vLLM: a request claims its pages before the length of its prompt is known. "
+            'Give "schedule": "both".'
+        )
+    return terms
+
+
+def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
+    """Reasons why a policy may not be served, and what to use."""
+    score = policy.score
+    return (
+        (not score.evicts, "it evicts nothing, as vLLM does without kvpatch"),
+        (policy.over_heads is not None, "its heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
+        (policy.over_layers is not None, "its layers hold different numbers of tokens: use 'snapkv'"),
+        (score.across_layers, "with shared=True its layers share a score: use shared=False"),
+        (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
+        (policy.scope.turns != "all", "turns= tells prompts of a chat apart, and vLLM has one text: leave it out"),
+    )

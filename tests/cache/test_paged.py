@@ -1,0 +1,62 @@
+"""Keys and values in an engine's pages: the same tokens, in memory that is not the cache's."""
+
+import functools
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.cache.paged import PagedSlots, first_prompt
+from kvpatch.serving.rows import RowPool
+from tests.helpers.joined import same_kept
+from tests.helpers.serving import prompts
+from tests.helpers.tiny import make
+
+LENGTHS = (20, 61, 9, 33)
+
+
+def paged(cache, pools, pages):
+    """Give each layer of an empty cache pages of its own in a pool."""
+    for layer, pool in zip(cache.layers, pools, strict=True):
+        layer.storage = functools.partial(first_prompt, pool=pool, table_BN=torch.tensor([pages]))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("policy", "P", "options"),
+    [
+        ("h2o", 13, {}),
+        ("tova", 5, {}),
+        ("snapkv", 8, {"window": 4}),
+        ("critical_snapkv", 8, {"window": 4}),
+        ("key_diff", 13, {}),
+    ],
+)
+@pytest.mark.parametrize("block", [None, 16])
+def test_rows_in_pages_are_rows(policy, P, options, block):
+    """Prompts shorter and longer than the budget, alone and beside each other, while requests come, wait and go."""
+    model, texts = make("llama_gqa"), dict(zip("abcd", prompts(LENGTHS), strict=True))
+    with kvpatch.patched(model, policy, 12, block=block, **options) as patch, torch.no_grad():
+        pages, rows = 32 // P + 1, RowPool()
+        pools = [torch.full((16 + 4 * pages, 2, 2, P, 8), torch.nan) for _ in range(2)]
+        for pool in pools:
+            pool[0] = 0
+        alone = {}
+        for index, (name, ids) in enumerate(texts.items()):
+            own = [*range(1 + index, len(pools[0]), 4)][: pages + index]  # not contiguous, nor equally many
+            cache = paged(patch.new_cache(), pools, own)
+            alone[name] = patch.new_cache()
+            for one in (cache, alone[name]):
+                model(torch.tensor([ids]), past_key_values=one)
+            assert all(isinstance(layer.kv, PagedSlots) for layer in cache.layers)
+            rows.add(name, cache)
+        for step, wanted in enumerate(("abcd", "db", "c", "acd", "abcd", "ab", "dcba", "dcba", "abcd", "a", "bc")):
+            here = rows.gather(wanted)
+            assert all(isinstance(layer.kv, PagedSlots) for layer in here.cache.layers)
+            fed = torch.tensor([[5 + 7 * step + ord(name) % 13] for name in here.names])
+            logits = model(fed, past_key_values=here.cache).logits[:, -1]
+            for row, name in enumerate(here.names):
+                own = model(fed[row : row + 1], past_key_values=alone[name]).logits[0, -1]
+                assert torch.allclose(logits[row], own, atol=1e-5), (step, name)
+                same_kept(here.cache, row, alone[name])
+        assert not any(bool(pool[0].any()) for pool in pools), "page 0 is nobody's"

@@ -1,0 +1,67 @@
+"""The settings of a budget in vLLM's configuration: read and refused without vLLM."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvpatch
+from kvpatch.serving.vllm.terms import configured, terms_of
+
+
+def test_settings():
+    terms = terms_of({"policy": "H2O", "k": 1024, "recent": 0.3, "seed": 7, "positions": "original"})
+    assert (terms.policy.name, terms.k, terms.seed, terms.policy.options()["recent"]) == ("h2o", 1024, 7, 0.3)
+    assert terms_of({"policy": "snapkv", "k": 64, "window": 8}).policy.schedule == "prompt"
+    assert terms_of({"policy": "h2o", "k": 64, "schedule": "prompt"}).policy.schedule == "prompt"
+
+
+def test_where_they_are_given():
+    given = {"policy": "h2o", "k": 16}
+    assert configured({}, None) is None and configured({"other": 1}, "") is None and configured(None, None) is None
+    for found in (configured({"kvpatch": given}, None), configured({}, json.dumps(given))):
+        assert found is not None and found.k == 16
+    with pytest.raises(kvpatch.KVPatchError, match=r"Both additional_config.*leave one out"):
+        configured({"kvpatch": given}, json.dumps(given))
+    with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM='h2o' is not JSON.*write KVPATCH_VLLM="):
+        configured({}, "h2o")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("h2o", "must be an object of settings"),
+        ({"policy": "h2o"}, "settings lack k: --additional-config"),
+        ({"polcy": "h2o", "k": 3}, "no setting 'polcy'. Did you mean 'policy'?"),
+        ({"policy": "h2p", "k": 3}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
+        ({"policy": "h2o", "k": 3, "recnt": 1}, "no option 'recnt'. Did you mean 'recent'?"),
+        ({"policy": "h2o", "k": 3, "sede": 1}, "no setting 'sede'. Did you mean 'seed'?"),
+        ({"policy": "h2o", "k": 0.5}, "k is a number of tokens, such as 1024"),
+        ({"policy": "h2o", "k": 0}, "k=0 must be a number of tokens, at least 1"),
+        ({"policy": "h2o", "k": 3, "seed": "x"}, "seed='x' must be an int"),
+        ({"policy": "h2o", "k": 3, "block": 64}, "max_num_batched_tokens is their size"),
+        ({"policy": "h2o", "k": 3, "bits": 4}, "bits=4 is not served"),
+        ({"policy": "h2o", "k": 3, "protect": [1]}, "sees no token ids"),
+        ({"policy": "h2o", "k": 3, "positions": "renumbered"}, "use 'original'"),
+        ({"policy": "h2o", "k": 3, "schedule": "decode"}, 'Give "schedule": "both"'),
+        ({"policy": "h2o", "k": 3, "schedule": "bth"}, "Did you mean 'both'?"),
+        ({"policy": "adakv", "k": 3}, "heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
+        ({"policy": "adaptive(h2o)", "k": 3}, "heads hold different numbers of tokens"),
+        ({"policy": "pyramidkv", "k": 3}, "layers hold different numbers of tokens: use 'snapkv'"),
+        ({"policy": "full", "k": 3}, "evicts nothing, as vLLM does without kvpatch"),
+        ({"policy": "expected_attention", "k": 3}, "use 'key_diff' or 'key_norm'"),
+        ({"policy": "snapkv", "k": 3, "window": 1, "turns": "first"}, "turns= tells prompts of a chat apart"),
+    ],
+)
+def test_refused(given, words):
+    with pytest.raises(kvpatch.KVPatchError) as refused:
+        terms_of(given)
+    assert words in str(refused.value)
+
+
+def test_the_plugin_imports_little():
+    """vLLM loads it in every process, also where no budget is asked for."""
+    look = "import sys, kvpatch.serving.vllm.plugin; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

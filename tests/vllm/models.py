@@ -1,0 +1,44 @@
+"""Small models with random weights, in folders as vLLM reads them.
+
+Their weights are larger than those of a fresh model, and the prompts' tokens distinct, so that logits and scores have gaps far
+beyond the rounding in which vLLM's layers differ from transformers': tokens are then equal or the algorithm differs.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 512
+GROUPED = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {**GROUPED, "num_hidden_layers": 3},
+    "Mistral": {**GROUPED, "num_hidden_layers": 2, "sliding_window": 48},
+    "Qwen2": {**GROUPED, "num_hidden_layers": 2},
+    "Qwen3": {**GROUPED, "num_hidden_layers": 2},
+    "GPT2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+}
+
+
+def save(family: str, folder: Path) -> Any:
+    """Make a model, save it, and return it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{"vocab_size": VOCAB, "tie_word_embeddings": False, **SIZES[family]})
+    found = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    model = getattr(transformers, found)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:  # tied embeddings echo the last token unless the layers add far more
+                parameter.mul_(40 if family == "Bloom" and "dense" in name else 4)
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    rnd = random.Random(seed)
+    return [rnd.sample(range(2, VOCAB), n) for n in lengths]

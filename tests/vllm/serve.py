@@ -1,0 +1,86 @@
+"""Run vLLM in a process of its own: `python -m tests.vllm.serve jobs.json answers.json`, one engine after another.
+
+A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, perhaps `arrivals` or `variable`. Its
+answer has the tokens of each sequence, or the error that the engine was refused with.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    GLOO_SOCKET_IFNAME="lo",
+)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Answer one job."""
+    from vllm import LLM, SamplingParams
+
+    if job.get("settings") is not None:
+        job["options"] = {**job["options"], "additional_config": {"kvpatch": job["settings"]}}
+    os.environ.pop("KVPATCH_VLLM", None)
+    if "variable" in job:
+        os.environ["KVPATCH_VLLM"] = job["variable"]
+    usual = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
+    try:
+        engine = LLM(model=job["model"], **{**usual, **job["options"]})
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    sampling = SamplingParams(detokenize=False, ignore_eos=True, **job["sampling"])
+    if "arrivals" in job:
+        return {"tokens": _scheduled(engine.llm_engine, job, sampling), "pages": _pages(engine.llm_engine)}
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+    return {"tokens": [[list(one.token_ids) for one in output.outputs] for output in outputs]}
+
+
+def _scheduled(engine: Any, job: dict[str, Any], sampling: Any) -> list[list[list[int]] | None]:
+    """Give requests at random steps and cancel some: None in their place."""
+    rnd, ended = random.Random(job["arrivals"]), dict[str, list[list[int]] | None]()
+    waiting, most = list(enumerate(job["prompts"])), 0
+    free = _free(engine)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and rnd.random() < 0.3:
+            index, ids = waiting.pop(0)
+            engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = [list(one.token_ids) for one in output.outputs]
+        most = max(most, free - _free(engine))
+        running = [name for name in map(str, range(len(job["prompts"]) - len(waiting))) if name not in ended]
+        if running and rnd.random() < 0.02:
+            name = rnd.choice(running)
+            ended[name] = None
+            engine.abort_request([name])
+    engine.most = most
+    return [ended[str(index)] for index in range(len(job["prompts"]))]
+
+
+def _free(engine: Any) -> int:
+    return engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def _pages(engine: Any) -> int:
+    """The most pages that were in use at once."""
+    return engine.most
+
+
+if __name__ == "__main__":
+    answers = []
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        answers.append(run(job))
+        gc.collect()
+    Path(sys.argv[2]).write_text(json.dumps(answers))
