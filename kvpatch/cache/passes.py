@@ -128,8 +128,8 @@ def end(cache: TextState, layer: int) -> None:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
         cache.meter.now = 0
-    assert cache.now is not None
-    if layer == len(cache.layers) - 1 and not cache.now.rereads and cache.now.repeat is None:
+    now = cache.running
+    if layer == len(cache.layers) - 1 and not now.rereads and now.repeat is None:
         finish(cache)
 
 

@@ -27,8 +27,8 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
     """Run the decoder over what repeats the prompt, chunk by chunk, and end the prompt in all layers."""
-    now, ids, score = cache.now, cache.turns.ids, cache.settings.policy.score
-    assert now is not None and ids is not None and isinstance(score, Repeated)
+    now, ids, score = cache.running, cache.turns.ids, cache.settings.policy.score
+    assert ids is not None and isinstance(score, Repeated)
     rows = [[token for token in row if token >= 0] for row in ids.tolist()]
     texts = [list(score.pieces(row)) for row in rows]
     with torch.no_grad():

@@ -14,6 +14,7 @@ from kvpatch.backends.triton.forward import attend
 from kvpatch.policies.context import Block
 from kvpatch.policies.statistics import STATISTICS
 from tests.backends import triton_twins as twins
+from tests.helpers.marks import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's infinities
 CLOSE = {"sum": 1e-5, "squares": 5e-5}  # relative to the largest entry
@@ -63,7 +64,7 @@ if DEVICE == "cuda":  # the interpreter multiplies bfloat16 wrongly
     CASES |= {f"bfloat16 {D}": lambda D=D: make(1000, D, G=4, dtype=torch.bfloat16) for D in (64, 80, 128, 256)}
 
 
-@pytest.fixture(params=CASES, scope="module")
+@pytest.fixture(params=slow_but(("group 3", "padding in between", "past ALiBi window", "noise tau"), CASES), scope="module")
 def prompt(request):
     return CASES[request.param]()
 
@@ -117,6 +118,7 @@ def test_the_same_bits_again():
     assert all(torch.equal(once[name], again[name]) for name in NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 6, 40, 1024])
 @pytest.mark.parametrize(
     "shape", [{"padding": [(0, 37), (0, 0)]}, {"past": 60}, {"sliding": 70}, {"sliding": 33, "padding": [(0, 5), (150, 290)]}]
@@ -145,6 +147,7 @@ def test_programs_that_see_most_rows_start_first(monkeypatch):
     assert grids == [(6, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="takes 4 GB")
 def test_heads_far_apart():
     """Query heads 2^30 elements apart: offsets do not fit 32 bits."""
@@ -239,6 +242,7 @@ def blocks_of(prompt, names, tau):
     return {name: total.view(B, H, -1) for name, total in sums.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, {"past": 50}, {"alibi": True, "sliding": 70}])
 def test_agrees_with_the_policies_statistics(shape):
     prompt = make(150, B=2, G=2, padding=[(0, 60), (0, 0)], **shape)
@@ -248,6 +252,7 @@ def test_agrees_with_the_policies_statistics(shape):
     assert torch.equal(got["count"], want["count"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [1.0, 1.6])
 def test_two_passes_agree_with_keyformer(tau):
     prompt = make(150, B=2, G=2, padding=[(0, 60), (0, 0)], noise=True, tau=tau)
@@ -258,6 +263,7 @@ def test_two_passes_agree_with_keyformer(tau):
     assert_close(run(prompt, ["sum"], lse=lse)["sum"], want.double(), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts the interpreter's tiles")
 @pytest.mark.parametrize(
     ("shape", "columns", "rows"),

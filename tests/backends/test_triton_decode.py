@@ -13,6 +13,7 @@ from kvpatch.backends.triton.decode import STATISTICS, Rule
 from kvpatch.errors import KVPatchError
 from kvpatch.policies import selection
 from tests.backends import triton_decode_twin as twin
+from tests.helpers.marks import slow_but
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OUT, STATE = {F32: 1e-5, F16: 2e-3, BF16: 1e-2}, 1e-5  # relative to the largest entry
@@ -253,7 +254,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(("group of three", "alibi, window, gumbel", "ragged, filling", "holes"), CASES))
 def test_follows_the_twin(name):
     asked, options = CASES[name]
     assert follow(asked, **options) == 0, "these seeds leave no victim too close to call"
@@ -290,6 +291,7 @@ def test_a_row_of_padding_sees_nothing():
     assert (slots.positions == -1).all()
 
 
+@pytest.mark.slow
 def test_each_statistic_alone():
     rng = torch.Generator().manual_seed(0)
     start, new = filled(1, 2, 2, 64, 40, F32, rng), token(1, 2, 2, 64, F32, rng)
@@ -310,6 +312,7 @@ def clone(slots):
     return new
 
 
+@pytest.mark.slow
 def test_splits_and_repetition():
     """The same bits twice; with other splits the same but for rounding."""
     rng = torch.Generator().manual_seed(0)
@@ -420,7 +423,7 @@ def torch_victim(slots, value, G, sliding, first, recent):
     return selection.victim(selection.eviction_keys(order, protected=protected, dead=dead, empty=None), position < 0)
 
 
-@pytest.mark.spread
+@pytest.mark.slow
 @pytest.mark.parametrize("value", kernels.VALUES)
 @pytest.mark.parametrize("G", [1, 3])
 def test_victims_are_those_of_selection(value, G):

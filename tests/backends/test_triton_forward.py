@@ -7,6 +7,7 @@ from tests.backends.on_triton import DEVICE, HALF, make, tail  # isort: skip
 from kvpatch.backends.triton import forward
 from kvpatch.backends.triton.forward import attend
 from tests.backends import triton_twins as twins
+from tests.helpers.marks import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's infinities
 OUT = {torch.float32: 1e-5, HALF: 2e-3, torch.bfloat16: 2e-2}
@@ -56,7 +57,7 @@ if DEVICE == "cuda":  # the interpreter multiplies bfloat16 wrongly
     CASES |= {f"bfloat16 {D}": lambda D=D: make(1000, D, G=4, dtype=torch.bfloat16) for D in (64, 80, 128, 256)}
 
 
-@pytest.fixture(params=CASES, scope="module")
+@pytest.fixture(params=slow_but(("past and padding", "cap ALiBi", "tail cap sinks"), CASES), scope="module")
 def prompt(request):
     return CASES[request.param]()
 
@@ -95,6 +96,7 @@ def test_normalizers_alone(prompt):
     assert_attends(prompt, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if "noise" in name or name in ("everything", "tail cap sinks")])
 def test_noisy_normalizers_from_attentions_own(name):
     """What a kernel leaves for padding, whatever it is, is not read."""
@@ -108,6 +110,7 @@ def test_noisy_normalizers_from_attentions_own(name):
         assert_normalises(found.noisy, twins.normalisers(prompt, True), tolerance)
 
 
+@pytest.mark.slow
 def test_random_shapes():
     """Rows, heads, sizes, masks and biases drawn together."""
     draw = torch.Generator().manual_seed(0)
@@ -159,6 +162,7 @@ def test_the_output_lies_as_a_model_takes_it():
     assert out.permute(0, 3, 1, 2, 4).is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts the interpreter's tiles")
 @pytest.mark.parametrize(
     ("shape", "tiles"),

@@ -27,6 +27,7 @@ from tests.backends.test_triton_decode import (
     slopes,
     token,
 )  # fmt: skip
+from tests.helpers.marks import slow_but
 
 NARROW = pytest.mark.parametrize("bits", [8, 4])
 CASES = {
@@ -46,7 +47,7 @@ CASES = {
 
 
 @NARROW
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(("one block", "ragged, filling"), CASES))
 def test_follows_the_twin(name, bits):
     asked, options = CASES[name]
     assert follow(asked, bits=bits, **options) == 0, "these seeds leave no victim too close to call"

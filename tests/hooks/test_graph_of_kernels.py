@@ -14,6 +14,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(on_triton.GPU, reason="stands for a GPU")
 @pytest.mark.parametrize(("name", "policy", "options"), CASES, ids=str)
 def test_replayed_kernels_are_the_model_s_steps(name, policy, options):
