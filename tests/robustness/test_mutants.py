@@ -262,7 +262,7 @@ MUTANTS = {
         "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny)))[:, 0].amax(1)",
         f"{ORACLE}[llama_gqa-layer_defensive]"),
     "each layer evicts before the next one has read the prompt": (
-        "attention/compress.py", "if call.layer != max(layer for layer in together if layer < len(cache.layers)):", "if False:",
+        "attention/compress.py", "(together and call.layer != _last(call.cache))", "False",
         f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
     "a budget of all layers divided by layer": (
         "attention/compress.py", "    _end(ended)\n", "    for one in ended:\n        _end([one])\n",
