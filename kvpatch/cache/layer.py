@@ -8,7 +8,6 @@ next free one. Nothing else moves. Below budget, or if decode steps evict nothin
 from __future__ import annotations
 
 import copy
-import functools
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL) -> None:
         self.statistics, self.bits = statistics, bits
-        self.storage: Callable[[Tensor, Tensor], Slots] = functools.partial(reading, bits=bits)  # of a first prompt's columns
+        self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
         self.reset()
 
@@ -90,7 +89,7 @@ class SlotLayer(CacheLayerMixin):
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         keys, values = key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1])
-        self.kv = self.storage(keys, values)
+        self.kv = self._stored(keys, values)
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
         self.is_initialized, self.mode = True, Reading()
 
@@ -166,10 +165,14 @@ class SlotLayer(CacheLayerMixin):
             self.state = {name: fitted(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
         self.free_at = None
 
+    def _stored(self, keys: Tensor, values: Tensor) -> Slots:
+        """Return the slots of a first prompt's columns."""
+        return reading(keys, values, self.bits) if self.storage is None else self.storage(keys, values)
+
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
-        self.kv = self.storage(k_BHQD.detach(), v_BHQD.detach())
+        self.kv = self._stored(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)

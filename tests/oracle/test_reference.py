@@ -463,7 +463,8 @@ def test_a_token_outside_the_sliding_window_is_evicted_first() -> None:
 
 ALL = [name for name in reference.POLICIES if name != "full"]
 ONCE = [name for name in ALL if reference.POLICIES[name].get("schedule") == "prompt"]  # evict at the prompt's end only
-EVEN = [name for name in ALL if not {"pyramid", "adaptive"} & {*reference.POLICIES[name].get("wrap", ())}]
+SHARING = {"pyramid", "adaptive", "global_topk"}
+EVEN = [name for name in ALL if not SHARING & {*reference.POLICIES[name].get("wrap", ())}]
 
 
 @pytest.mark.parametrize("policy", EVEN)
@@ -750,14 +751,14 @@ def test_adaptive_ties_go_to_the_higher_position_then_to_the_lower_head() -> Non
     # One set of scores for all heads: 4 tokens of 2 heads, by position and then by head.
     recency = run(two_heads(A, B), [0] * 4, [], policy="window", wrap=("adaptive",), k=2, floor=0)
     assert recency.kept == [[[[2, 3], [2, 3]]]]
-    assert reference.adaptive([0, 0], [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}], 0, 3) == ([2, 1], 1.0)
-    assert reference.adaptive([0, 0], [{0: 2.0, 1: 2.0}, {0: 2.0, 1: 2.0}], 0, 3) == ([2, 1], math.inf)
+    assert reference.adaptive([0, 0], [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}], [0, 0], 3) == ([2, 1], 1.0)
+    assert reference.adaptive([0, 0], [{0: 2.0, 1: 2.0}, {0: 2.0, 1: 2.0}], [0, 0], 3) == ([2, 1], math.inf)
     # Live before dead, whatever the score; protected tokens count in the floor.
-    assert reference.adaptive([0, 0], [{0: 9.0, 1: 2.0, 2: 3.0}, {0: 9.0, 1: 1.0}], 0, 2, lambda i: i == 0)[0] == [2, 0]
-    assert reference.adaptive([2, 0], [{0: 9.0, 1: 5.0}, {0: 3.0, 1: 1.0, 2: 0.5}], 2, 5)[0] == [3, 2]
+    assert reference.adaptive([0, 0], [{0: 9.0, 1: 2.0, 2: 3.0}, {0: 9.0, 1: 1.0}], [0, 0], 2, lambda i: i == 0)[0] == [2, 0]
+    assert reference.adaptive([2, 0], [{0: 9.0, 1: 5.0}, {0: 3.0, 1: 1.0, 2: 0.5}], [2, 2], 5)[0] == [3, 2]
     # The gap of a head's own first token, 1 and 0.9, is smaller than that of 4 and 3 among the others.
     s = [{0: 1.0, 1: 0.9, 2: 0.1}, {0: 5.0, 1: 4.0, 2: 3.0}]
-    assert reference.adaptive([0, 0], s, 1, 3) == ([1, 2], pytest.approx(0.1))
+    assert reference.adaptive([0, 0], s, [1, 1], 3) == ([1, 2], pytest.approx(0.1))
 
 
 def test_adaptive_guarantees_the_nominal_protected_size() -> None:
