@@ -48,7 +48,8 @@ def _observe(call: Call, q_BHGQD: Tensor, held: Keys, k_BHQD: Tensor, places_BHQ
     index = (~wanted).byte().argsort(dim=-1, stable=True)[..., :count]
     shown = position.gather(-1, index).masked_fill(~wanted.gather(-1, index), -1)
     k = torch.cat([gathered(held.k_BHTD, index), k_BHQD], 2)
-    holes = held.holes or call.now.padding is not None  # else rows are alike, and all of these are wanted
+    # of a first prompt without padding rows are alike, and all of these are wanted; a later one may find its sinks evicted
+    holes = held.holes or call.now.padding is not None or call.cache.turns.count > 1
     keys = Keys(k, k, torch.cat([shown, places_BHQ], 2), holes, count, False)
     most = slots.state["repeated"].new_zeros(k.shape[0] * k.shape[1], k.shape[2])
 
