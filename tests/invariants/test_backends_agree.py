@@ -106,7 +106,7 @@ ROUNDED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "policy", "options"), slow_but(ROUNDED[:2], ROUNDED), ids=str)
+@pytest.mark.parametrize(("name", "policy", "options"), slow_but((), ROUNDED), ids=str)
 def test_rounded_slots_on_the_kernels(name, policy, options):
     report = alike(name, policy, **options)
     assert {made for task, (made, _) in report.backends.items() if task in ("decode", "ragged")} == {"triton"}
@@ -123,7 +123,7 @@ def test_the_kernels_and_the_oracle(name, policy):
 
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("name", "policy"), slow_but(BESIDE[2:3], BESIDE))
+@pytest.mark.parametrize(("name", "policy"), slow_but((), BESIDE))
 def test_the_kernels_of_rounded_slots_and_the_oracle(name, policy, bits):
     certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton", bits=bits)
 
