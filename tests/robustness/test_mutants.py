@@ -253,7 +253,7 @@ MUTANTS = {
         f"{ORACLE}[llama_gqa-kvzip]"),
     "the mean of an observation window left out of its maxima": (
         "policies/scores.py", "return torch.maximum(score, mean)", "return score",
-        "tests/oracle/test_oracle.py::test_options[defensive_snapkv-{'window': 6, 'pooling': None, 'sinks': 3, 'alpha': 0.2}]"),
+        "tests/oracle/test_oracle.py::test_float32[defensive_snapkv]"),
     "pooling that leaks behind the candidates": (
         "policies/scores.py", "        pooled = pooled * candidate_NM[:, None, None]\n", "",
         f"{ORACLE}[llama_gqa-defensive_snapkv]"),
