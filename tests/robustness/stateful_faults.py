@@ -48,7 +48,7 @@ PASS = [
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"),
     (head_offsets.HeadOffsets, "pack"), (DeviceCounters, "advance"), (passes, "begin"),
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "_finish"), (decoder, "_begin"), (decoder, "_check_positions"), (RunLog, "begin"),
+    (passes, "finish"), (decoder, "_begin"), (decoder, "_check_positions"), (RunLog, "begin"),
 ]  # fmt: skip
 ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (head_offsets.HeadOffsets, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
