@@ -67,18 +67,18 @@ def test_replayed_steps_are_the_model_s(name, policy, options, pads):
     replays(name, policy, options, pads)
 
 
-def replays(name, policy, options, pads=False):
-    """The graph and the model, over three prompts; returns the report."""
+def replays(name, policy, options, pads=False, prompts=3):
+    """The graph and the model, over several prompts; returns the report."""
     model, options = make(name), dict(options)
     room, k = options.pop("room", None), options.pop("k")
     with kvpatch.patched(model, policy, k, **options) as patch:
-        want, kept = steps(patch, model, [24] * 3, room, pads=pads)
+        want, kept = steps(patch, model, [24] * prompts, room, pads=pads)
         graph = StepGraph(model, patch._state, FakeRecorder)
-        got, found = steps(patch, model, [24] * 3, room, graph, pads=pads)
+        got, found = steps(patch, model, [24] * prompts, room, graph, pads=pads)
         report = patch.report()
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
     assert same_tokens(found, kept)
-    assert graph.captures == 1 and graph.replays == 3 * STEPS - 1
+    assert graph.captures == 1 and graph.replays == prompts * STEPS - 1
     return report
 
 
