@@ -67,9 +67,9 @@ def test_replayed_steps_are_the_model_s(name, policy, options, pads):
     replays(name, policy, options, pads)
 
 
-def replays(name, policy, options, pads=False, prompts=3):
+def replays(name, policy, options, pads=False, prompts=3, layers=2):
     """The graph and the model, over several prompts; returns the report."""
-    model, options = make(name), dict(options)
+    model, options = make(name, layers=layers), dict(options)
     room, k = options.pop("room", None), options.pop("k")
     with kvpatch.patched(model, policy, k, **options) as patch:
         want, kept = steps(patch, model, [24] * prompts, room, pads=pads)

@@ -32,8 +32,8 @@ def run(model, policy, backend, ids, fed, mask=None, **options):
         return logits.cpu(), held, patch.report()
 
 
-def alike(name, policy, padded=False, steps=8, **options):
-    model = (tiny_families.make if name in tiny_families.FAMILIES else make)(name).to(DEVICE)
+def alike(name, policy, padded=False, steps=4, **options):
+    model = (tiny_families.make(name) if name in tiny_families.FAMILIES else make(name, layers=1)).to(DEVICE)
     ids, fed = prompt(2, 37).to(DEVICE), prompt(2, steps, seed=4).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, : 9 if padded else 0] = 0
@@ -56,11 +56,9 @@ def test_every_policy_on_the_kernels(policy):
 CASES = [*itertools.product(MODELS, ("roco", "keyformer"), (False, True))]
 
 
-@pytest.mark.parametrize(
-    ("name", "policy", "padded"), slow_but((), CASES)
-)
+@pytest.mark.parametrize(("name", "policy", "padded"), slow_but((), CASES))
 def test_every_architecture_on_the_kernels(name, policy, padded):
-    alike(name, policy, padded, steps=6)
+    alike(name, policy, padded)
 
 
 SPECIAL = [("gpt_oss", "keyformer", True), ("gemma2", "snapkv", False), ("gemma2", "roco", True), ("gpt_oss", "h2o", False)]
@@ -113,19 +111,19 @@ def test_rounded_slots_on_the_kernels(name, policy, options):
 
 
 BESIDE = [*zip(MODELS, ("keyformer", "roco", "h2o", "scissorhands", "roco"), strict=True)]
+BESIDE_ROUNDED = [(*one, bits) for one, bits in zip(BESIDE, (8, 4, 8, 4, 8), strict=True)]
 
 
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
 @pytest.mark.parametrize(("name", "policy"), slow_but(BESIDE[:1], BESIDE))
 def test_the_kernels_and_the_oracle(name, policy):
-    certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton")
+    certain(name, policy, 0.4, dtype=torch.float32, steps=3, backend="triton")
 
 
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("name", "policy"), slow_but((), BESIDE))
+@pytest.mark.parametrize(("name", "policy", "bits"), slow_but((), BESIDE_ROUNDED))
 def test_the_kernels_of_rounded_slots_and_the_oracle(name, policy, bits):
-    certain(name, policy, 0.4, dtype=torch.float32, steps=5, backend="triton", bits=bits)
+    certain(name, policy, 0.4, dtype=torch.float32, steps=3, backend="triton", bits=bits)
 
 
 @pytest.mark.slow
