@@ -51,6 +51,20 @@ def _one_thread_and_poison():
     torch.use_deterministic_algorithms(False)
 
 
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@pytest.fixture(autouse=True)
+def _dispatch_as_it_was():
+    """Each test begins with PyTorch's own dispatch keys.
+
+    In long runs torch.compile has been seen to leave its thread with Python's dispatch excluded, after which every later
+    compilation in the process fails.
+    """
+    with torch._C._ForceDispatchKeyGuard(*_KEYS):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_kernel_is_replaced():
     """A defect in a kernel's call must not pass for a launch that fails, after which torch serves."""

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import kvpatch
+from kvpatch.serving.vllm import plugin
 from kvpatch.serving.vllm.terms import configured, terms_of
 
 
@@ -65,3 +67,24 @@ def test_the_plugin_imports_little():
     look = "import sys, kvpatch.serving.vllm.plugin; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("variable", ["", '{"policy": "h2o", "k": 16}'])
+def test_a_budget_is_refused_where_vllm_has_no_cpu(cpu, variable, monkeypatch):
+    platforms, registry = ModuleType("vllm.platforms"), ModuleType("vllm.v1.attention.backends.registry")
+    named = {}
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: cpu)
+    registry.AttentionBackendEnum, registry.register_backend = SimpleNamespace(CPU_ATTN="cpu"), named.__setitem__
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (platforms, registry):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("KVPATCH_VLLM", variable)
+    if cpu or not variable:
+        plugin.register()
+        assert named == {"cpu": "kvpatch.serving.vllm.backend.Backend"}
+    else:
+        with pytest.raises(kvpatch.KVPatchError, match="KVPATCH_VLLM is set.*unset it, or use transformers' server"):
+            plugin.register()
+        assert not named
