@@ -7,12 +7,12 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
-from tests.helpers.interpreter import quicken
+from tests.helpers.interpreter import prepare
 
 logging.set_verbosity_error()
 if not torch.cuda.is_available():  # Triton's kernels then run in its interpreter, which must be said before they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    quicken()
+    prepare()
 # the same examples everywhere; `pytest --hypothesis-profile=wide` draws new ones
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("wide", deadline=None, max_examples=2000)

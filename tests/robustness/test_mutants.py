@@ -352,6 +352,14 @@ MUTANTS = {
     "squares of one head in the column kernel": (
         "backends/triton/columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
+    "the column kernel reads a key too many, and makes nothing of it": (
+        "backends/triton/columns.py", "k = tl.load(k_tile, mask=(n < T)[:, None]",
+        "k = tl.load(k_tile, mask=(n < T + 1)[:, None]",
+        "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
+    "the forward kernel reads the place of a row too many": (
+        "backends/triton/forward.py", "rows = tl.load(rows_ptr + b * Q + m, mask=m < Q,",
+        "rows = tl.load(rows_ptr + b * Q + m, mask=m < Q + 1,",
+        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
     "rows between two splits of the column kernel left out": (
         "backends/triton/columns.py", "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M, hi)",
         "hi = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_M - 1, hi)",
