@@ -78,6 +78,10 @@ CASES = [
     ("llama_gqa", "adakv", {"k": 0.5, "room": STEPS}),
     ("llama_gqa", "adakv", {"k": 0.4, "window": 5, "room": STEPS}),
     ("llama_gqa", "critical(adaptive(roco))", {"k": 0.3, "room": STEPS}),
+    ("llama_gqa", "defensive_snapkv", {"k": 0.5, "room": STEPS}),
+    ("llama_gqa", "layer_defensive", {"k": 0.4, "window": 5, "room": STEPS}),
+    ("llama_gqa", "global_topk(snapkv)", {"k": 0.4, "window": 5, "room": STEPS}),
+    ("llama_gqa", "kvzip", {"k": 0.4, "room": STEPS}),
 ]
 FAST = [CASES[i] for i in (0, 2, 6, 15, 21)]  # rotary, ALiBi, temperatures, slots that fill up, ragged
 

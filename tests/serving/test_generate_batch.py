@@ -21,6 +21,9 @@ POLICIES = (
     "critical(h2o)",
     "key_diff",
     "adakv",
+    "defensive_snapkv",
+    "layer_defensive",
+    "global_topk(snapkv)",
 )
 
 
