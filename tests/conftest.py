@@ -58,8 +58,7 @@ _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local
 def _dispatch_as_it_was():
     """Each test begins with PyTorch's own dispatch keys.
 
-    In long runs torch.compile has been seen to leave its thread with Python's dispatch excluded, after which every later
-    compilation in the process fails.
+    In two long runs Python's was found excluded, after which every compilation in the process failed. By what is not known.
     """
     with torch._C._ForceDispatchKeyGuard(*_KEYS):
         yield
