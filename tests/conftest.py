@@ -58,7 +58,7 @@ _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local
 def _dispatch_as_it_was():
     """Each test begins with PyTorch's own dispatch keys.
 
-    In two long runs Python's was found excluded, after which every compilation in the process failed. By what is not known.
+    In one long run Python's was found excluded, after which every compilation in the process failed. By what is not known.
     """
     with torch._C._ForceDispatchKeyGuard(*_KEYS):
         yield

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+OUTSIDE = {"the column kernel reads a key too many", "the forward kernel reads the place of a row too many"}
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
@@ -352,7 +354,7 @@ MUTANTS = {
     "squares of one head in the column kernel": (
         "backends/triton/columns.py", "group = tl.where(g == 0, p, group + p)", "group = p",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
-    "the column kernel reads a key too many, and makes nothing of it": (
+    "the column kernel reads a key too many": (
         "backends/triton/columns.py", "k = tl.load(k_tile, mask=(n < T)[:, None]",
         "k = tl.load(k_tile, mask=(n < T + 1)[:, None]",
         "tests/backends/test_triton_columns.py::test_column_statistics[group 4]"),
@@ -476,6 +478,8 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails_its_test(name, tmp_path, worker):
     file, before, after, tests = MUTANTS[name]
+    if name in OUTSIDE and torch.cuda.is_available():
+        pytest.skip("only Triton's interpreter tells which addresses are a tensor's")
     copy_to(tmp_path)
     path = tmp_path / "kvpatch" / file
     source = path.read_text()
