@@ -8,6 +8,7 @@ from hypothesis import settings
 from transformers.utils import logging
 
 from tests.helpers.interpreter import prepare
+from tools.frames import roomy
 
 logging.set_verbosity_error()
 if not torch.cuda.is_available():  # Triton's kernels then run in its interpreter, which must be said before they are imported
@@ -39,6 +40,8 @@ def pytest_collection_modifyitems(items):
             seen |= _values(most)
         for case in left:
             case.add_marker("slow")
+    for item in items:
+        item.obj = roomy(item.obj)
 
 
 @pytest.fixture(autouse=True)

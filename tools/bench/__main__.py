@@ -40,6 +40,8 @@ from typing import Annotated
 import torch
 import typer
 
+from tools.frames import roomy
+
 from . import gpu as bench_gpu
 from . import paper, peer
 from . import plot as bench_plot
@@ -220,4 +222,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    roomy(app)()
