@@ -22,7 +22,6 @@ def roomy(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 @functools.cache
 def _large_frame() -> Callable:
     unused = " = ".join(f"local_{i}" for i in range(LOCALS))
-    lines = "def call(function, *args, **kwargs):", f"    if not function: {unused} = None", "    return function(*args, **kwargs)"
     made: dict[str, Callable] = {}
-    exec("\n".join(lines), made)
+    exec(f"def call(function, *args, **kwargs):\n if not function: {unused} = None\n return function(*args, **kwargs)", made)
     return made["call"]
