@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import plotting
 from . import report_text as text
@@ -120,10 +121,17 @@ class Report:
         return self.nbytes / self.full_nbytes if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
-        """Return the number of tokens that each head holds, int64 [L,B,H]."""
+        """Return the number of tokens that each head holds, int64 [L,B,H]; -1 for heads that only other layers have."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long)
-        return torch.stack([(positions >= 0).sum(-1).cpu() for positions in self.positions])
+        held, heads = self._held(), self._heads()
+        return torch.stack([F.pad(layer, (0, heads - layer.shape[1]), value=-1) for layer in held])
+
+    def _held(self) -> list[Tensor]:
+        return [(positions >= 0).sum(-1).cpu() for positions in self.positions]
+
+    def _heads(self) -> int:
+        return max(positions.shape[1] for positions in self.positions)
 
     def kept(self, row: int = 0) -> Tensor:
         """Return the held tokens of one batch row as a bool mask [L,H,T] over the T tokens of its text.
@@ -133,13 +141,13 @@ class Report:
         """
         if not self.positions:
             raise KVPatchError("The cache is empty: there is nothing to show. Run the model inside the block first.")
-        B, H, _ = self.positions[0].shape
+        B, H = len(self.positions[0]), self._heads()
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < B:
             raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
         kept = torch.zeros(len(self.positions), H, n + 1, dtype=torch.bool)
         for layer, positions in enumerate(self.positions):
-            kept[layer].scatter_(1, positions[row].cpu() % (n + 1), True)  # -1, an empty slot, goes to column n
+            kept[layer, : positions.shape[1]].scatter_(1, positions[row].cpu() % (n + 1), True)  # -1, empty: column n
         return kept[..., :n]
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,7 +165,7 @@ class Report:
             "nbytes": self.nbytes,
             "full_nbytes": self.full_nbytes,
             "peak_nbytes": self.peak_nbytes,
-            "held": self.held().tolist(),
+            "held": [layer.tolist() for layer in self._held()],
             "bounds": list(self.bounds),
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
             "acted": self.acted,
@@ -216,10 +224,10 @@ class Report:
             rows.append(("sliding layers", layers))
         if self.part:
             rows.append(("counted here", self.part))
-        held = self.held()
-        if held.numel():
-            per_layer = [text.span(layer.flatten().tolist()) for layer in held]
-            rows.append(("tokens held per head", text.span(held.flatten().tolist())))
+        held = [layer.flatten() for layer in self._held()]
+        if held:
+            per_layer = [text.span(layer.tolist()) for layer in held]
+            rows.append(("tokens held per head", text.span(torch.cat(held).tolist())))
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))

@@ -139,8 +139,12 @@ class Adapter:
         return getattr(attn, "attention_dropout", 0.0)
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
-        """Return KV heads H and head size D of the module; under a tp_plan, H counts the heads of all processes."""
+        """Return KV heads H and head size D of the keys; under a tp_plan, H counts the heads of all processes."""
         raise NotImplementedError
+
+    def value_size(self, attn: nn.Module) -> int:
+        """Return the head size of the values, which latent attention makes smaller than that of the keys."""
+        return self.kv_shape(attn)[1]
 
     def max_positions(self, config: Any) -> int | None:
         """Return the number of positions that the model has, or None if it is unbounded."""

@@ -30,10 +30,6 @@ _TRIAL: ContextVar[InterfaceAdapter | None] = ContextVar("trial", default=None)
 class AutomaticAdapter(InterfaceAdapter):
     """Adapter derived from an attention module. It names no output projection, since nothing checks that it is a plain one."""
 
-    def kv_shape(self, attn: Any) -> tuple[int, int]:
-        heads, head_dim = super().kv_shape(attn)
-        return heads, getattr(attn, "qk_head_dim", None) or head_dim
-
 
 def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
     """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.

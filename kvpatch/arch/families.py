@@ -53,6 +53,10 @@ FAMILIES = (
     _row("hunyuan_v1_dense", "HunYuanDenseV1", "Hunyuan: norms behind the rotary positions"),
     _row("apertus",     "Apertus",     "Apertus: query and key norms"),
     _row("bitnet",      "BitNet",      "BitNet: a norm before the output projection", projection=None),
+    _row("deepseek_v2", "DeepseekV2",  "DeepSeek V2: latent attention, mixture of experts"),
+    _row("deepseek_v3", "DeepseekV3",  "DeepSeek V3 and R1, Kimi K2: latent attention, mixture of experts"),
+    _row("minicpm3",    "MiniCPM3",    "MiniCPM 3: latent attention"),
+    _row("youtu",       "Youtu",       "Youtu: latent attention"),
     _row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", projection="dense"),
 )
 # fmt: on

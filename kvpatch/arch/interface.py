@@ -75,7 +75,7 @@ class InterfaceAdapter(Adapter):
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
             nonlocal attended
             self.compare(attn, asked)
-            _refuse_shapes(attn, k, v, self.kv_shape(attn), attended)
+            _refuse_shapes(attn, k, v, (*self.kv_shape(attn), self.value_size(attn)), attended)
             attended = True
             return core(q, k, v).unflatten(-1, (q.shape[1], -1))
 
@@ -107,9 +107,14 @@ class InterfaceAdapter(Adapter):
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         config = attn.config
-        heads = getattr(attn, "kv_heads", None) or getattr(config, "num_key_value_heads", None)
-        head_dim = getattr(attn, "head_dim", None) or getattr(attn, "head_size", None)
-        return heads or config.num_attention_heads, head_dim or config.hidden_size // config.num_attention_heads
+        group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
+        heads = heads or (config.num_attention_heads // group if group else getattr(config, "num_key_value_heads", None))
+        sizes = (getattr(attn, name, None) for name in ("qk_head_dim", "head_dim", "head_size"))
+        head_dim = next((size for size in sizes if size), config.hidden_size // config.num_attention_heads)
+        return heads or config.num_attention_heads, head_dim
+
+    def value_size(self, attn: Any) -> int:
+        return getattr(attn, "v_head_dim", None) or self.kv_shape(attn)[1]
 
     def max_positions(self, config: Any) -> int | None:
         return config.max_position_embeddings if self.learned else None
@@ -147,23 +152,18 @@ class InterfaceAdapter(Adapter):
                 )
 
 
-def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int], attended: bool) -> None:
-    """Raise KVPatchError for attention whose cache is not one set of keys and values of one size per layer."""
+def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:
+    """Raise KVPatchError for attention whose cache is not one set of keys and values per layer, of the sizes that it says."""
     name = type(attn).__name__
     if attended:
         raise KVPatchError(
             f"{name} attends more than once in a forward, as differential attention does, but a cache under a budget holds one "
             "set of keys and values per layer: kvpatch does not serve it."
         )
-    if k.shape[-1] != said[1] or said[0] % k.shape[1]:  # processes of a tp_plan share the heads
+    if (k.shape[-1], v.shape[-1]) != said[1:] or said[0] % k.shape[1]:  # processes of a tp_plan share the heads
         raise KVPatchError(
-            f"{name} has {k.shape[1]} KV heads of {k.shape[-1]} numbers, but its adapter says {said[0]} of {said[1]}: override "
-            "kv_shape in a subclass of InterfaceAdapter."
-        )
-    if k.shape[-1] != v.shape[-1]:
-        raise KVPatchError(
-            f"{name} has keys of {k.shape[-1]} numbers per head and values of {v.shape[-1]}, as latent attention does, but a "
-            "cache under a budget holds both in one size: kvpatch does not serve it."
+            f"{name} has {k.shape[1]} KV heads with keys of {k.shape[-1]} numbers and values of {v.shape[-1]}, but its adapter "
+            f"says {said[0]}, {said[1]} and {said[2]}: override kv_shape and value_size in a subclass of InterfaceAdapter."
         )
 
 

@@ -111,7 +111,7 @@ def _observed_prompt(
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
     fuses = attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable
     if fuses and call.backend("prompt", q_BHGQD, keys) == "torch":
-        attended = Attended(torch.empty_like(q_BHGQD, memory_format=torch.contiguous_format))
+        attended = Attended(q_BHGQD.new_empty(*q_BHGQD.shape[:4], keys.v_BHTD.shape[-1]))
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, None, observe, "count" in sums, attended.out)
     else:
         attended = attended or attend_to(call, q_BHGQD, keys, rows_BQ)

@@ -123,9 +123,10 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype) -> Codecs:
     return EXACT if bits == FULL else (Rounded(bits, D, _groups(D), dtype), Rounded(bits, E, 1, dtype))
 
 
-def entry_bytes(bits: int, D: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a key and a value of D numbers each."""
-    return sum(D * dtype.itemsize if isinstance(codec, Exact) else codec.width for codec in codecs(bits, D, D, dtype))
+def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a key and a value of so many numbers."""
+    sizes = zip((key, value), codecs(bits, key, value, dtype), strict=True)
+    return sum(size * dtype.itemsize if isinstance(codec, Exact) else codec.width for size, codec in sizes)
 
 
 def _groups(D: int) -> int:

@@ -87,9 +87,7 @@ def attend(
     q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
     if square and q.device.type == "cpu" and not differentiable:
         bias = _key_bias(keys, geometry, q.dtype)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys.k_BHTD, keys.v_BHTD, 0.0, True, attn_mask=bias, scale=geometry.scale
-        )
+        out, lse = _flash_on_cpu(q, keys.k_BHTD, keys.v_BHTD, bias, geometry.scale)
         lse = rearrange(lse, "b (h g) q -> b h g q", g=G)
         # with ALiBi the log-sum-exp is relative to one far token: too coarse for exp(x - lse)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), lse if geometry.slopes_HG is None else None
@@ -99,6 +97,15 @@ def attend(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=geometry.scale, enable_gqa=grouped)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), None
     return _attend_masked(q_BHGQD, keys, rows_BQ, geometry), None
+
+
+def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Run torch's causal kernel. It takes keys and values of one size, so zeros fill up the smaller ones."""
+    width, values = max(k.shape[-1], v.shape[-1]), v.shape[-1]
+    if k.shape[-1] != values:
+        q, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=bias, scale=scale)
+    return out[..., :values], lse
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:

@@ -143,7 +143,8 @@ class Comparison:
         """
         with patched(self.model, policy, k, bits=bits, schedule=self.schedule, seed=self.seed) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
-        log_q_SV, held = _log_probabilities(fed), Report.of(fed.cache).held()
+        held = Report.of(fed.cache).held()
+        log_q_SV, held = _log_probabilities(fed), held[held >= 0]
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
         own_S1 = self.ids_1T[0, self.n + 1 :, None].cpu()  # the token after the last fed one is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)

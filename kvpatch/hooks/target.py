@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
-from ..storage.schema import Shapes
+from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
 from .sharding import Parallel, check_layers, parallel_of
 from .shell import makes_masks
@@ -141,24 +143,27 @@ class Target:
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
         return {"class": kind, **part, **shape, **numbers}
 
-    def shapes(self) -> Shapes:
-        """Return the shapes that the cache of each layer must have; heads are those of this process."""
-        sizes = [adapter.kv_shape(module) for module, adapter in self.attentions]
-        heads = [(H // self.parallel.size, D) for H, D in sizes]
-        queries = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None)
-        group = queries // sizes[0][0] if isinstance(queries, int) else None
-        return Shapes(heads, group, [adapter.sliding(module) for module, adapter in self.attentions])
+    def shapes(self) -> list[LayerShape]:
+        """Return the shape that the cache of each layer must have; heads are those of this process."""
+        queries, shapes = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None), []
+        for module, adapter in self.attentions:
+            H, D = adapter.kv_shape(module)
+            group = queries // H if isinstance(queries, int) else None
+            own = H // self.parallel.size
+            shapes.append(LayerShape(own, D, adapter.value_size(module), group, adapter.sliding(module)))
+        return shapes
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """Yield the description of each layer's tasks for a backend."""
         fresh = policy.score.fresh
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
-            heads, head_dim = adapter.kv_shape(module)
+            head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
             special = tuple(name for name in SPECIAL if getattr(adapter, name)(module) is not None)
             device = device_of(module, self.decoder).type
-            yield Case(device, dtype, head_dim, 1, alibi, window, fresh=fresh, renumbered=renumbered, special=special)
+            layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
+            yield replace(layer, fresh=fresh, renumbered=renumbered)
 
     def counts_columns(self) -> bool:
         """Tell if attention measures distances in columns of the batch: for sliding windows, and for ALiBi by default."""
@@ -177,10 +182,12 @@ class Target:
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def bytes_per_token(self, bits: int) -> int:
-        """Return the bytes of keys and values of one token in one layer, over all processes."""
-        module, adapter = self.attentions[0]
-        heads, head_dim = adapter.kv_shape(module)
-        return heads * entry_bytes(bits, head_dim, dtype_of(self.decoder))
+        """Return the bytes of keys and values of one token in a layer, over all processes: the mean of layers that differ."""
+        dtype, total = dtype_of(self.decoder), 0
+        for module, adapter in self.attentions:
+            heads, key = adapter.kv_shape(module)
+            total += heads * entry_bytes(bits, key, adapter.value_size(module), dtype)
+        return math.ceil(total / len(self.attentions))
 
 
 def _check_decoder(decoder: nn.Module) -> None:

@@ -115,7 +115,11 @@ def _to_disk(path: Path) -> None:
 
 @writable
 def load(
-    cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any], shapes: schema.Shapes, devices: list[torch.device]
+    cache: EvictingCache,
+    path: str | PathLike[str],
+    model: dict[str, Any],
+    shapes: list[schema.LayerShape],
+    devices: list[torch.device],
 ) -> EvictingCache:
     """Read a saved cache into `cache`.
 
@@ -143,7 +147,7 @@ def load(
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
-        _fill(cache, layer, own, described, shapes.heads[index][1])
+        _fill(cache, layer, own, described, shapes[index])
     try:
         contents.check(cache)
     except InvalidError as error:
@@ -152,7 +156,9 @@ def load(
     return cache
 
 
-def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any], D: int) -> None:
+def _fill(
+    cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any], shape: schema.LayerShape
+) -> None:
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
     counts = {name: described.pop(name) for name in mode.saved}
@@ -163,7 +169,7 @@ def _fill(cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], de
     if isinstance(layer.mode, Reading):
         layer.kv = reading(keys, values, layer.bits)
     else:
-        layer.kv = slots.restored(keys, values, head_offsets, codecs(layer.bits, D, D, layer.dtype))
+        layer.kv = slots.restored(keys, values, head_offsets, codecs(layer.bits, shape.key, shape.value, layer.dtype))
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
@@ -195,7 +201,7 @@ def _set_history(cache: EvictingCache, about: dict[str, Any]) -> None:
 
 
 def _read(
-    path: Path, cache: EvictingCache, model: dict[str, Any], shapes: schema.Shapes
+    path: Path, cache: EvictingCache, model: dict[str, Any], shapes: list[schema.LayerShape]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
     from safetensors import SafetensorError, safe_open

@@ -6,8 +6,7 @@ model and description. contents.py checks the values of the tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,19 +26,22 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """Shapes of a model's layers.
+class LayerShape(NamedTuple):
+    """Shape of a model's layer.
 
     Attributes:
-        heads: KV heads H and head size D of each layer.
+        heads: KV heads H.
+        key: head size of the keys.
+        value: head size of the values.
         group: G, query heads per KV head; None if the configuration does not tell.
-        sliding: sliding window of each layer in tokens, or None.
+        sliding: sliding window in tokens, or None.
     """
 
-    heads: list[tuple[int, int]]
+    heads: int
+    key: int
+    value: int
     group: int | None
-    sliding: list[int | None]
+    sliding: int | None
 
 
 def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
     return value
 
 
-def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: Shapes) -> None:
+def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch."""
     left = dict(entries)
     B = _take(left, "seen_B", (torch.int64,), (None,)).shape[0]
@@ -63,22 +65,22 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
     _must(are_counts(starts), f"turn_from_B is {starts!r:.60}")  # the next prompt sets it anew
     _must(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
-        _Layer(cache, index, B, of_cache["turns"] > 0, shapes).check(described, left)
+        _Layer(cache, index, B, of_cache["turns"] > 0, shapes[index]).check(described, left)
     if cache.settings.by_columns and "gaps_B" in left:
         _take(left, "gaps_B", (torch.int64,), (B,))
     if of_cache["joined"] and "shortfall_B" in left:
         _take(left, "shortfall_B", (torch.float64,), (B,))
     if cache.settings.policy.score.across_layers and of_cache["turns"] and cache.settings.acts:
-        _take(left, "shared", FLOATS[:2], (B, shapes.heads[0][0], None))
+        _take(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
     _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
 
 
 class _Layer:
     """Check of one layer; `ended` tells whether the cache has read a prompt to its end."""
 
-    def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shapes: Shapes) -> None:
+    def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shape: LayerShape) -> None:
         self.cache, self.index, self.B, self.ended = cache, index, B, ended
-        (self.H, self.D), self.group, self.sliding = shapes.heads[index], shapes.group, shapes.sliding[index]
+        self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
         self.policy, self.where = cache.settings.policies[index], f"layer {index}"
         self.cuts = cache.settings.evicts[index] and ended
 
@@ -96,9 +98,9 @@ class _Layer:
         C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
         shape = self._shape(own["head_offsets"], C, mode.slotted and own["holes"])
-        every = EXACT if mode is Reading else codecs(self.cache.settings.bits, self.D, self.D, dtype)  # a prompt's are in full
-        for name, codec in zip(("keys", "values"), every, strict=True):
-            of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, self.D)
+        every = EXACT if mode is Reading else codecs(self.cache.settings.bits, *self.sizes, dtype)  # a prompt's are in full
+        for name, size, codec in zip(("keys", "values"), self.sizes, every, strict=True):
+            of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
             self._tensor(left, name, (of,), (*shape, width))
         if mode.slotted:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
@@ -152,9 +154,9 @@ class _Layer:
             return
         for name in self.policy.statistics:
             self._tensor(left, f"state.{name}", wide, shape)
-        like = torch.zeros(1, self.H, 1, self.D, dtype=dtype)
+        key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype) for size in self.sizes)
         at = torch.zeros(1, 1, dtype=torch.long)
-        entry = score.entry(NewTokens(like, like, at, self.group or 1, self.index, self.cache.settings.seed))
+        entry = score.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
             rest = (self.group,) if tensor.ndim == 4 else ()
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))

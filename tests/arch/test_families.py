@@ -83,7 +83,7 @@ def test_evictions_are_the_oracles(name, turn):
 
 @pytest.mark.spread
 @pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer", *PLACED)])
-@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("name", [*THREE, "deepseek_v3"])
 def test_every_policy(name, policy):
     certain(name, policy, 0.4)
 

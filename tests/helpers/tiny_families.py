@@ -22,6 +22,8 @@ MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 FOUR = {**SLIDING, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24, "experts_implementation": "eager"}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 16}
+LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 # name: (model_type, configuration); some families stand here twice, for what their configuration can turn on
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +70,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {**GQA, **MIXED, "head_dim": 8}),
     "persimmon": ("persimmon", {**BASE, "partial_rotary_factor": 0.5}),
     "olmoe": ("olmoe", {**GQA, **EXPERTS, "num_experts": 4}),
+    "deepseek_v2": ("deepseek_v2", {**BASE, **LATENT, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**BASE, **LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "minicpm3": ("minicpm3", {**BASE, **LATENT, "scale_emb": 1, "dim_model_base": None, "scale_depth": None}),
+    "youtu": ("youtu", {**BASE, **LATENT}),
 }
 ONE_WINDOW = ("phi3_sliding", "starcoder2", "mixtral")  # all layers slide alike: the policy acts on all
 

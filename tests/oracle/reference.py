@@ -387,7 +387,7 @@ class Oracle:
         renumbered = self.options["positions"] == "renumbered"
         q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
         self.hidden[l] = h_TE
-        y = torch.zeros_like(q)
+        y = q.new_zeros(*q.shape[:2], v.shape[-1])
         scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
             heads = range(g * self.G, (g + 1) * self.G)
@@ -443,7 +443,7 @@ class Oracle:
         """What a layer gives for the repeated rows, whose keys are not kept. s[i] for i in the span is the largest a[t, i] of
         them, over the query heads too, a being a softmax over the span, the sinks before it and the rows' own tokens."""
         q, k, v = self.decoder.project(l, h_TE, positions)
-        y = torch.zeros_like(q)
+        y = q.new_zeros(*q.shape[:2], v.shape[-1])
         for h in range(self.H):
             g = h // self.G
             held = sorted(self.keys[l][g])

@@ -5,7 +5,8 @@ attention module the order is: project, apply positions, norms (whatever the fam
 function that is looked up by name. Here that function first hands over what it was called with, and in a second run of
 the same module gives back the attention's output, so that what follows (the output projection) is the module's own too.
 
-Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head size; the models' own batch axis is 1.
+Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head size of keys and V of values; the models' own
+batch axis is 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from tests.oracle.reference_models import FAMILIES, Decoder
 NAME = "reference_capture"
 PROJECTIONS = ("o_proj", "dense", "out_proj", "c_proj")
 NOT_LINEAR = ("attn_sub_norm",)  # between the heads and the output projection
-Answer = Callable[..., Tensor]  # (module, q [1, H, T, D], k [1, K, T, D], v, **what else it was given) -> y [1, T, H, D]
+# (module, q [1, H, T, D], k [1, K, T, D], v [1, K, T, V], **what else it was given) -> y [1, T, H, V]
+Answer = Callable[..., Tensor]
 
 _answer: list[Answer] = []
 
@@ -35,7 +37,7 @@ AttentionInterface.register(NAME, _attention)
 
 def nothing(module: Any, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     """An answer for runs in which attention does not matter."""
-    return torch.zeros_like(q).transpose(1, 2)
+    return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 
 def same_kind(output: Any, x: Tensor) -> Any:
@@ -61,12 +63,12 @@ class Routed(Decoder):
         probes: list[Any] = [None] * self.layers
 
         def look(module: Any, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-            probes[module.layer_idx] = (q.shape[1], k.shape[1], q.shape[3], given)
+            probes[module.layer_idx] = (q.shape[1], k.shape[1], v.shape[3], given)
             return nothing(module, q, k, v)
 
         with torch.no_grad():
             self.run(look, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        self.query_heads, self.kv_heads, self.D, _ = probes[0]
+        self.query_heads, self.kv_heads, self.V, _ = probes[0]
         self.given = [probe[3] for probe in probes]
 
     def run(self, answer: Answer, ids_T: Tensor, positions_T: Tensor) -> Any:
@@ -167,14 +169,14 @@ class Routed(Decoder):
         return q, k, v
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
-        return self.attend(l, self.h_TE, lambda *call, **given: y_TE.unflatten(-1, (-1, self.D))[None])
+        return self.attend(l, self.h_TE, lambda *call, **given: y_TE.unflatten(-1, (-1, self.V))[None])
 
     def output_rows(self, l: int, h: int) -> Tensor:
         module = self.attentions[l]
         if any(hasattr(module, name) for name in NOT_LINEAR):
             raise ValueError("a norm comes before the output projection: no rows of it belong to a head")
         projection = next(getattr(module, name) for name in PROJECTIONS if hasattr(module, name))
-        return projection.weight[:, h * self.D : (h + 1) * self.D].T
+        return projection.weight[:, h * self.V : (h + 1) * self.V].T
 
     def logits(self, x_TE: Tensor) -> Tensor:
         """What the model's own forward makes of the last layer's output."""

@@ -137,7 +137,7 @@ MUTANTS = {
         "backends/entries.py", "size = max(most // max(math.prod(N) * codec.D, 1), 1)", "size = T",
         "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
     "bits: bytes are counted in full": (
-        "hooks/target.py", "entry_bytes(bits, head_dim", "entry_bytes(16, head_dim",
+        "hooks/target.py", "entry_bytes(bits, key", "entry_bytes(16, key",
         "tests/cache/test_narrow.py::test_a_budget_in_bytes_holds_more_tokens"),
     "bits: a saved cache is not looked into": (
         "storage/contents.py", "layer.kv.numbers(layer.kv.width)", "(layer.kv.keys, layer.kv.values)",

@@ -47,6 +47,8 @@ def reason(task: Task, case: Case) -> str | None:
         return f"flash kernels take float16 and bfloat16, not {str(case.dtype).removeprefix('torch.')}"
     if case.head_dim % 8 or case.head_dim > LARGEST:
         return f"flash kernels take head sizes that are multiples of 8 up to {LARGEST}, not {case.head_dim}"
+    if case.value_dim not in (None, case.head_dim):
+        return f"its kernels take values of the keys' size {case.head_dim}, not {case.value_dim}"
     if task == "ragged":
         return _ragged_reason(case)
     if case.past and case.padding:
