@@ -45,7 +45,7 @@ MEMBERS = {
     "Policy": ("options", "with_options"),
     "Score": ("value", "entry", "observed_rows", "check"),
     "Scope": ("check", "mask"),
-    "Adapter": ("project", "output", "kv_shape"),
+    "Adapter": ("project", "output", "kv_shape", "value_size"),
 }  # fmt: skip
 """Public members of these classes; of any other all that have a docstring."""
 

@@ -176,7 +176,8 @@ def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
     """Return the error for an encoder, whose attention a causal cache would change."""
     return KVPatchError(
         f"{type(model).__name__} attends in both directions (is_causal=False of {type(attn).__name__}): an encoder reads its "
-        "text at once and keeps no cache that could be put on a budget. Give a causal decoder."
+        "text at once and keeps no cache that could be put on a budget. Give a causal decoder, or set is_decoder=True if it "
+        "was trained as one."
     )
 
 

@@ -14,13 +14,14 @@ _CROSS = ("encoder_attn", "crossattention", "cross_attn")
 
 def refuse_other_kinds(model: nn.Module) -> None:
     """Raise KVPatchError for a model that is no causal decoder with keys and values in every layer: no adapter can serve it."""
-    name, attentions = type(model).__name__, innermost_attentions(model)
+    name, text = type(model).__name__, _text_part(model)
+    attentions = innermost_attentions(text)
     if "diffusion" in type(model).__module__:
         raise KVPatchError(
             f"{name} writes by diffusion: it reads whole blocks of text in both directions, again and again. kvpatch serves "
             "models that generate one token after another."
         )
-    if any(getattr(type(module), "_is_stateful", False) for module in model.modules()):
+    if any(getattr(type(module), "_is_stateful", False) for module in text.modules()):
         if any(map(routes_through_interface, attentions)):
             raise KVPatchError(
                 f"{name} is a hybrid: some of its layers keep a recurrent state, not keys and values, and a budget over the "
@@ -29,17 +30,24 @@ def refuse_other_kinds(model: nn.Module) -> None:
         raise KVPatchError(f"{name} keeps a recurrent state, not keys and values: there is nothing to evict.")
     if attentions and all(map(attends_both_ways, attentions)):
         raise encoder_refused(model, attentions[0])
-    if attentions and any(vars(module).get("is_decoder") is False for module in model.modules()):
+    if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
         raise KVPatchError(
             f"{name} attends in both directions (is_decoder=False of its configuration): an encoder reads its text at once "
-            "and keeps no cache that could be put on a budget. Give a causal decoder."
+            "and keeps no cache that could be put on a budget. Give a causal decoder, or set "
+            "is_decoder=True if it was trained as one."
         )
-    crossed = next((at for at, module in model.named_modules() if _crosses(at, module)), None)
+    crossed = next((at for at, module in text.named_modules() if _crosses(at, module)), None)
     if crossed is not None:
         raise KVPatchError(
             f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
             "attend to their own text alone."
         )
+
+
+def _text_part(model: nn.Module) -> nn.Module:
+    """Return the part that generates text, without what reads images and sounds for it."""
+    part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    return part if isinstance(part, nn.Module) else model
 
 
 def _crosses(name: str, module: nn.Module) -> bool:

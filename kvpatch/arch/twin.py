@@ -83,6 +83,8 @@ def shrunk(config: Any) -> Any:
     for key, value in own.items():
         if isinstance(value, list | tuple) and len(value) == layers:
             own[key] = [_small(key, one) for one in value[:few_layers]]
+        elif isinstance(value, list | tuple):
+            own[key] = [_small(key, one) for one in value]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
         else:
