@@ -36,6 +36,7 @@ class BoundStep:
     def __init__(self, call: Call) -> None:
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.owner: Any = None
+        self.kv = call.slots.kv
         self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
@@ -185,7 +186,8 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
     if call is None:
         return None
     owner, step = call.slots.mode if stack is None else stack, call.step
-    if step is None or step.owner is not owner or step.launched != call.launched or step.query[0] != len(q_BHGD):
+    moved = step is None or step.owner is not owner or step.kv is not call.slots.kv
+    if moved or step.launched != call.launched or step.query[0] != len(q_BHGD):
         call.cache = cache
         call.step = step = _stacked(call, stack) if stack is not None else _alone(call, q_BHGD)
         step.owner = owner

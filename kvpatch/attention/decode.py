@@ -166,8 +166,7 @@ def _by_kernel(
     if out is None:
         slots.used -= appends
         return None
-    if call.evicting and slots.mode.due and not chosen.evicts:
-        why = backend("triton").torch_evicts(call.policy, slots) or "the budget was just reached"
+    if call.evicting and not chosen.evicts and (why := backend("triton").torch_evicts(call.policy, slots)) is not None:
         call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
     return out, chosen.evicts
 

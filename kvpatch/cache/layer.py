@@ -520,6 +520,8 @@ class SlotLayer(CacheLayerMixin):
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
         """Move keys and values of each head from some columns into others, and record in the undo log what stood there."""
+        if torch.is_grad_enabled():  # a graph may have saved them
+            self.kv = self.kv.map_rows(torch.clone, *self.positions.shape[:2])
         if self.undo_log:
             both = torch.cat([into_BHM, out_BHM], -1)
             self.undo_log[-1].moved = (both, *self.kv.read_at(self.kv.rows_of(both)))
