@@ -186,8 +186,7 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
     if call is None:
         return None
     owner, step = call.slots.mode if stack is None else stack, call.step
-    moved = step is None or step.owner is not owner or step.kv is not call.slots.kv
-    if moved or step.launched != call.launched or step.query[0] != len(q_BHGD):
+    if step is None or step.owner is not owner or step.launched != call.launched or step.kv is not call.slots.kv:
         call.cache = cache
         call.step = step = _stacked(call, stack) if stack is not None else _alone(call, q_BHGD)
         step.owner = owner

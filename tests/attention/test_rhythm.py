@@ -7,13 +7,13 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.hooks.graph import StepGraph
 from kvpatch.policies import rhythm
-from tests.helpers.comparing import ANY_SCHEDULE, SMALL, certain, combined
+from tests.helpers.comparing import ANY_SCHEDULE, SMALL, certain
 from tests.helpers.marks import slow_but
 from tests.helpers.recording import FakeRecorder
 from tests.helpers.running import feed, kept, run
 from tests.helpers.tiny import force, left_pad, make, prompt
 
-ADAPTIVE = combined("h2o", ("adaptive",))
+ADAPTIVE = "adaptive(h2o)"
 SETTINGS = [  # all heads alike, rows that differ, heads that differ, and a prompt below its budget
     ("h2o", 0.4, (0, 0)),
     ("roco", 0.4, (0, 9)),
@@ -133,6 +133,17 @@ def test_rolling_back_over_evictions(model, policy, k, pads, right):
         cache.check_invariants()
     torch.testing.assert_close(want[:, right + 1 :], logits, atol=1e-5, rtol=0)
     assert kept(plain) == kept(cache)
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_rolling_back_to_a_prompt_below_its_budget(model):
+    with kvpatch.patched(model, "h2o", 9, every=3) as patch:
+        cache = patch.new_cache()
+        cache.activate_past_recording()
+        model(prompt(1, 6), past_key_values=cache)
+        go_on(model, prompt(1, 8, seed=2), cache)
+        cache.crop(-7)
+        cache.check_invariants()
 
 
 @pytest.mark.usefixtures("no_gradients")
