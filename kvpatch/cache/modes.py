@@ -27,8 +27,7 @@ class Mode:
     columns are the last tokens, and nothing was evicted for them.
 
     filling: steps until every row has as many tokens as it may hold between steps. growing: some head may need more slots than
-    it has. unfilled: every head has fewer slots than its budget, so that nothing is evicted until buffers have moved. due:
-    some head may evict at the next step.
+    it has. unfilled: every head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
     """
 
     name: ClassVar[str]
@@ -39,8 +38,12 @@ class Mode:
     filling: int = 0
     growing: bool = False
     unfilled: bool = False
-    due: bool = True
     free_BH: Tensor  # of a Slotted mode; in a step by kernels also the column that a token is appended at
+
+    @property
+    def due(self) -> bool:
+        """Tell if some head may evict at the next step."""
+        return True
 
     def count(self, tokens: int) -> None:
         """Count tokens written; each brings every head that is below budget closer to it."""
@@ -94,7 +97,7 @@ class Filling(Mode):
     filling: int = 0
 
     @property
-    def due(self) -> bool:  # type: ignore[override]
+    def due(self) -> bool:
         return not self.filling
 
     def count(self, tokens: int) -> None:
@@ -147,7 +150,7 @@ class Evicting(Slotted):
     waits: tuple[int, ...] = ()
 
     @property
-    def due(self) -> bool:  # type: ignore[override]
+    def due(self) -> bool:
         return not self.waits or self.waits[0] == 1
 
     def count(self, tokens: int) -> None:
