@@ -73,7 +73,7 @@ def _first_line(page: Path) -> str:
 def options(name: str) -> str:
     """The options of one policy, and what its parts' docstrings say about them."""
     policy = POLICIES[name]
-    values, shared = policy.options(), {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}
+    values, shared = policy.options(), {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "every": 1}
     meaning = {key: text for part in _parts(policy) for key, text in _attributes(part).items()}
     rows = [
         (f"`{option}`", f"`{value!r}`", meaning.get(option, ""))

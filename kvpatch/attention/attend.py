@@ -119,7 +119,7 @@ def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
         cache.stack = None
         return None
     # only between passes: within one, earlier layers have evicted already
-    if call.layer == 0 and call.slots.mode.slotted and (cache.stack_due or cache.stack is not None):
+    if call.layer == 0 and call.slots.settled and (cache.stack_due or cache.stack is not None):
         name = decode.backend_of(call, q_BHGD)
         if cache.stack_due or cache.stack.backend != name:  # a step with gradients is no kernel's
             cache.stack_due = False

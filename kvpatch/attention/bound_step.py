@@ -36,6 +36,7 @@ class BoundStep:
     def __init__(self, call: Call) -> None:
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.owner: Any = None
+        self.kv = call.slots.kv
         self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
@@ -92,6 +93,32 @@ class StackedByTorch(BoundStep):
             return F.scaled_dot_product_attention(q.view(self.query), kv.keys, kv.values, scale=scale).view(self.out)
         x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, self.kt_NDC)
         return torch.bmm(torch.softmax(x, -1, out=self.p_NGC), self.v_NCD).view(self.out)
+
+
+class StackedFilling(BoundStep):
+    """The same of a layer whose tokens are appended until several are evicted at once."""
+
+    def __init__(self, call: Call, stack: LayerStack) -> None:
+        super().__init__(call)
+        (N, D), kv = self.row, call.slots.kv
+        self.kt_NDC, self.v_NCD = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, D)
+        self.heads, self.stack, self.call, self.observes = (N, call.group, D), stack, call, call.observes
+
+    def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slots, kv, start = self.slots, self.slots.kv, self.slots.used
+        slots.seen += 1
+        kv.keys.narrow(2, start, 1).copy_(k)
+        kv.values.narrow(2, start, 1).copy_(v)
+        if self.entry is not None:
+            slots.write_entry(self.entry(v))
+        slots.used = start + 1
+        if not self.observes:
+            keys, values = kv.keys.narrow(2, 0, start + 1), kv.values.narrow(2, 0, start + 1)
+            out = F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale)
+            return out.reshape(self.out)
+        p_NGT = self.stack.buffer(self.call, self.dtype).flatten(0, 1)
+        x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, self.kt_NDC.narrow(2, 0, start + 1))
+        return torch.bmm(torch.softmax(x, -1, out=p_NGT), self.v_NCD.narrow(1, 0, start + 1)).view(self.out)
 
 
 class StackedByKernels(BoundStep):
@@ -159,7 +186,7 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
     if call is None:
         return None
     owner, step = call.slots.mode if stack is None else stack, call.step
-    if step is None or step.owner is not owner or step.launched != call.launched or step.query[0] != len(q_BHGD):
+    if step is None or step.owner is not owner or step.launched != call.launched or step.kv is not call.slots.kv:
         call.cache = cache
         call.step = step = _stacked(call, stack) if stack is not None else _alone(call, q_BHGD)
         step.owner = owner
@@ -172,8 +199,10 @@ def _stacked(call: Call, stack: LayerStack) -> BoundStep:
     if not by_position and type(call.score).entry is not Score.entry:
         return Unbound(call, stack)
     if stack.backend == "triton":
-        return StackedByKernels(call, stack)
-    return StackedByTorch(call, stack) if _unmasked(call) else Unbound(call, stack)
+        return StackedByKernels(call, stack) if call.slots.mode.slotted else Unbound(call, stack)
+    if not _unmasked(call):
+        return Unbound(call, stack)
+    return StackedByTorch(call, stack) if call.slots.mode.slotted else StackedFilling(call, stack)
 
 
 def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:

@@ -269,12 +269,14 @@ def _compress(
         slots.allocate(index, kept, Layout([held + now.reserve]))
         return
     slots.keep_BH1 = _numbers(call, keep)[..., None].clone()  # the layer may write to its own
-    filling = max(*room, 0)
+    every = call.policy.every
+    filling = max(*room, 0) + every - 1
     roomy = call.cache.request.room is not None
     if not evicts:
         slots.state.pop("observed", None)
-    goals = [k + 1 for k in keeps] if evicts else None
-    slots.allocate(index, kept, plan(counts, goals, lambda tokens: _more(call, tokens), exactly=roomy))
+    goals = [k + every for k in keeps] if evicts else None
+    exactly = roomy or every > 1
+    slots.allocate(index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
     if evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
         slots.start_evicting(filling, counts=counts, goals=goals)

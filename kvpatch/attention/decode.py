@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import backend, torch_backend
 from ..backends.protocol import Case, Task
 from ..backends.torch_backend import Rows
-from ..policies.selection import victim
+from ..policies.selection import victims
 from . import anomaly
 from .layer_call import Call
 from .stacked import LayerStack
@@ -48,8 +48,9 @@ def attend(
     if stack is None:
         _end(call, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:
+        stack.close()
         with stack.within(call.cache):
-            _end(stack.call, stack.p_BHGT, stack.slots.positions, stack.newest_B11, t, named)
+            _end(stack.call, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
         stack.share_free()
     return out
 
@@ -165,8 +166,7 @@ def _by_kernel(
     if out is None:
         slots.used -= appends
         return None
-    if evicting and not chosen.evicts:
-        why = backend("triton").torch_evicts(call.policy, slots)
+    if call.evicting and not chosen.evicts and (why := backend("triton").torch_evicts(call.policy, slots)) is not None:
         call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
     return out, chosen.evicts
 
@@ -194,10 +194,18 @@ def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Ten
     return visible.sum(-1).reshape(-1, 1)
 
 
-def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
-    """Name the slot of each head for the next token."""
+def _waits(call: Call) -> bool:
+    """Tell if no head evicts at this step. A traced step cannot be told, and heads on other processes may evict."""
     slots = call.slots
-    if not slots.holes and slots.mode.filling:
+    return not (slots.mode.due or (slots.holes and (slots.traced or call.parallel)))
+
+
+def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
+    """Evict what is over each head's budget, if the rhythm says so, and name the slot for the next token."""
+    slots, every = call.slots, call.policy.every
+    if _waits(call):
+        if slots.holes:
+            slots.set_free(slots.empty_slots())
         slots.mode.count(1)
         return
     context = call.eviction_context(newest_B11, t)
@@ -205,14 +213,16 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
         context.watch = functools.partial(anomaly.check_value, call)
     positions = context.positions_BHT
     empty = positions < 0 if slots.holes else None
-    lowest = victim(call.policy.eviction_keys(context, None), empty)
+    at = victims(call.policy.eviction_keys(context, None), empty, every)
     if not slots.holes:
-        slots.free(lowest)
+        if every > 1:
+            slots.drop(at)
+        else:
+            slots.free(at[..., 0])
         return
     # rows with empty slots evict nothing; any empty slot will do
     assert slots.keep_BH1 is not None
-    over = (positions >= 0).sum(-1) > slots.keep_BH1[..., 0]
-    at = lowest[..., None]
+    over = (positions >= 0).sum(-1) >= slots.keep_BH1[..., 0] + every
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
     slots.set_free(slots.empty_slots())
     if not slots.traced:

@@ -10,6 +10,7 @@ by layers are stepped one by one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..cache.layer import SlotLayer
-from ..cache.modes import Evicting
+from ..cache.modes import Evicting, Filling
 from ..cache.state import TextState
 from .layer_call import Call
 
@@ -44,19 +45,23 @@ class LayerStack:
         self.call.leave()
         self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
         self.p_BHGT: Tensor | None = None
+        self.buffer_N: Tensor | None = None
         for rows, layer in zip(self.rows, self.layers, strict=True):
             layer.positions, layer.contiguous = self.slots.positions[rows], False
             layer.state = {name: tensor[rows] for name, tensor in self.slots.state.items()}
         self.share_free()
 
     def _stacked(self, first: SlotLayer) -> SlotLayer:
-        slots, layers = SlotLayer(first.statistics), self.layers
+        slots, layers = _Together(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
-        slots.contiguous, slots.used, slots.seen = False, self.C, first.seen
+        slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
         slots.positions = torch.cat([layer.positions for layer in layers])
         slots.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
-        slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
-        slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - 1, device=first.device)
+        if first.mode.slotted:
+            slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
+        else:
+            slots.mode = Filling(first.mode.filling)
+        slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - first.every, device=first.device)
         if first.limits is not None:
             slots.limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
         return slots
@@ -75,9 +80,10 @@ class LayerStack:
             and layer.positions.device == first.positions.device
             and layer.sliding == first.sliding
             and layer.limits is first.limits
-            and layer.mode.slotted
+            and layer.settled
             and not layer.holes
-            and layer.used == layer.positions.shape[2]
+            and layer.used == first.used
+            and (not layer.mode.slotted or layer.used == layer.positions.shape[2])
             for layer in cache.layers
         )
         return cls(cache, call, backend) if alike else None
@@ -92,7 +98,11 @@ class LayerStack:
             self.call.leave()
 
     def share_free(self) -> None:
-        """Tell each layer the slots that the next token goes to."""
+        """Tell each layer where the next token goes."""
+        if not self.slots.mode.slotted:
+            for layer in self.layers:
+                layer.used, layer.floor, layer.mode.filling = self.slots.used, self.slots.floor, self.slots.mode.filling
+            return
         free_LBH = self.slots.mode.free_BH.view(self.L, -1, self.H).unbind()
         local_LN = (self.slots.free_slots().view(self.L, -1) - self.offset_LN).unbind()
         for layer, free_BH, at_N in zip(self.layers, free_LBH, local_LN, strict=True):
@@ -119,14 +129,35 @@ class LayerStack:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
+    def close(self) -> None:
+        """Count the new token's column, before the stack observes."""
+        self.slots.used += not self.slots.mode.slotted
+
     def leave_kernels(self, backend: str) -> None:
         """Go on with another backend in the midst of a step, after the first layer's kernel could not be launched."""
         self.backend = backend
         self.slots.write_position(self.call.positions_BQ)
 
     def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """Return the view for a layer's probabilities [B,H,G,C]."""
-        if self.p_BHGT is None:
-            shape = len(self.slots.positions), self.H, call.group, self.C
-            self.p_BHGT = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=self.slots.device)
+        """Return the view for a layer's probabilities [B,H,G,T]."""
+        T = self.slots.used + (not self.slots.mode.slotted)
+        if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
+            shape = len(self.slots.positions), self.H, call.group
+            if self.buffer_N is None:
+                wide = torch.promote_types(dtype, torch.float32)
+                self.buffer_N = torch.empty(math.prod(shape) * self.C, dtype=wide, device=self.slots.device)
+            self.p_BHGT = self.buffer_N[: math.prod(shape) * T].view(*shape, T)
         return self.p_BHGT[self.rows[call.layer]]
+
+
+class _Together(SlotLayer):
+    """The slots of stacked layers, which keep keys and values of their own."""
+
+    def __init__(self, layers: list[SlotLayer], like: SlotLayer) -> None:
+        super().__init__(like.statistics, every=like.every)
+        self.layers, self.floor = layers, like.floor
+
+    def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
+        L = len(self.layers)
+        for layer, into, out in zip(self.layers, into_BHM.chunk(L), out_BHM.chunk(L), strict=True):
+            layer.move_entries(into, out)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..policies.context import Limits
 from . import slots
 from .compatibility import check
-from .growth import plan
+from .growth import plan, slack
 from .layer import SlotLayer
 from .slots import Slots, fitted
 from .state import TextState
@@ -163,7 +163,8 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
     """Make empty buffers for heads that hold `counts` tokens: ragged if dense ones would waste too much."""
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
-    new.kv = slots.empty(like.kv, B, H, plan(counts, goals))
+    more = lambda tokens: max(slack(tokens), new.ahead_of)  # noqa: E731
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, more, exactly=new.every > 1))
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:

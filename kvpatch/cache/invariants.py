@@ -63,7 +63,7 @@ def check_bytes(cache: TextState) -> None:
     for index, layer in enumerate(cache.layers):
         with _named(index):
             if layer.is_initialized:
-                _check_layer_bytes(layer, ahead)
+                _check_layer_bytes(layer, max(ahead, layer.ahead_of))
 
 
 class _named:
@@ -164,14 +164,15 @@ class _LayerState:
     def _filling(self, mode: Filling) -> None:
         """Check that all heads reach their budget after the same number of steps."""
         layer = self.layer
-        leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == layer.used + mode.filling).all())
+        most = layer.used + mode.filling - (layer.every - 1)
+        leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == most).all())
         must(not layer.holes and leads, "filling does not lead to the budget")
 
     def _evicting(self, mode: Evicting) -> None:
         """Check that each head has one slot free for the next token, or is below budget."""
         layer, free_BH = self.layer, mode.free_BH
         assert layer.keep_BH1 is not None
-        keep_BH = layer.keep_BH1[..., 0]
+        keep_BH = layer.keep_BH1[..., 0] + layer.every - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
         below_BH = self.limit_BH <= keep_BH
         must(mode.growing == bool(below_BH.any()), "growing is not what the slots say")
@@ -186,7 +187,8 @@ class _LayerState:
         must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
         if layer.holes:
             must(layer.used == len(self.column), "unused columns between slots")
-            must(int((keep_BH - self.held_BH).max()) <= mode.filling <= int(keep_BH.max()), "filling is wrong")
+            filled = 0 if layer.every > 1 and not mode.filling else int((keep_BH - self.held_BH).max())
+            must(filled <= mode.filling <= int(keep_BH.max()), "filling is wrong")
         else:
             full = mode.filling == 0 and not mode.growing
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")

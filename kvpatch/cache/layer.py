@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..backends.entries import FULL
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
+from ..policies.rhythm import moves, waits
 from . import slots
 from .growth import Layout, capacities, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Reading, Slotted
@@ -41,8 +42,8 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL) -> None:
-        self.statistics, self.bits = statistics, bits
+    def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1) -> None:
+        self.statistics, self.bits, self.every = statistics, bits, every
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
         self.reset()
@@ -154,7 +155,7 @@ class SlotLayer(CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize([max(capacities([columns], most, slack(columns))[0], columns)])
+            self._resize([max(capacities([columns], most, max(slack(columns), self.ahead_of))[0], columns)])
 
     def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
@@ -208,6 +209,11 @@ class SlotLayer(CacheLayerMixin):
 
         positions_B1: None if they are there, as stacked layers write them.
         """
+        if not self.mode.slotted and positions_B1 is None:
+            self.kv.dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
+            self.write_entry(entry)
+            self.used += 1
+            return
         if not self.mode.slotted:
             assert positions_B1 is not None
             if self.is_initialized:  # never more columns than the budget
@@ -229,7 +235,12 @@ class SlotLayer(CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write the new token's position, and zero sums, into each head's free slot."""
+        """Write the new token's position, and zero sums, into each head's free slot or behind the used columns."""
+        if not self.mode.slotted:
+            self.positions[:, :, self.used] = positions_B1
+            for name in self.statistics:
+                self.state[name][:, :, self.used] = 0
+            return
         (B, H, _), slot = self.positions.shape, self.free_slots()
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
         for name in self.statistics:
@@ -242,6 +253,9 @@ class SlotLayer(CacheLayerMixin):
     def write_entry(self, entry: dict[str, Tensor]) -> None:
         """Write the new token's entries of the score state."""
         for name, tensor in entry.items():
+            if not self.mode.slotted:
+                self.state[name][:, :, self.used : self.used + 1] = tensor
+                continue
             rows = self.state[name].flatten(0, 2)
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
@@ -367,7 +381,7 @@ class SlotLayer(CacheLayerMixin):
         """Return the slots that each head needs once it has reached its budget, or None if it has no budget."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
-        return [keep + 1 for keep in self.keep_BH1.flatten().tolist()]
+        return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
     def measure(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update how many tokens can be written before buffers move.
@@ -380,6 +394,13 @@ class SlotLayer(CacheLayerMixin):
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
+        self.pace(counts, goals)
+
+    def pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+        """Update when heads evict, if they evict several tokens at once. counts, goals: see `measure`."""
+        if isinstance(self.mode, Evicting) and self.every > 1:
+            self.mode.every = self.every
+            self.mode.waits = waits(counts or self.counts(), goals or self.goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
@@ -398,7 +419,7 @@ class SlotLayer(CacheLayerMixin):
         mode = self.mode
         if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
             return
-        wanted = self.kv.wanted(self.counts(), self.goals())
+        wanted = self.kv.wanted(self.counts(), self.goals(), self.ahead_of)
         self._move([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
             mode.free_BH = self.empty_slots()
@@ -410,15 +431,15 @@ class SlotLayer(CacheLayerMixin):
             return
         C = self.positions.shape[2]
         if not self.mode.slotted:
-            enough = capacities([self.used], self._most(), slack(self.used))[0]
+            enough = capacities([self.used], self._most(), max(slack(self.used), self.ahead_of))[0]
             if enough < C:
                 self._resize([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
-        fitting = list(map(min, old, self.kv.wanted(counts, goals)))
+        fitting = list(map(min, old, self.kv.wanted(counts, goals, self.ahead_of)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
-        if sum(old) > self.kv.allowed(counts, goals) and not bool((gone_BHC & (self.positions >= 0)).any()):
+        if sum(old) > self.kv.allowed(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move(fitting)
         self.measure()
 
@@ -427,6 +448,11 @@ class SlotLayer(CacheLayerMixin):
         self._resize(capacities, self.goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
+
+    @property
+    def ahead_of(self) -> int:
+        """Slots that heads get ahead of time, for the tokens that are evicted at once."""
+        return self.every if self.every > 1 else 0
 
     @property
     def taken(self) -> int:
@@ -479,6 +505,35 @@ class SlotLayer(CacheLayerMixin):
             self.mode = Evicting(slot_BH)
         self.contiguous = False
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
+
+    def drop(self, gone_BHM: Tensor) -> None:
+        """Empty several columns of each head, all columns being taken, and move the last tokens that stay into them."""
+        into, out = moves(gone_BHM, self.used)
+        self.move_entries(into, out)
+        self.positions.scatter_(2, into, self.positions.gather(2, out))
+        for tensor in self.state.values():
+            at, of = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
+            tensor.scatter_(2, at, tensor.gather(2, of))
+        self.used -= gone_BHM.shape[-1]
+        self.positions[:, :, self.used :] = -1
+        self.floor, self.contiguous, self.mode.filling = self.used, False, self.every - 1
+
+    def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
+        """Move keys and values of each head from some columns into others, and record in the undo log what stood there."""
+        if torch.is_grad_enabled():  # a graph may have saved them
+            self.kv = self.kv.map_rows(torch.clone, *self.positions.shape[:2])
+        if self.undo_log:
+            both = torch.cat([into_BHM, out_BHM], -1)
+            self.undo_log[-1].moved = (both, *self.kv.read_at(self.kv.rows_of(both)))
+        self.kv.write_at(self.kv.rows_of(into_BHM), *self.kv.read_at(self.kv.rows_of(out_BHM)))
+
+    @property
+    def settled(self) -> bool:
+        """True if the coming decode steps need no more slots than there are."""
+        mode = self.mode
+        if not isinstance(mode, Filling):
+            return mode.slotted
+        return self.every > 1 and self.used + mode.filling + 1 == self.positions.shape[2]
 
     # ---- rollback ----
 

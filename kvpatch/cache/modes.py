@@ -16,6 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..policies.queries import Moments
+from ..policies.rhythm import later
 
 
 class Mode:
@@ -25,8 +26,8 @@ class Mode:
     last slot if all are taken); else after the used columns. evicts: tokens are evicted while decoding. croppable: the last
     columns are the last tokens, and nothing was evicted for them.
 
-    filling: steps until every row has reached its budget. growing: some head may need more slots than it has. unfilled: every
-    head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
+    filling: steps until every row has as many tokens as it may hold between steps. growing: some head may need more slots than
+    it has. unfilled: every head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
     """
 
     name: ClassVar[str]
@@ -38,6 +39,11 @@ class Mode:
     growing: bool = False
     unfilled: bool = False
     free_BH: Tensor  # of a Slotted mode; in a step by kernels also the column that a token is appended at
+
+    @property
+    def due(self) -> bool:
+        """Tell if some head may evict at the next step."""
+        return True
 
     def count(self, tokens: int) -> None:
         """Count tokens written; each brings every head that is below budget closer to it."""
@@ -84,11 +90,15 @@ class Appending(Mode):
 
 @dataclass
 class Filling(Mode):
-    """Tokens are appended until all heads, which hold equally many, have reached their budget."""
+    """Tokens are appended until all heads, which hold equally many, evict: one token, or several to append anew."""
 
     name, saved, evicts = "filling", ("filling",), True
     croppable = False
     filling: int = 0
+
+    @property
+    def due(self) -> bool:
+        return not self.filling
 
     def count(self, tokens: int) -> None:
         self.filling = max(self.filling - tokens, 0)
@@ -126,20 +136,30 @@ class Growing(Slotted):
 
 @dataclass
 class Evicting(Slotted):
-    """One token is evicted per step from each head that has reached its budget."""
+    """Each head evicts whenever it has no slot left: at every step once it has reached its budget, or every so many.
+
+    every: tokens evicted at once. waits: if these are several, steps until heads evict (policies/rhythm.py).
+    """
 
     name, saved, evicts = "evicting", ("filling", "slack", "grown"), True
     croppable = False
     filling: int = 0
     growing: bool = False
     unfilled: bool = False
+    every: int = 1
+    waits: tuple[int, ...] = ()
+
+    @property
+    def due(self) -> bool:
+        return not self.waits or self.waits[0] == 1
 
     def count(self, tokens: int) -> None:
         self.filling = max(self.filling - tokens, 0)
         self.grown += tokens if self.growing else 0
+        self.waits = later(self.waits, tokens, self.every)
 
     def newest(self) -> int | None:
-        return None if self.filling else 0
+        return None if self.filling or self.waits else 0
 
 
 MODES: dict[str, type[Mode]] = {one.name: one for one in (Empty, Reading, Appending, Filling, Growing, Evicting)}

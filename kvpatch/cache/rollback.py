@@ -19,6 +19,7 @@ class Recorded(Protocol):
 
     mode: Mode
     used: int
+    floor: int
     positions: Tensor
     state: dict[str, Tensor]
     kv: Slots
@@ -29,7 +30,11 @@ class Recorded(Protocol):
 
 @dataclass
 class Undo:
-    """Entry of the undo log: the data that one decode step overwrote."""
+    """Entry of the undo log: the data that one decode step overwrote.
+
+    slot: key and value in each head's free slot. moved: columns [B,H,M] that an eviction of several tokens has overwritten or
+    left to the next ones, with their keys and values.
+    """
 
     used: int
     mode: Mode
@@ -37,6 +42,7 @@ class Undo:
     positions: Tensor
     state: dict[str, Tensor]
     shared: Tensor | None
+    moved: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def record(layer: Recorded, shared: Tensor | None) -> Undo:
@@ -56,9 +62,13 @@ def restore(layer: Recorded, undo: Undo) -> Tensor | None:
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
     layer.mode = undo.mode
     layer.used = layer.positions.shape[-1] if undo.mode.slotted else undo.used
+    layer.floor = min(layer.floor, layer.used)
     layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions[:, :, :C], -1
     for name, tensor in undo.state.items():
         layer.state[name][:, :, :C] = tensor[:, :, :C]
     if undo.slot is not None:
         layer.kv.write_at(layer.free_rows(), *undo.slot)
+    if undo.moved is not None:
+        columns, k, v = undo.moved
+        layer.kv.write_at(layer.kv.rows_of(columns), k, v)
     return undo.shared

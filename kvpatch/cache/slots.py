@@ -81,6 +81,10 @@ class Slots(ABC):
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
         """Return the entry of one slot of each head [B*H]; flat_N: its index in the flattened positions."""
 
+    def rows_of(self, column_BHM: Tensor) -> Tensor:
+        """Return the entries [B*H*M] of columns of each head."""
+        return (self.begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
+
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the entries of keys and values in these rows."""
         keys, values = self.flat()
@@ -111,11 +115,11 @@ class Slots(ABC):
         """Return the slots of each head."""
 
     @abstractmethod
-    def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
-        """Return the slots that each head would get now, having taken `counts`."""
+    def wanted(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+        """Return the slots that each head would get now, having taken `counts`, with at least `ahead` free ones."""
 
     @abstractmethod
-    def allowed(self, counts: list[int], goals: list[int] | None) -> int:
+    def allowed(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
         """Return the most slots of all heads together that are no waste for heads that have taken `counts`."""
 
     @abstractmethod
@@ -187,11 +191,11 @@ class DenseSlots(Slots):
         B, H, C, _ = self.shape
         return [C] * (B * H)
 
-    def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
-        return [max(capacities(counts, goals, slack(max(counts))))] * len(counts)
+    def wanted(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+        return [max(capacities(counts, goals, max(slack(max(counts)), ahead)))] * len(counts)
 
-    def allowed(self, counts: list[int], goals: list[int] | None) -> int:
-        return sum(self.wanted(counts, goals))
+    def allowed(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
+        return sum(self.wanted(counts, goals, ahead))
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held = max(counts) if columns is None else columns  # columns are as many as the longest row's
@@ -265,11 +269,11 @@ class RaggedSlots(Slots):
     def capacities(self) -> list[int]:
         return self.offsets.capacities
 
-    def wanted(self, counts: list[int], goals: list[int] | None) -> list[int]:
-        return capacities(counts, goals, slack(sum(counts) // len(counts)))
+    def wanted(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+        return capacities(counts, goals, max(slack(sum(counts) // len(counts)), ahead))
 
-    def allowed(self, counts: list[int], goals: list[int] | None) -> int:
-        return self.bound(counts, None, 0)[1]
+    def allowed(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
+        return self.bound(counts, None, ahead)[1]
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held, typical = sum(counts), sum(counts) // len(counts)

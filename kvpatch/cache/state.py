@@ -169,7 +169,8 @@ class TextState(MutationGuard, Cache):
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         pairs = zip(settings.policies, settings.evicts, strict=True)
-        super().__init__(layers=[SlotLayer(policy.statistics if evicts else (), settings.bits) for policy, evicts in pairs])
+        parts = [(policy.statistics if evicts else (), settings.bits, policy.every) for policy, evicts in pairs]
+        super().__init__(layers=[SlotLayer(*part) for part in parts])
         self.settings = settings
         self.scratch = False
         self.operations, self.changes, self.was_read = {}, 0, False

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 
-COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all"}
+COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "every": 1}
 """Options that every policy has, with the default of most."""
 
 SCHEDULES = ("prompt", "decode", "both")

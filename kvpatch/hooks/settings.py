@@ -155,8 +155,10 @@ def settings_of(
                 f"positions='renumbered' does not go with policy {policy.name!r}, which undoes rotations at original "
                 "positions: use positions='original'."
             )
-    budget = Budget.parse(k, n_layers=len(target.attentions), bytes_per_token=target.bytes_per_token(bits), bounds=bounds)
+    sizes = {"n_layers": len(target.attentions), "bytes_per_token": target.bytes_per_token(bits), "beside": policy.every - 1}
+    budget = Budget.parse(k, **sizes, bounds=bounds)
     _check_shared(policy, budget, bounds)
+    _check_rhythm(policy, budget)
     for case in dict.fromkeys(target.cases(renumbered, policy)):
         check(backend, case)
     return CacheSettings(
@@ -181,4 +183,13 @@ def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]
         raise KVPatchError(
             f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "
             "and scores nothing. Give it a share below 1.0, or use shared=False."
+        )
+
+
+def _check_rhythm(policy: Policy, budget: Budget) -> None:
+    least = min((k for k in budget.per_layer if isinstance(k, int)), default=policy.every)
+    if policy.every > least:
+        raise KVPatchError(
+            f"every={policy.every} evicts more tokens at once than the budget of {least} keeps: give every={least} or less, or "
+            f"k={policy.every} or more."
         )

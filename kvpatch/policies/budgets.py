@@ -128,7 +128,7 @@ class Budget:
 
     @classmethod
     def parse(
-        cls, k: object, *, n_layers: int, bytes_per_token: int, bounds: Sequence[int | None] = ()
+        cls, k: object, *, n_layers: int, bytes_per_token: int, bounds: Sequence[int | None] = (), beside: int = 0
     ) -> Budget:
         """Check `k` and convert sizes in bytes to tokens.
 
@@ -138,6 +138,7 @@ class Budget:
             bytes_per_token: bytes of the keys and values of one token in one layer, all KV heads together.
             bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
                 all layers, so what the sliding layers hold is subtracted from it.
+            beside: tokens that a head holds between steps beside its budget, which a size in bytes counts.
 
         Raises:
             KVPatchError: `k` is no budget, has another number of layers, or holds no token.
@@ -150,11 +151,11 @@ class Budget:
         if is_list(k):
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
-            return cls(tuple(_tokens(parse_k(entry, f"k[{i}]"), bytes_per_token) for i, entry in enumerate(k)))
+            return cls(tuple(_tokens(parse_k(entry, f"k[{i}]"), bytes_per_token, 0, beside) for i, entry in enumerate(k)))
         one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        return cls((_tokens(one, bytes_per_token * free, reserved),) * n_layers)
+        return cls((_tokens(one, bytes_per_token * free, reserved, beside),) * n_layers)
 
     def evicts(self, layer: int) -> bool:
         """Return False if the layer's budget is the float 1.0, which never evicts, however long the text."""
@@ -165,13 +166,15 @@ class Budget:
         return max(1, share(self.per_layer[layer], n))
 
 
-def _tokens(k: int | float | str, bytes_per_token: int, reserved: int = 0) -> int | float:
+def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, beside: int) -> int | float:
     if not isinstance(k, str):
         return k
     size = parse_bytes(k)
     assert size is not None  # parse_k has passed
-    if size - reserved < bytes_per_token:
+    tokens = (size - reserved) // bytes_per_token - beside
+    if tokens < 1:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
+        sliding += f", and {beside} more wait to be evicted with it (every={beside + 1})" if beside else ""
         takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"
         raise KVPatchError(f"k={k!r} holds no token: {takes}: give more.")
-    return min((size - reserved) // bytes_per_token, MAX_POSITION)
+    return min(tokens, MAX_POSITION)

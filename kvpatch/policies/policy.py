@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import KVPatchError, named, suggest
-from . import own_code
+from . import own_code, rhythm
 from .allocation import Adaptive, Pyramid
 from .context import EvictionContext, NewTokens
 from .scopes import Scope
@@ -33,6 +33,8 @@ class Policy:
         scope: tokens protected from eviction.
         schedule: "prompt" evicts once, at the end of the prompt; "decode" keeps the prompt and evicts one token per
             generated token; "both" does both.
+        every: tokens that decode steps evict at once. A head then holds up to `every` - 1 more than its budget between steps,
+            and only every so many-th step evicts.
         source: the paper, with section.
         over_layers: Pyramid, or None for the same budget in every layer.
         over_heads: Adaptive or Global, or None for the same budget in every head.
@@ -55,6 +57,7 @@ class Policy:
     over_layers: Pyramid | None = None
     over_heads: Adaptive | None = None
     selection: Selection | None = None
+    every: int = 1
 
     def __post_init__(self) -> None:
         for field, kind, optional in _PARTS:
@@ -71,6 +74,7 @@ class Policy:
                 f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
                 f"generated token does not have; use schedule={' or '.join(map(repr, self.score.schedules))}."
             )
+        rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
         if self.over_heads is not None and self.schedule not in self.over_heads.schedules:
             raise KVPatchError(
                 f"schedule={self.schedule!r}: policy {self.name!r} divides its budget over heads where the prompt ends, but "
@@ -100,10 +104,11 @@ class Policy:
 
     def options(self) -> dict[str, Any]:
         """Return the current value of every option by name."""
-        return {f.name: getattr(part, f.name) for part in self._parts() for f in dataclasses.fields(part)}
+        own = {f.name: getattr(part, f.name) for part in self._parts() for f in dataclasses.fields(part)}
+        return own | {"every": self.every}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
-        """Return a copy with a changed schedule or changed options of its parts.
+        """Return a copy with a changed schedule or changed options.
 
         Raises:
             KVPatchError: an option that this policy does not have (the message lists those it has), or a bad value.
@@ -124,7 +129,7 @@ class Policy:
 
         parts = {field: replace(part) for field, _, _ in _PARTS if (part := getattr(self, field)) is not None}
         schedule = self.schedule if schedule is None else named(schedule, SCHEDULES) or schedule
-        return dataclasses.replace(self, **parts, schedule=schedule)
+        return dataclasses.replace(self, **parts, schedule=schedule, every=options.get("every", self.every))
 
     @property
     def statistics(self) -> tuple[str, ...]:

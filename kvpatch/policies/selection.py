@@ -82,14 +82,16 @@ def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tens
     return index.clamp(max=keys.shape[-1] - 1), kept
 
 
-def victim(keys: Tensor, empty: Tensor | None) -> Tensor:
-    """Return the slot [B,H] of the token to evict from each head.
+def victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
+    """Return the slots [B,H,count] of the tokens to evict from each head.
 
     keys: eviction keys [B,H,T], computed without `empty`. empty: bool mask of empty slots, which are skipped.
     """
     if empty is not None:
         keys = keys.masked_fill(empty, LAST)
-    return keys.argmin(dim=-1)
+    if count == 1:
+        return keys.argmin(dim=-1, keepdim=True)
+    return keys.topk(min(count, keys.shape[-1]), dim=-1, largest=False, sorted=False).indices
 
 
 def in_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:

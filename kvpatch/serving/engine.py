@@ -202,6 +202,11 @@ def _refuse(model: Any, settings: CacheSettings) -> None:
         raise KVPatchError(
             "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or use generate()."
         )
+    if settings.policy.every > 1:
+        raise KVPatchError(
+            f"every={settings.policy.every}: in continuous batching requests come and go between the steps that would evict. "
+            "Leave every out, or use generate()."
+        )
     if getattr(model, "_device_mesh", None) is not None:
         raise KVPatchError(
             "Continuous batching of a model under tensor parallelism (tp_plan) is not on a budget yet: use generate(), or load "

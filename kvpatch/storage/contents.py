@@ -19,6 +19,7 @@ def check(cache: EvictingCache) -> None:
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
         layer.short_heads()
+        layer.pace()
     invariants.check_state(cache)
     if cache.shared is not None:
         _weights("shared", cache.shared)

@@ -420,7 +420,8 @@ def torch_victim(slots, value, G, sliding, first, recent):
         protected = protected | (position > newest - recent[:, None, None])
     dead = None if sliding is None else newest + 1 - position >= sliding
     order = selection.score_keys(score, position.clamp(min=0), signed=False)
-    return selection.victim(selection.eviction_keys(order, protected=protected, dead=dead, empty=None), position < 0)
+    keys = selection.eviction_keys(order, protected=protected, dead=dead, empty=None)
+    return selection.victims(keys, position < 0, 1)[..., 0]
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ EVERY_POLICY: dict[str, Any] = {
     "recent": 0,
     "protect": None,
     "schedule": "both",
+    "every": 1,
     "block": None,
     "positions": "original",
     "bits": 16,
@@ -759,7 +760,7 @@ class Oracle:
         """Evict until KV head g holds `share` tokens and those outside the budget. Protected sizes are of b."""
         o, limit = self.options, share + len(self.outside(l, g))
         excess = len(self.keys[l][g]) - limit
-        if excess <= 0:
+        if excess < (self.options["every"] if self.step else 1):  # while decoding, tokens wait until so many can go
             return
         free, dead = self.evictable(l, g, b), partial(self.dead, l)
         s = self.scores(l, g, b, free) if scored is None else scored
@@ -821,6 +822,8 @@ def check(o: dict[str, Any]) -> None:
             raise ValueError(f"{name}={o[name]}: a number from {low} to {high}")
     if o["block"] is not None and not (isinstance(o["block"], int) and o["block"] >= 1):
         raise ValueError(f"block={o['block']}: an int of at least 1")
+    if o["every"] < 1 or (o["every"] > 1 and o["schedule"] in ("prompt", "never")):
+        raise ValueError(f"every={o['every']}: an int of at least 1, and only where decoding evicts")
     if o["schedule"] == "decode" and o["block"] is not None:
         raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
     if o["schedule"] == "decode" and {"adaptive", "global_topk"} & set(o["wrap"]):

@@ -64,10 +64,10 @@ def test_the_top_of_each_head(counts):
 
 def test_a_victim_is_the_lowest_that_is_there():
     order = orders()
-    assert torch.equal(selection.victim(order, None), order.argmin(-1))
+    assert torch.equal(selection.victims(order, None, 1)[..., 0], order.argmin(-1))
     empty = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.argmin(-1, keepdim=True), True)
     second = order.sort(-1).indices[..., 1]
-    assert torch.equal(selection.victim(order, empty), second)
+    assert torch.equal(selection.victims(order, empty, 1)[..., 0], second)
 
 
 @pytest.mark.parametrize("T", [8, 9])

@@ -100,7 +100,14 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
     positions = "renumbered" if name != "gpt2" and policy not in PLACED and choose(st.integers(0, 2)) == 0 else "original"
     bits = choose(st.sampled_from((16, 16, 16, 8, 4)))
+    if policy != "full" and not once(policy, options):
+        options["every"] = min(choose(st.sampled_from((1, 1, 2, 3, 5))), min(budgets_in_tokens(k), default=5))
     return Chosen(name, policy, k, wrap, turns, block, positions, bits, tuple(options.items()))
+
+
+def budgets_in_tokens(k: Any) -> list[int]:
+    """The budgets that are no shares."""
+    return [one for one in (k if isinstance(k, tuple) else (k,)) if isinstance(one, int)]
 
 
 def once(policy: str, options: dict[str, Any]) -> bool:
@@ -255,7 +262,8 @@ def check_budget(chosen: Chosen, oracle: Oracle, l: int, head: list[int]) -> Non
     b, options = oracle.budgets[l], oracle.options
     if b is None or options["schedule"] != "both" or "adaptive" in options["wrap"]:
         return
-    assert len(head) <= b, f"{len(head)} tokens held, the budget is {b}"
+    most = b + options["every"] - 1
+    assert len(head) <= most, f"{len(head)} tokens held, the budget is {b}"
     fixed, recent, _, _ = oracle.sizes(b)
     newest = range(max(oracle.seen - recent, 0), oracle.seen)
     if oracle.turn == 0:  # a later turn may have other sizes than those that chose what is left

@@ -18,6 +18,7 @@ ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
+RHYTHM = "tests/attention/test_rhythm.py"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
@@ -212,10 +213,11 @@ MUTANTS = {
         "attention/bound_step.py", "index_copy_(0, at, v.reshape(self.row))", "index_copy_(0, at, k.reshape(self.row))",
         "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
     "bound steps: of another batch": (
-        "attention/bound_step.py", " or step.query[0] != len(q_BHGD)", "",
+        "attention/bound_step.py", " or step.kv is not call.slots.kv", "",
         "tests/attention/test_bound_step.py::test_whatever_happens_between_steps[full-_selected]"),
     "kernels append over the last column": (
-        "cache/layer.py", "        self.used += 1\n", "", "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
+        "cache/layer.py", "_most())\n        self.used += 1\n", "_most())\n",
+        "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
     "stacked layers: victim before the scores": (
         "attention/decode.py", "_end(stack.call, stack.p_BHGT,", "_end(stack.call, None,", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
@@ -223,6 +225,29 @@ MUTANTS = {
     "stacked layers: the freed slot still counts": (
         "cache/layer.py", "self.positions.view(-1).index_fill_(0, self.free_slots(), -1)", "pass",
         "tests/invariants/test_held_within_budget.py::test_schedules[random-both]"),
+    "rhythm: heads that differ evict before they are full": (
+        "attention/decode.py", ">= slots.keep_BH1[..., 0] + every", "> slots.keep_BH1[..., 0]",
+        f"{RHYTHM}::test_rows_in_different_phases_are_joined"),
+    "rhythm: the first to evict waits for the last": (
+        "cache/modes.py", "self.waits[0] == 1", "self.waits[-1] == 1",
+        f"{RHYTHM}::test_rows_in_different_phases_are_joined"),
+    "rhythm: every step looks": (
+        "attention/decode.py", "return not (slots.mode.due or ", "return not (slots.holes or slots.mode.due or ",
+        f"{RHYTHM}::test_steps_between_evictions_choose_nothing"),
+    "rhythm: keys and values stay behind": (
+        "cache/layer.py", "        self.move_entries(into, out)\n", "", f"{RHYTHM}::test_every_policy[h2o-pads0]"),
+    "rhythm: the evicted moved to the front": (
+        "policies/rhythm.py", "stable=True, dim=-1)", "stable=True, dim=-1, descending=True)",
+        f"{RHYTHM}::test_moves_leave_what_stays_in_front"),
+    "rhythm: one eviction rolled back without its keys": (
+        "cache/rollback.py", "layer.kv.write_at(layer.kv.rows_of(columns), k, v)", "pass",
+        f"{RHYTHM}::test_rolling_back_over_evictions[3-h2o-0.4-(0, 0)]"),
+    "rhythm: what waits is not in a size": (
+        "policies/budgets.py", " // bytes_per_token - beside\n", " // bytes_per_token\n",
+        f"{RHYTHM}::test_a_size_in_bytes_counts_what_waits"),
+    "rhythm: an undone step's column counts": (
+        "cache/rollback.py", "    layer.floor = min(layer.floor, layer.used)\n", "",
+        f"{RHYTHM}::test_rolling_back_to_a_prompt_below_its_budget"),
     "stage one skipped": (
         "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
         "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),

@@ -20,6 +20,15 @@ def test_a_mask_of_one_prompt():
         batched(model, prompts())
 
 
+def test_eviction_that_waits():
+    model = make("llama_gqa")
+    with (
+        kvpatch.patched(model, "h2o", 24, every=4),
+        pytest.raises(kvpatch.KVPatchError, match=r"every=4: in continuous batching.*Leave every out, or use generate\(\)"),
+    ):
+        batched(model, prompts())
+
+
 def test_older_versions(monkeypatch):
     for old in ("5.15.0", "5.18.3"):
         with pytest.raises(

@@ -53,6 +53,7 @@ def test_where_they_are_given():
         ({"policy": "pyramidkv", "k": 3}, "layers hold different numbers of tokens: use 'snapkv'"),
         ({"policy": "full", "k": 3}, "evicts nothing, as vLLM does without kvpatch"),
         ({"policy": "expected_attention", "k": 3}, "use 'key_diff' or 'key_norm'"),
+        ({"policy": "h2o", "k": 3, "every": 2}, "every= lets tokens wait"),
         ({"policy": "snapkv", "k": 3, "window": 1, "turns": "first"}, "turns= tells prompts of a chat apart"),
     ],
 )

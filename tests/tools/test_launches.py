@@ -35,6 +35,25 @@ def test_a_step_launches_so_much_and_waits_for_nothing(policy, path):
     assert (figures["waits"].per_layer, figures["waits"].once) == (0, 0)
 
 
+# with every=m, a step that evicts nothing and one that evicts m tokens: what appending costs, and what chooses
+RHYTHM = {
+    "h2o": ((39, 30), (37, 25)),
+    "roco": ((39, 36), (39, 25)),
+    "window": ((36, 25), (35, 25)),
+}
+EVICTS = {"h2o": ((49, 51), (47, 46)), "roco": ((49, 76), (49, 65)), "window": ((46, 43), (45, 43))}
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "window"])
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_a_step_that_waits_costs_what_appending_does(policy, path):
+    for every, table in ((16, RHYTHM), (5, EVICTS)):
+        figures = counted(policy, path, N, every=every)
+        launches = figures["launches"]
+        assert (launches.per_layer, launches.once) == table[policy][path == "triton"]
+        assert (figures["waits"].per_layer, figures["waits"].once) == (0, 0)
+
+
 @pytest.mark.parametrize("policy", ["h2o", "critical(h2o)"])
 @pytest.mark.parametrize("path", ["torch", "triton"])
 def test_a_batch_is_stepped_together(policy, path):

@@ -44,9 +44,9 @@ class Figure:
         return cls(per_layer, shallow - SHALLOW * per_layer)
 
 
-def counted(policy: str, path: str, n: int = 64, batch: int = 1) -> dict[str, Figure]:
-    """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens."""
-    shallow, deep = (_counts(policy, path, layers, n, batch) for layers in (SHALLOW, DEEP))
+def counted(policy: str, path: str, n: int = 64, batch: int = 1, **own: int) -> dict[str, Figure]:
+    """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens; own: options of the policy."""
+    shallow, deep = (_counts(policy, path, layers, n, batch, options(policy) | own) for layers in (SHALLOW, DEEP))
     figures = {}
     for name, part, kind in (
         ("launches", 1, "launches"), ("kernels", 1, "kernels"), ("waits", 1, "waits"), ("prompt_waits", 0, "waits"),
@@ -57,7 +57,9 @@ def counted(policy: str, path: str, n: int = 64, batch: int = 1) -> dict[str, Fi
 
 
 @torch.no_grad()
-def _counts(policy: str, path: str, layers: int, n: int, batch: int) -> tuple[Counting, Counting]:
+def _counts(
+    policy: str, path: str, layers: int, n: int, batch: int, own: dict[str, int]
+) -> tuple[Counting, Counting]:
     """What the prompt and one later decode step of a narrow Llama ask of a device."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(narrow(n + SETTLED + 1, layers), attn_implementation="sdpa").eval()
@@ -66,7 +68,7 @@ def _counts(policy: str, path: str, layers: int, n: int, batch: int) -> tuple[Co
         return _prompt_and_step(model, ids, n)
     # launches do not depend on what a kernel computes, but for heads that share a budget by their scores
     ragged = kvpatch.get_policy(policy).over_heads is not None
-    patched = kvpatch.patched(model, policy, k=K, backend=path, **options(policy))
+    patched = kvpatch.patched(model, policy, k=K, backend=path, **own)  # type: ignore[arg-type]
     with patched, nullcontext() if ragged else launching(unlaunched):
         return _prompt_and_step(model, ids, n)
 

@@ -222,6 +222,8 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
     """Return the reason that torch must choose the victim of a step that the kernels otherwise run, or None."""
+    if policy.every > 1:
+        return "several tokens are evicted at once"
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
         return "the policy has an order of its own"
     if type(policy.scope) is not Scope or "protect" in slots.state:

@@ -124,5 +124,6 @@ def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
         (policy.over_layers is not None, "its layers hold different numbers of tokens: use 'snapkv'"),
         (score.across_layers, "with shared=True its layers share a score: use shared=False"),
         (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
+        (policy.every > 1, "every= lets tokens wait, and a request's pages are claimed for its budget: leave it out"),
         (policy.scope.turns != "all", "turns= tells prompts of a chat apart, and vLLM has one text: leave it out"),
     )

@@ -1,0 +1,60 @@
+"""The rhythm of decode eviction, `every=m`: a head that holds its budget and m tokens more evicts these m at once.
+
+Between evictions a step costs what appending costs. Steps are counted on the host, by head: a head's next eviction is so many
+steps away as it has slots left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .budgets import check_count
+
+
+def check(every: object, schedule: str | None, name: str) -> None:
+    """Raise KVPatchError unless a policy can evict so many tokens at once. schedule: None for one that never evicts."""
+    check_count("every", every, "tokens that decode steps evict at once")
+    if every == 1:
+        return
+    if schedule is None:
+        raise KVPatchError(f"every={every}: policy {name!r} never evicts. Leave every out, or use another policy.")
+    if schedule == "prompt":
+        raise KVPatchError(
+            f"every={every} is for policies that evict while decoding, but policy {name!r} does so only where a prompt ends "
+            "(schedule='prompt'): leave every out, or use schedule='both' with a policy that has it, such as 'h2o'."
+        )
+
+
+def waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
+    """Return the steps after which heads evict, each number once. goals: slots of each head; counts: those taken.
+
+    Example:
+        >>> waits([10, 10, 7], goals=[14, 14, 14])
+        (4, 7)
+    """
+    return tuple(sorted({goal - count for count, goal in zip(counts, goals, strict=True)}))
+
+
+def later(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
+    """Return what `waits` would after so many steps more.
+
+    Example:
+        >>> later((4, 7), steps=4, every=4)
+        (3, 4)
+    """
+    return tuple(sorted({wait - steps if wait > steps else (wait - steps - 1) % every + 1 for wait in waiting}))
+
+
+def moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
+    """Return columns [B,H,M] and the columns to move into them, so that the first `used` - M hold all tokens but those at gone.
+
+    gone_BHM: columns of the tokens to evict, all different within a head. Columns that stay empty are moved among themselves.
+    """
+    M = gone_BHM.shape[-1]
+    last = torch.arange(used - M, used, device=gone_BHM.device)
+    empty = (gone_BHM[..., None, :] == last[:, None]).any(-1)  # which of the last columns are evicted
+    return gone_BHM.sort(-1).values, used - M + empty.byte().argsort(stable=True, dim=-1)
