@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache
 
 from .arch.bound import BoundAdapter
@@ -15,6 +15,7 @@ from .cache.settings import CacheSettings
 from .errors import KVPatchError
 from .hooks import ownership
 from .hooks.attention import parameters
+from .hooks.compression import compressed
 from .hooks.graph import StepGraph, graph
 from .hooks.inputs import file_path
 from .hooks.install import Installation
@@ -75,6 +76,27 @@ class Patch:
         if past is not None:
             from_dynamic.absorb(cache, past)
         return cache
+
+    def compress(
+        self, past: Cache, ids: Tensor | None = None, *, attention_mask: Tensor | None = None
+    ) -> EvictingCache:
+        """Compress a prompt that was read before the block, as its end inside the block would have; `past` stays as it is.
+
+        Args:
+            past: a DynamicCache that the unpatched model filled, or a cache under policy "full".
+            ids: the prompt's token ids [B,T], for policies that read it a second time.
+            attention_mask: the prompt's padding mask [B,T], of a DynamicCache with padding.
+
+        Raises:
+            KVPatchError: the policy needs queries or attention rows that `past` does not hold, or `past` has dropped tokens.
+
+        Example:
+            past = model(ids).past_key_values
+            with kvpatch.patched(model, "key_diff", k=0.4) as patch:
+                cache = patch.compress(past)
+                answer = model.generate(torch.cat([ids, question], 1), past_key_values=cache.clone())
+        """
+        return compressed(self._target, self._state, past, ids, attention_mask)
 
     def warmup(self, tokens: int | None = None, batch_size: int = 1) -> None:
         """Compile the kernels of this policy before the first request: read a made-up prompt, and decode after it.

@@ -45,6 +45,7 @@ _LOOKS = {
     "leverage": ("#8c6d31", "D"),
     "expected_attention": ("#637939", "D"),
     "kvzip": ("#31a354", "P"),
+    "kvzip_plus": ("#006d2c", "P"),
     "defensive_snapkv": ("#e6550d", "v"),
     "layer_defensive": ("#a63603", "v"),
 }

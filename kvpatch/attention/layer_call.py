@@ -111,11 +111,19 @@ class Call:
 
     def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         assert isinstance(self.policy.selection, TwoStage)
+        return projected_norms(v_BHQD.detach(), self._output_rows(v_BHQD), self.policy.selection.norm, wanted)
+
+    def head_norms(self, v_BHTD: Tensor) -> Tensor:
+        """Return ||v W_O|| of each query head [B,H,G,T]."""
+        rows = self._output_rows(v_BHTD).flatten(0, 1)[:, None]
+        return projected_norms(v_BHTD.repeat_interleave(self.group, 1), rows, 2).unflatten(1, (-1, self.group))
+
+    def _output_rows(self, like_BHTD: Tensor) -> Tensor:
         rows = self.slots.output_rows
         if rows is None:
-            rows, worked_out = self.bound_adapter.output_rows(v_BHQD, self.group, self.settings.parallel)
+            rows, worked_out = self.bound_adapter.output_rows(like_BHTD, self.group, self.settings.parallel)
             self.slots.output_rows = rows if worked_out else None
-        return projected_norms(v_BHQD.detach(), rows, self.policy.selection.norm, wanted)
+        return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""

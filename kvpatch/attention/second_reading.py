@@ -2,63 +2,119 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..backends import torch_backend
 from ..backends.protocol import Keys
-from ..backends.torch_backend import Rows
 from ..cache.slots import gathered
+from ..policies.context import accumulator
+from ..policies.repeated import Repeated
 from . import prefill
 from .layer_call import Call
 
 
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """Return the output [B,H,G,Q,D] of rows whose keys and values are not kept. The layer's slots stay as they are."""
-    now, held = call.now, call.keys(call.slots.used)
-    padded = now.padding is not None
-    places = call.positions_BQ[:, None].expand(*k_BHQD.shape[:3])
-    keys = replace(
-        held,
-        k_BHTD=torch.cat([held.k_BHTD, k_BHQD], 2),
-        v_BHTD=torch.cat([held.v_BHTD, v_BHQD], 2),
-        positions_BHT=torch.cat([held.positions_BHT, places], 2),
-        holes=held.holes or padded,
-        ordered=held.ordered and not padded,
+    """Return the output [B,H,G,Q,D] of rows whose keys and values are not kept. The layer's slots stay as they are.
+
+    Attention to the chunk and to the rows' own keys is computed first: its log-sum-exp makes the scores' probabilities, and
+    joins its output with that over the rest of the prompt.
+    """
+    held = call.keys(call.slots.used)
+    if not (call.evicts and isinstance(call.score, Repeated)):
+        return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
+    by_outputs = call.score.by_outputs
+    part = _Part.of(call, held)
+    near = _before(call, part.shown, k_BHQD, v_BHQD)
+    found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
+    factors = _row_factors(call) if by_outputs else None
+    most_BHGM = torch_backend.greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
+    _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
+    if not part.rest:
+        return found.out
+    if found.lse is not None and torch_backend.attends_before(q_BHGQD, held, call.geometry):
+        out, lse = found.out, found.lse
+        for keys in part.rest:
+            out, lse = torch_backend.joined((out, lse), torch_backend.attend_before(q_BHGQD, keys, call.geometry))
+        return out
+    return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
+
+
+def _before(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
+    """Return the keys with the rows' own behind them."""
+    padded = call.now.padding is not None
+    return replace(
+        keys,
+        k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),
+        v_BHTD=torch.cat([keys.v_BHTD, v_BHQD], 2),
+        positions_BHT=torch.cat([keys.positions_BHT, call.positions_BQ[:, None].expand(*k_BHQD.shape[:3])], 2),
+        holes=keys.holes or padded,
+        ordered=keys.ordered and not padded,
     )
-    found = prefill.attend_to(call, q_BHGQD, keys, call.rows_BQ)
-    if call.evicts:
-        with torch.no_grad():
-            _observe(call, q_BHGQD, held, k_BHQD, places)
-    return found.out
 
 
-def _observe(call: Call, q_BHGQD: Tensor, held: Keys, k_BHQD: Tensor, places_BHQ: Tensor) -> None:
-    """Raise the scores of the chunk's tokens to the greatest probability that a row gives them."""
-    repeat, slots = call.now.repeat, call.slots
-    assert repeat is not None
-    start, stop = (call.now.copy(of, k_BHQD.device)[:, None, None] for of in (repeat.start_B, repeat.stop_B))
-    position = held.positions_BHT
-    inside = (position >= start) & (position < stop)
-    wanted = inside | ((position >= 0) & (position < start.clamp(max=call.policy.scope.sinks)))
-    longest = max(b - a for a, b in zip(repeat.start_B, repeat.stop_B, strict=True))
-    count = min(longest + min(call.policy.scope.sinks, max(repeat.start_B)), position.shape[2])
-    index = (~wanted).byte().argsort(dim=-1, stable=True)[..., :count]
-    shown = position.gather(-1, index).masked_fill(~wanted.gather(-1, index), -1)
-    k = torch.cat([gathered(held.k_BHTD, index), k_BHQD], 2)
-    # of a first prompt without padding rows are alike, and all of these are wanted; a later one may find its sinks evicted
-    holes = held.holes or call.now.padding is not None or call.cache.turns.count > 1
-    keys = Keys(k, k, torch.cat([shown, places_BHQ], 2), holes, count, False)
-    most = slots.state["repeated"].new_zeros(k.shape[0] * k.shape[1], k.shape[2])
+def _row_factors(call: Call) -> Tensor:
+    """Return the inverse norms of what the attention was given at each row, [B,Q]."""
+    repeat = call.now.repeat
+    assert repeat is not None and repeat.hidden is not None
+    return torch.linalg.vector_norm(repeat.hidden, dim=-1, dtype=accumulator(repeat.hidden.dtype)).reciprocal()
 
-    def take(rows: Rows) -> None:
-        block = most[rows.n0 : rows.n1, rows.lo : rows.hi]
-        torch.maximum(block, rows.p_NGRM.amax((1, 2)), out=block)
 
-    Q = k_BHQD.shape[2]
-    torch_backend.observe(q_BHGQD.detach(), keys, call.rows_BQ, call.geometry, None, take, ends=range(count + 1, count + Q + 1))
+def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
+    """Raise the scores of the chunk's tokens to the greatest that a row of any query head gives them."""
+    scores, most = call.slots.state["repeated"], most_BHGM.amax(2).masked_fill(~part.inside_BHM, 0.0)
+    scores.scatter_reduce_(-1, part.index_BHM, most.to(scores.dtype), "amax")
     call.cache.choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")
-    most = most.view(*k.shape[:3])[..., :count].masked_fill(~inside.gather(-1, index), 0.0)
-    slots.state["repeated"].scatter_reduce_(-1, index, most, "amax")
+
+
+@dataclass
+class _Part:
+    """Tokens held that a chunk's scores look at, `shown`, and the `rest` of them.
+
+    index_BHM: their slots. inside_BHM: tokens of the chunk, not sinks or nothing.
+    """
+
+    shown: Keys
+    rest: list[Keys]
+    index_BHM: Tensor
+    inside_BHM: Tensor
+
+    @classmethod
+    def of(cls, call: Call, held: Keys) -> _Part:
+        """Divide what a layer holds."""
+        repeat, sinks, T = call.now.repeat, call.policy.scope.sinks, held.past
+        assert repeat is not None
+        start, stop = max(repeat.start_B), max(repeat.stop_B)
+        alike = call.now.padding is None and min(repeat.start_B) == start and min(repeat.stop_B) == stop
+        if alike and held.ordered and not held.holes:  # slots are positions
+            first = min(sinks, start)
+            index = torch.cat([torch.arange(first), torch.arange(start, stop)]).to(call.device)
+            index_BHM = index.expand(*held.positions_BHT.shape[:2], -1)
+            shown = replace(
+                held,
+                k_BHTD=torch.cat([held.k_BHTD[:, :, :first], held.k_BHTD[:, :, start:stop]], 2),
+                v_BHTD=torch.cat([held.v_BHTD[:, :, :first], held.v_BHTD[:, :, start:stop]], 2),
+                positions_BHT=index_BHM,
+                past=len(index),
+                ordered=False,
+            )
+            rest = [held.columns(a, b) for a, b in ((first, start), (stop, T)) if a < b]
+            return cls(shown, rest, index_BHM, index_BHM >= start)
+        start_B11, stop_B11 = (call.now.copy(of, call.device)[:, None, None] for of in (repeat.start_B, repeat.stop_B))
+        position = held.positions_BHT
+        inside = (position >= start_B11) & (position < stop_B11)
+        wanted = inside | ((position >= 0) & (position < start_B11.clamp(max=sinks)))
+        longest = max(b - a for a, b in zip(repeat.start_B, repeat.stop_B, strict=True))
+        index_BHM = (~wanted).byte().argsort(dim=-1, stable=True)[..., : min(longest + min(sinks, start), T)]
+        shown = Keys(
+            gathered(held.k_BHTD, index_BHM),
+            gathered(held.v_BHTD, index_BHM),
+            position.gather(-1, index_BHM).masked_fill(~wanted.gather(-1, index_BHM), -1),
+            holes=True,
+            past=index_BHM.shape[2],
+            ordered=False,
+        )
+        rest = [replace(held, positions_BHT=position.masked_fill(wanted, -1), holes=True, ordered=False)]
+        return cls(shown, rest, index_BHM, inside.gather(-1, index_BHM))

@@ -13,7 +13,7 @@ There are four tasks. A backend is a module that performs some of them; for the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -63,6 +63,12 @@ class Keys:
     def exact(self) -> bool:
         """Tell whether keys and values are numbers, not rounded entries."""
         return all(codec.exact for codec in self.codecs)
+
+    def columns(self, start: int, stop: int) -> Keys:
+        """Return the keys in columns [start, stop), as those before other rows' own."""
+        at = slice(start, stop)
+        k, v, positions = (t[:, :, at] for t in (self.k_BHTD, self.v_BHTD, self.positions_BHT))
+        return replace(self, k_BHTD=k, v_BHTD=v, positions_BHT=positions, past=stop - start)
 
 
 @dataclass

@@ -85,9 +85,8 @@ def attend(
     B, H, G, Q, _ = q_BHGQD.shape
     square = keys.past == 0 and (geometry.sliding is None or geometry.sliding >= Q)
     q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
-    if square and q.device.type == "cpu" and not differentiable:
-        bias = _key_bias(keys, geometry, q.dtype)
-        out, lse = _flash_on_cpu(q, keys.k_BHTD, keys.v_BHTD, bias, geometry.scale)
+    if q.device.type == "cpu" and not differentiable and (square or _all_see_the_past(keys, geometry)):
+        out, lse = _attend_cpu(q, keys, geometry)
         lse = rearrange(lse, "b (h g) q -> b h g q", g=G)
         # with ALiBi the log-sum-exp is relative to one far token: too coarse for exp(x - lse)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), lse if geometry.slopes_HG is None else None
@@ -99,25 +98,78 @@ def attend(
     return _attend_masked(q_BHGQD, keys, rows_BQ, geometry), None
 
 
-def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Run torch's causal kernel. It takes keys and values of one size, so zeros fill up the smaller ones."""
-    width, values = max(k.shape[-1], v.shape[-1]), v.shape[-1]
-    if k.shape[-1] != values:
-        q, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=bias, scale=scale)
-    return out[..., :values], lse
+def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
+    """Tell whether there are earlier keys, of which every row sees all alike."""
+    return keys.past > 0 and geometry.sliding is None and geometry.slopes_HG is None
 
 
-def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of each key's logit for all queries, [B|1,H*G|1,1,T], or None if there is none."""
+def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Return output [B,N,Q,D] and log-sum-exp [B,N,Q] by the CPU's flash kernel, of earlier keys and of the prompt's own."""
+    past, T = keys.past, keys.k_BHTD.shape[2]
+    if not past:
+        return _flash(q_BNQD, keys, geometry, causal=True)
+    own, before = keys.columns(past, T), keys.columns(0, past)
+    out, lse = _flash(q_BNQD, own, geometry, causal=True)
+    if keys.holes:  # the kernel gives 0 for a row that sees no key
+        unseen = ((own.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // own.k_BHTD.shape[1], 1)
+        lse = lse.masked_fill(unseen, -torch.inf)
+    return joined((out, lse), _flash(q_BNQD, before, geometry, causal=False))
+
+
+def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
+    """Tell whether `attend_before` has a kernel for rows that see all of these keys."""
+    return q_BHGQD.device.type == "cpu" and geometry.plain and _all_see_the_past(keys, geometry)
+
+
+def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys."""
+    out, lse = _flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
+    H = q_BHGQD.shape[1]
+    return rearrange(out, "b (h g) q d -> b h g q d", h=H), rearrange(lse, "b (h g) q -> b h g q", h=H)
+
+
+def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Join outputs [...,D] and log-sum-exps [...] of the same rows over different keys."""
+    (out, lse), (more, its_lse) = one, other
+    total = torch.logaddexp(lse, its_lse)
+    base = total.masked_fill(total == -torch.inf, 0.0)  # a row that sees no key
+    share, its_share = ((part - base).exp_()[..., None] for part in (lse, its_lse))
+    return (out * share).addcmul_(more.to(share.dtype), its_share).to(out.dtype), total
+
+
+def _flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
+    """Call the CPU's flash kernel: output [B,N,Q,D] and log-sum-exp [B,N,Q], -inf for rows that see none of all keys."""
+    bias = _key_bias(keys, geometry, q_BNQD.dtype, causal)
+    if bias is not None and bias.shape[1] != 1:
+        bias = bias.repeat_interleave(q_BNQD.shape[1] // bias.shape[1], 1)
+    q, k, v = _of_one_size(q_BNQD, keys.k_BHTD, keys.v_BHTD)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(q, k, v, 0.0, causal, attn_mask=bias, scale=geometry.scale)
+    if keys.holes and not causal:
+        none = (keys.positions_BHT < 0).all(-1).repeat_interleave(q_BNQD.shape[1] // keys.k_BHTD.shape[1], 1)
+        lse = lse.masked_fill(none[..., None], -torch.inf)
+    return out[..., : keys.v_BHTD.shape[-1]], lse
+
+
+def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Fill up queries, keys and values with zeros to the size of the largest."""
+    D = max(tensor.shape[-1] for tensor in tensors)
+    return tuple(tensor if tensor.shape[-1] == D else F.pad(tensor, (0, D - tensor.shape[-1])) for tensor in tensors)
+
+
+def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
+    """Return the bias of each key's logit for all queries, or None if there is none.
+
+    It is [B|1,H*G|1,1,T], or [B,H,1,T] if heads do not share the positions.
+    """
     if not keys.holes and geometry.slopes_HG is None:
         return None
-    positions_BT = keys.positions_BHT[:, 0]
-    bias = torch.zeros(positions_BT.shape, dtype=accumulator(dtype), device=positions_BT.device)[:, None, None]
+    positions = keys.positions_BHT[:, :1] if shared else keys.positions_BHT
+    bias = torch.zeros(positions.shape, dtype=accumulator(dtype), device=positions.device)[:, :, None]
     if geometry.slopes_HG is not None:
-        slopes, newest_BT = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype), positions_BT.amax(-1, keepdim=True)
-        bias = _alibi(slopes, positions_BT[:, None, None], newest_BT[:, None, None], geometry)
-    return bias.masked_fill(positions_BT[:, None, None] < 0, -torch.inf) if keys.holes else bias
+        slopes, newest = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype), positions.amax(-1, keepdim=True)
+        bias = _alibi(slopes, positions[:, :, None], newest[:, :, None], geometry)
+    return bias.masked_fill(positions[:, :, None] < 0, -torch.inf) if keys.holes else bias
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
@@ -351,6 +403,80 @@ class _Mask:
         """Set the probabilities of rows that do not count to zero; they are NaN in a row that sees no key."""
         if self.padded or self.ends is not None:
             p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
+
+
+@torch.no_grad()
+def greatest(
+    q_BHGQD: Tensor,
+    keys: Keys,
+    rows_BQ: Tensor,
+    geometry: Geometry,
+    lse_BHGQ: Tensor | None,
+    factor_BQ: Tensor | None = None,
+) -> Tensor:
+    """Return the greatest probability that a row of each query head gives each earlier key, [B,H,G,past].
+
+    All rows see the earlier keys, so that with the rows' log-sum-exp their own keys are not needed.
+
+    Args:
+        q_BHGQD: queries.
+        keys: keys and values; the last Q columns are the rows' own.
+        rows_BQ: positions of the queries, -1 for padding.
+        geometry: variant of attention.
+        lse_BHGQ: log-sum-exp of the rows, if a kernel returned it.
+        factor_BQ: positive factor of each row's probabilities; None for 1.
+    """
+    (B, H, G, Q, _), past, dtype = q_BHGQD.shape, keys.past, accumulator(q_BHGQD.dtype)
+    if lse_BHGQ is None or not _all_see_the_past(keys, geometry) or geometry.softcap is not None:
+        return _greatest_of_all(q_BHGQD, keys, rows_BQ, geometry, factor_BQ)
+    shift_BHGQ = lse_BHGQ.to(dtype)
+    if factor_BQ is not None:
+        shift_BHGQ = shift_BHGQ - factor_BQ.to(dtype).log()[:, None, None]
+    minus_N1Q = -shift_BHGQ.masked_fill(rows_BQ[:, None, None] < 0, torch.inf).flatten(0, 2)[:, None]
+    q_NQD, k_NTD = q_BHGQD.flatten(0, 2), keys.k_BHTD[:, :, :past].flatten(0, 1)
+    most_NT = torch.full((B * H * G, past), -torch.inf, dtype=dtype, device=q_NQD.device)
+    heads, rows = _spread(B * H, past, q_NQD.device.type == "cpu")
+    for n0 in range(0, B * H, heads):
+        k = k_NTD[n0 : n0 + heads].to(dtype) * geometry.scale
+        for g in range(G):
+            own = slice(n0 * G + g, (n0 + heads) * G, G)
+            for r0 in range(0, Q, rows):
+                at = slice(r0, r0 + rows)
+                x_NTR = torch.baddbmm(minus_N1Q[own, :, at], k, q_NQD[own, at].to(dtype).transpose(1, 2))
+                most_NT[own] = torch.maximum(most_NT[own], x_NTR.amax(-1))
+    most_BHGT = most_NT.view(B, H, G, past)
+    if keys.holes:
+        most_BHGT.masked_fill_(keys.positions_BHT[:, :, None, :past] < 0, -torch.inf)
+    return most_BHGT.exp_()  # which grows with its argument: one for each key is enough
+
+
+def _greatest_of_all(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None
+) -> Tensor:
+    """Compute `greatest` from the probabilities of all keys."""
+    (B, H, G, Q, _), past = q_BHGQD.shape, keys.past
+    most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
+    factor_NQ = None
+    if factor_BQ is not None:
+        factor_NQ = factor_BQ.masked_fill(rows_BQ < 0, 0.0).to(most_NGT.dtype).repeat_interleave(H, 0)
+
+    def take(rows: Rows) -> None:
+        block = most_NGT[rows.n0 : rows.n1, :, rows.lo : rows.hi]
+        p = rows.p_NGRM[..., : block.shape[2]]
+        if factor_NQ is not None:
+            p = p * factor_NQ[rows.n0 : rows.n1, None, rows.start : rows.stop, None]
+        torch.maximum(block, p.amax(2), out=block)
+
+    observe(q_BHGQD, keys, rows_BQ, geometry, None, take, ends=range(past + 1, past + Q + 1))
+    return most_NGT.view(B, H, G, past)
+
+
+def _spread(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
+    """Return how many of N heads, and how many of their rows, make a block of logits."""
+    if on_cpu:
+        return 1, max(32, min(256, CPU_BLOCK // keys))
+    heads = max(1, min(N, DEVICE_BLOCK // (64 * keys)))
+    return heads, max(64, DEVICE_BLOCK // (heads * keys))
 
 
 def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:

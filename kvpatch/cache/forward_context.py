@@ -29,12 +29,16 @@ class Padding:
     real_B: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Repeat:
-    """Chunk of a prompt that a second reading repeats: positions from `start_B` to before `stop_B`, of each row."""
+    """Chunk of a prompt that a second reading repeats: positions from `start_B` to before `stop_B`, of each row.
+
+    hidden: what the attention of the layer that runs was given, [B,Q,E].
+    """
 
     start_B: list[int]
     stop_B: list[int]
+    hidden: Tensor | None = None
 
 
 @dataclass

@@ -13,14 +13,16 @@ from .state import TextState, writable
 
 
 @writable
-def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None) -> None:
-    """Fill an empty `cache` from `past`; the next end of a prompt compresses it. mask_BT: padding mask.
+def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads: bool = False) -> None:
+    """Fill an empty `cache` from `past`; the next end of a prompt compresses it.
+
+    mask_BT: padding mask. rereads: a policy that reads prompts a second time knows the tokens of this one.
 
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
     """
     cache.check_finished()
-    _check(cache, past)
+    _check(cache, past, rereads)
     seen, taken = past.get_seq_length(), []
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys, values = getattr(other, "keys", None), getattr(other, "values", None)
@@ -48,21 +50,22 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
         mine.seen, mine.holes = seen, not bool(real.all())
         if index == 0:
             cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
+            cache.rows.padded = mine.holes
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 
 
-def _check(cache: TextState, past: Cache) -> None:
+def _check(cache: TextState, past: Cache, rereads: bool) -> None:
     kind, settings = type(past).__name__, cache.settings
     policy = settings.policy
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    if settings.rereads:
+    if settings.rereads and not rereads:
         raise KVPatchError(
-            f"A {kind} cannot be taken over under policy {policy.name!r}, which reads the prompt's tokens a second time: run "
-            "the prompt inside the block."
+            f"A {kind} cannot be taken over under policy {policy.name!r}, which reads the prompt's tokens a second time: give "
+            "them, as in patch.compress(past, ids), or run the prompt inside the block."
         )
     if settings.acts and (policy.rows != "none" or policy.score.moments):
         raise KVPatchError(

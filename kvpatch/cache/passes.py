@@ -70,6 +70,26 @@ def begin(
     cache.counters.steps += Q - prompt
 
 
+def begin_compression(
+    cache: TextState, ids_BT: Tensor | None, table: Callable[[int], Any] | None = None
+) -> Forward:
+    """Begin a pass of no columns that ends the prompt of a cache that from_dynamic.absorb() filled; return it.
+
+    ids_BT: the prompt's tokens, -1 for padding, if they are known. table: see `begin`.
+    """
+    cache.begin_change("compress()")
+    lengths_B, seen = cache.lengths_B, cache.get_seq_length()
+    now = Forward(lengths_B.new_zeros(len(lengths_B), 0), 0, True, lengths_B.tolist(), None, None, False, 0)
+    cache.now, cache.turns.ids = now, ids_BT
+    _begin_prompt(cache, now, [0] * len(lengths_B))
+    _count_budget(cache, now, now.n_B)
+    if table is not None:
+        now.table = table(seen + (cache.settings.policy.score.lookahead or 0))
+    cache.turns.count, cache.turns.open = 1, False
+    now.rereads = cache.settings.rereads
+    return now
+
+
 def begin_repeat(
     cache: TextState, whole: Forward, pieces: list[tuple[int, int, list[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor]:

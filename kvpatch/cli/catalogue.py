@@ -54,6 +54,7 @@ class PolicyEntry:
 _WINDOW = {"window": 32, "kernel": 7, "pooling": "max"}
 _CRITICAL = {"alpha": 0.5, "eps": 0.0001, "norm": 1}
 _DEFENSIVE = _WINDOW | {"kernel": 5, "pooling": "avg", "floor": 0.0} | _CRITICAL
+_REPEATED: dict[str, Any] = {"instruction": (), "chunk": 2048, "sinks": 4, "floor": 0.0}
 _KEYFORMER = {
     "scores": "all", "noise": "gumbel", "resample": False, "tau": (1.0, 2.0), "generation_length": 256, "shared": False,
     "damping": 1.0,
@@ -105,7 +106,9 @@ POLICIES = {entry.name: entry for entry in (
     PolicyEntry("critical_adakv", "as adakv, and weighs attention with the size of the values",
                 "CriticalKV", "2502.03805", "prompt", _WINDOW | {"floor": 0.2} | _CRITICAL),
     PolicyEntry("kvzip", "questions come later: reads the prompt a second time, and keeps what repeating it looks at", "KVzip",
-                "2505.23416", "prompt", {"instruction": (), "chunk": 2048, "sinks": 4, "floor": 0.0}),
+                "2505.23416", "prompt", _REPEATED),
+    PolicyEntry("kvzip_plus", "questions come later: as kvzip, and weighs attention with the size of the values", "KVzip",
+                "2505.23416", "prompt", _REPEATED),
     PolicyEntry("defensive_snapkv", "questions come later: as critical_adakv, by the greatest attention of the prompt's end",
                 "DefensiveKV", "2510.13334", "prompt", _DEFENSIVE),
     PolicyEntry("layer_defensive", "questions come later: as defensive_snapkv, with one budget that all layers share",

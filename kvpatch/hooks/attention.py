@@ -42,19 +42,23 @@ def attention_forward(
                 "in the config (attention_dropout or attn_pdrop), train without block=, or call model.eval() to generate."
             )
 
+        hidden = call.pop(names[0])
+
         def through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             now, compiling = cache.now, torch.compiler.is_compiling()
             if now is not None and now.bound and not compiling:
                 step = now.bound[self.layer_idx]
                 if step is not None and step.takes(self, q):
                     return step(cache, q, k, v)
+            if now is not None and now.repeat is not None:
+                now.repeat.hidden = hidden
             run = attend_untraced if compiling and not (now is not None and now.traced) else attend
             out = run(cache, self.layer_idx, q, k, v, BoundAdapter(adapter, self, k.shape[1]))
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
         core = functools.partial(cache.attend, through) if isinstance(cache, PackedPass) else functools.partial(through, cache)
         own: Callable[..., Any] = functools.partial(cls.forward, self) if replaced is None else replaced
-        return adapter.run(self, own, core, call.pop(names[0]), call, positioned=not cache.settings.renumbered)
+        return adapter.run(self, own, core, hidden, call, positioned=not cache.settings.renumbered)
 
     return forward
 

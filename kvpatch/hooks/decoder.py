@@ -13,6 +13,7 @@ from transformers import Cache
 
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
+from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.repeated import Repeated
 from ..serving.pool import RequestPool
@@ -102,10 +103,10 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if not renumbered:
         _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
     if cache.settings.rereads and state.max_positions is not None and Q > 1:
-        _check_second_reading(cache, Q, state.max_positions)
+        check_second_reading(cache.settings, cache.get_seq_length() + Q, Q, state.max_positions)
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
-        table = _table_maker(decoder, state, tokens.device)
+        table = table_maker(decoder, state, tokens.device)
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         call["position_ids"] = cache.running.positions_BQ
@@ -119,7 +120,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     return (), call
 
 
-def _table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
+def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
     """Return what makes a rotary table for so many positions, if the pass needs one."""
     if state.settings.renumbered:
         return functools.partial(state.adapter.rotary_table, decoder, device)
@@ -134,7 +135,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
     tokens = call["input_ids"]
     packed = pool.next_pass()
     with torch.inference_mode(False), torch.no_grad():
-        packed.begin(tokens[0], _table_maker(decoder, state, tokens.device))
+        packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
     put_aside(decoder, state.aside, ours=True)
     for part in packed.parts:
         state.log.begin(part.cache, decoder.training, made_here=False)
@@ -223,14 +224,14 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
         )
 
 
-def _check_second_reading(cache: EvictingCache, Q: int, limit: int) -> None:
-    """Raise KVPatchError if what repeats a prompt has no positions left."""
-    score = cache.settings.policy.score
+def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
+    """Raise KVPatchError if what repeats a prompt of Q tokens, the newest of those seen, has no positions left."""
+    score = settings.policy.score
     assert isinstance(score, Repeated)
-    seen, more = cache.get_seq_length() + Q, score.longest(Q)
+    more = score.longest(Q)
     if seen + more > limit:
         raise KVPatchError(
-            f"Policy {cache.settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "
+            f"Policy {settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "
             f"{limit} positions: give chunk= fewer tokens, or shorten the prompt."
         )
 

@@ -30,8 +30,8 @@ class PolicyOptions(TypedDict, total=False):
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
         sketch: columns of the random matrix that keys are multiplied with (leverage).
-        instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives (kvzip).
-        chunk: tokens that are repeated at a time (kvzip).
+        instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives (kvzip, kvzip_plus).
+        chunk: tokens that are repeated at a time (kvzip, kvzip_plus).
         future: coming positions whose rotations are averaged (expected_attention).
         covariance: False takes the mean query alone (expected_attention).
         noise: "gumbel", "gaussian", "constant" or "none" (keyformer).

@@ -11,7 +11,7 @@ from .allocation import Adaptive, Global, Pyramid
 from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .expected import ExpectedAttention
 from .policy import Policy
-from .repeated import Repeated
+from .repeated import Repeated, RepeatedOutputs
 from .scopes import DeviationScope, Scope
 from .scores import (
     Accumulated,
@@ -166,9 +166,10 @@ POLICIES = _table(
 for _base in ("snapkv", "pyramidkv", "adakv"):
     _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")
     POLICIES[_critical.name] = _critical
-POLICIES["kvzip"] = Policy(
-    "kvzip", Repeated(), Scope(sinks=4), schedule="prompt", source="KVzip", over_heads=Global(floor=0.0)
-)
+for _name, _score, _source in (("kvzip", Repeated(), "KVzip"), ("kvzip_plus", RepeatedOutputs(), "KVzip+")):
+    POLICIES[_name] = Policy(
+        _name, _score, Scope(sinks=4), schedule="prompt", source=_source, over_heads=Global(floor=0.0)
+    )
 for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defensive", Global(floor=0.0))):
     _parts: dict[str, Any] = {"over_heads": _shared, "selection": TwoStage()}
     POLICIES[_name] = Policy(_name, Defensive(), schedule="prompt", source="DefensiveKV", **_parts)

@@ -36,6 +36,7 @@ class Repeated(Score):
     Attributes:
         instruction: token ids put before what is repeated: one sequence, or three as `repeat_instruction` makes them.
         chunk: tokens of the prompt that are repeated at a time.
+        by_outputs: whether a[t,i] counts times ||v_i W_O|| of the query head, over the norm of the attention's input at row t.
     """
 
     instruction: Any = ()
@@ -43,6 +44,7 @@ class Repeated(Score):
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
     rereads: ClassVar[bool] = True
+    by_outputs: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     def check(self) -> None:
@@ -81,6 +83,17 @@ class Repeated(Score):
             f"instruction={self.instruction!r:.60} must be token ids: give kvpatch.policies.repeat_instruction(tokenizer), "
             f"tokenizer.encode({FIRST!r}, add_special_tokens=False), or () for none."
         )
+
+
+@dataclass(frozen=True)
+class RepeatedOutputs(Repeated):
+    """Greatest change that a token makes to the residual stream in a second reading [KVzip+, in kvpress].
+
+    As Repeated, with a[t,i] ||v_i W_O|| / ||h_t|| for a[t,i]: W_O are the output projection's rows of the query head, and h_t
+    is what the layer's attention is given at row t, behind the norm.
+    """
+
+    by_outputs: ClassVar[bool] = True
 
 
 def _is_id(value: object) -> bool:

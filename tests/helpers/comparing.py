@@ -33,6 +33,7 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "expected_attention": {"future": 9},
     "leverage": {"sketch": 5},
     "kvzip": {"chunk": 11, "instruction": (3, 1)},
+    "kvzip_plus": {"chunk": 11, "instruction": (3, 1)},
 }
 WRAPS = {
     "pyramid": kvpatch.policies.pyramid,

@@ -7,6 +7,7 @@ import kvpatch
 from kvpatch.policies.repeated import FIRST, LATER, Repeated, repeat_instruction
 from tests.helpers.running import kept
 from tests.helpers.tiny import force, left_pad, make, prompt, snapshot
+from tests.oracle import reference
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 OPTIONS = {"chunk": 16, "instruction": (7, 3, 5)}
@@ -78,6 +79,16 @@ def test_a_prompt_in_pieces_is_read_again_as_one(model):
         held = kept_by(patch)
         assert torch.equal(model.generate(ids, prefill_chunk_size=13, **options), whole)
         assert kept_by(patch) == held
+
+
+def test_rows_count_by_the_size_of_their_input():
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, 30), prompt(1, 3, seed=2)
+    for layer in model.model.layers:  # else the norm gives all rows one size
+        layer.input_layernorm.weight.copy_(torch.linspace(0, 4, len(layer.input_layernorm.weight)).square())
+    with kvpatch.patched(model, "kvzip_plus", 0.4, **OPTIONS):
+        cache = force(model, ids, fed)[1]
+    options = {"policy": "kvzip_plus", "k": 0.4, **OPTIONS}
+    assert [layer[0] for layer in kept(cache)] == reference.run(model, ids[0].tolist(), fed[0].tolist(), **options).kept[-1]
 
 
 def kept_by(patch):

@@ -76,6 +76,16 @@ POLICIES: dict[str, dict[str, Any]] = {
         "floor": 0.0,
         "wrap": ("global_topk",),
     },
+    "kvzip_plus": {
+        "score": "repeated",
+        "outputs": True,
+        "schedule": "prompt",
+        "sinks": 4,
+        "instruction": (),
+        "chunk": 2048,
+        "floor": 0.0,
+        "wrap": ("global_topk",),
+    },
     "key_norm": {"score": "key_norm"},
     "key_diff": {"score": "key_diff"},
     "cur": {"score": "cur", "sinks": 4, "window": 16, "combine": "product"},
@@ -462,6 +472,9 @@ class Oracle:
                         y[h, index] = a @ torch.stack([values[i] for i in seen])
                         continue
                     for i, share in zip(seen, a.tolist(), strict=True):
+                        if self.options.get("outputs"):  # KVzip+: how far it moves the residual stream, to the row's size
+                            change = values[i] @ self.decoder.output_rows(l, h)
+                            share *= math.sqrt(sum(x * x for x in change.tolist()) / sum(x * x for x in h_TE[index].tolist()))
                         if i in span:
                             self.repeated[l][g][i] = max(self.repeated[l][g].get(i, 0.0), share)
         return self.decoder.output(l, y.transpose(0, 1).flatten(1))

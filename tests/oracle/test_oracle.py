@@ -84,6 +84,7 @@ OPTIONS = [
     ("kvzip", {"chunk": 7, "instruction": (5, 9)}),
     ("kvzip", {"chunk": 9, "instruction": ((1, 2, 3), (4, 5), (6,)), "sinks": 2, "floor": 0.3}),
     ("kvzip", {"chunk": 1, "sinks": 0, "recent": 3}),
+    ("kvzip_plus", {"chunk": 7, "instruction": (5, 9)}),
     ("layer_defensive", {"window": 3, "floor": 0.5, "norm": 2}),
     ("cur", {"window": 7, "combine": "mean", "sinks": 0}),
     ("cur", {"window": 3, "combine": "key"}),

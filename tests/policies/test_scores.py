@@ -46,7 +46,7 @@ def test_declarations():
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
     assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 9
     assert [name for name, p in POLICIES.items() if p.score.folds] == ["defensive_snapkv", "layer_defensive"]
-    assert [name for name, p in POLICIES.items() if p.score.rereads] == ["kvzip"]
+    assert [name for name, p in POLICIES.items() if p.score.rereads] == ["kvzip", "kvzip_plus"]
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
 
 

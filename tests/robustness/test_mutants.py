@@ -268,10 +268,32 @@ MUTANTS = {
         "attention/compress.py", "        self.context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
     "the mean of a second reading's rows for their maximum": (
-        "attention/second_reading.py", "rows.p_NGRM.amax((1, 2))", "rows.p_NGRM.mean((1, 2))", f"{ORACLE}[llama_gqa-kvzip]"),
+        "backends/torch_backend.py", "x_NTR.amax(-1)", "x_NTR.mean(-1)", f"{ORACLE}[llama_gqa-kvzip]"),
     "a second reading scored among all tokens": (
-        "attention/second_reading.py", "start.clamp(max=call.policy.scope.sinks)", "start",
+        "attention/second_reading.py", "first = min(sinks, start)", "first = start",
         "tests/oracle/test_oracle.py::test_options[kvzip-{'chunk': 7, 'instruction': (5, 9)}]"),
+    "a second reading that leaves out what its chunk does not show": (
+        "attention/second_reading.py", "if not part.rest:", "if True:",
+        "tests/oracle/test_oracle.py::test_options[kvzip-{'chunk': 7, 'instruction': (5, 9)}]"),
+    "joined attention without its shares": (
+        "backends/torch_backend.py", "(part - base).exp_()[..., None]", "(part - base).mul(0).exp_()[..., None] / 2",
+        "tests/backends/test_earlier_keys.py::test_attention_to_earlier_and_own_keys_is_joined[False]"),
+    "rows that see no own key as rows of logit 0": (
+        "backends/torch_backend.py", "lse = lse.masked_fill(unseen, -torch.inf)", "pass",
+        "tests/backends/test_earlier_keys.py::test_attention_to_earlier_and_own_keys_is_joined[True]"),
+    "heads without earlier keys as keys of logit 0": (
+        "backends/torch_backend.py", "lse = lse.masked_fill(none[..., None], -torch.inf)", "pass",
+        "tests/backends/test_earlier_keys.py::test_attention_to_earlier_and_own_keys_is_joined[True]"),
+    "probabilities of a second reading's padding": (
+        "backends/torch_backend.py", "shift_BHGQ.masked_fill(rows_BQ[:, None, None] < 0, torch.inf)", "shift_BHGQ",
+        "tests/backends/test_earlier_keys.py::test_the_greatest_probability_of_each_earlier_key[False-None-True]"),
+    "kvzip_plus without the rows' size": (
+        "attention/second_reading.py", "dtype=accumulator(repeat.hidden.dtype)).reciprocal()",
+        "dtype=accumulator(repeat.hidden.dtype)).fill_(1.0)",
+        "tests/hooks/test_second_reading.py::test_rows_count_by_the_size_of_their_input"),
+    "kvzip_plus without the values' size": (
+        "attention/second_reading.py", "most_BHGM * call.head_norms(part.shown.v_BHTD) if", "most_BHGM if",
+        f"{ORACLE}[llama_gqa-kvzip_plus]"),
     "evicted before the second reading": (
         "attention/compress.py", "if now.rereads or (together and call.layer", "if (together and call.layer",
         f"{ORACLE}[llama_gqa-kvzip]"),

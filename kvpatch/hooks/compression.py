@@ -1,0 +1,98 @@
+"""Compression of a cache that a prompt was read into before, as the end of that prompt would have compressed it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from ..arch.bound import BoundAdapter
+from ..attention import compress
+from ..attention.layer_call import Call
+from ..cache import from_dynamic, passes
+from ..cache.cache import EvictingCache
+from ..errors import KVPatchError
+from . import decoder, ownership
+from .second_reading import read_again
+from .state import PatchState
+from .target import Target
+
+
+def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
+    """Return a cache under the budget with what the policy keeps of `past`; see Patch.compress."""
+    if isinstance(past, EvictingCache):
+        past, mask = _plain(past)
+    _check(target.decoder, state, past, ids, mask)
+    cache, devices = state.new_cache(), target.devices()
+    with torch.inference_mode(False), torch.no_grad():
+        from_dynamic.absorb(cache, past, mask, rereads=ids is not None)
+        known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
+        now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))
+        _end_prompt(target, cache, devices)
+        if now.rereads:
+            read_again(target.decoder, cache, state)
+        else:
+            passes.finish(cache)
+    return cache
+
+
+_EMPTY = "past has read nothing yet: call the model with it first."
+
+
+def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
+    shapes, now = target.shapes(), cache.running
+    for layer, (module, adapter) in enumerate(target.attentions):
+        shape = shapes[layer]
+        call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
+        call.slots.sliding = call.geometry.sliding
+        nominal_B = compress.limit(call) if call.evicts and not now.keeps_all else []
+        like = torch.empty(len(now.n_B), shape.heads, call.group, 1, shape.key, dtype=call.slots.dtype, device=call.slots.device)
+        compress.end_prompt(call, call.slots.used, nominal_B, like)
+
+
+def _plain(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
+    """Return the keys and values of a cache that has evicted nothing, and its padding mask."""
+    settings = past.settings
+    if settings.acts or settings.renumbered or any(bound is not None for bound in settings.bounds):
+        raise KVPatchError(
+            f"past is a cache under policy {settings.policy.name!r}, which may have dropped tokens: give one that the "
+            "unpatched model filled, or one under policy 'full' of a model without sliding windows."
+        )
+    with past.reading("compress()"):
+        if not past.get_seq_length():
+            raise KVPatchError(_EMPTY)
+        plain = DynamicCache()
+        for layer, slots in enumerate(past.layers):
+            dense = slots.kv.dense(*slots.positions.shape[:2])
+            plain.update(*dense.numbers(slots.used), layer)
+        return plain, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
+
+
+def _check(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
+    settings = state.settings
+    if settings.block is not None:
+        raise KVPatchError(
+            f"block={settings.block} evicts while a prompt is read, but this one is read already: leave block out."
+        )
+    shape = None
+    if isinstance(past, Cache):
+        if not past.get_seq_length():
+            raise KVPatchError(_EMPTY)
+        ownership.check_layers(past, state)
+        keys = getattr(past.layers[0], "keys", None)
+        shape = None if keys is None else (len(keys), past.get_seq_length())
+    for name, given in (("ids", ids), ("attention_mask", mask)):
+        if given is not None and (not isinstance(given, Tensor) or (shape is not None and given.shape != shape)):
+            found = list(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise KVPatchError(f"{name} is {found}: give the tensor {list(shape or ('B', 'T'))} that `past` was filled with.")
+    if isinstance(mask, Tensor):
+        passes.refuse_mask(mask)
+    if ids is not None and settings.rereads:
+        if getattr(model, "_kvpatch", None) is None:
+            raise KVPatchError(
+                f"Policy {settings.policy.name!r} reads the prompt a second time: call compress() inside the block."
+            )
+        if shape is not None and state.max_positions is not None:
+            decoder.check_second_reading(settings, shape[1], shape[1], state.max_positions)

@@ -1,0 +1,113 @@
+"""Patch.compress: a prompt that was read before the block is kept as one that was read inside it."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpatch
+from tests.helpers.comparing import SMALL
+from tests.helpers.running import go_on, kept
+from tests.helpers.tiny import left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+IDS = prompt(2, 30)
+POLICIES = ("window", "streaming_llm", "random", "key_norm", "key_diff", "cur", "lag_kv", "leverage", "kvzip", "kvzip_plus")
+COMBINED = ("adaptive(key_norm)", "global_topk(key_diff)")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make("llama_gqa", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", [*POLICIES, *COMBINED])
+def test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside(model, policy, padded):
+    mask = left_pad(IDS, [30, 19]) if padded else None
+    past = model(IDS, attention_mask=mask).past_key_values
+    with kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})) as patch:
+        want = patch.new_cache()
+        model(IDS, attention_mask=mask, past_key_values=want)
+        got = patch.compress(past, IDS if "kvzip" in policy else None, attention_mask=mask)
+        got.check_invariants()
+        assert kept(got) == kept(want)
+        assert got.nbytes == want.nbytes
+        more = prompt(2, 6, seed=2)
+        theirs, mine = go_on(model, more, want)[0], go_on(model, more, got)[0]
+        torch.testing.assert_close(mine, theirs)
+        assert kept(got) == kept(want)
+    assert past.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mpt"])
+def test_architectures(name):
+    model = make(name, dtype=torch.float64)
+    past = model(IDS).past_key_values
+    with kvpatch.patched(model, "key_diff", 9) as patch:
+        want = patch.new_cache()
+        model(IDS, past_key_values=want)
+        got = patch.compress(past)
+        assert kept(got) == kept(want)
+        mine, theirs = (go_on(model, prompt(2, 4, seed=2), cache)[0] for cache in (got, want))
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)  # MPT's own code computes ALiBi in float32
+
+
+def test_a_cache_under_full(model):
+    mask = left_pad(IDS, [30, 19])
+    with kvpatch.patched(model, "full") as patch:
+        past = patch.new_cache()
+        model(IDS, attention_mask=mask, past_key_values=past)
+        go_on(model, prompt(2, 3, seed=2), past)
+    with kvpatch.patched(model, "key_diff", 0.4) as patch:
+        cache = patch.compress(past)
+        assert cache.get_seq_length() == 33
+        assert [[len(head) for head in row] for row in kept(cache)[0]] == [[13, 13], [8, 8]]
+    assert past.held(0).unique().tolist() == [22, 33]
+
+
+def test_generate_goes_on_from_it(model):
+    past, text = model(IDS).past_key_values, torch.cat([IDS, prompt(2, 4, seed=2)], 1)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with kvpatch.patched(model, "kvzip", 0.5, chunk=12) as patch:
+        want = patch.new_cache()
+        model(IDS, past_key_values=want)
+        got = patch.compress(past, IDS)
+        assert torch.equal(model.generate(text, past_key_values=got.clone(), **options),
+                           model.generate(text, past_key_values=want.clone(), **options))  # fmt: skip
+        with pytest.raises(kvpatch.KVPatchError, match="input_ids differ from what the cache has read"):
+            model.generate(text.flip(1), past_key_values=got)
+
+
+def test_what_to_type_instead(model):
+    past = model(IDS).past_key_values
+    refused = {
+        "snapkv": "it scores tokens by the attention or the queries",
+        "expected_attention": "it scores tokens by the attention or the queries",
+        "critical(key_attention)": "Run the prompt inside the block",
+        "kvzip": r"patch.compress\(past, ids\)",
+    }
+    for policy, why in refused.items():
+        with kvpatch.patched(model, policy, 0.5) as patch, pytest.raises(kvpatch.KVPatchError, match=why):
+            patch.compress(past)
+    with kvpatch.patched(model, "key_diff", 9, block=4) as patch, pytest.raises(kvpatch.KVPatchError, match="leave block out"):
+        patch.compress(past)
+    slides = make("mistral_sliding", dtype=torch.float64)
+    dropped = slides(IDS).past_key_values
+    with kvpatch.patched(slides, "key_diff", 9) as patch, pytest.raises(kvpatch.KVPatchError, match="no longer holds every"):
+        patch.compress(dropped)
+    with kvpatch.patched(model, "key_diff", 0.5) as patch:
+        own = patch.compress(past)
+        for wrong, why in ((own, "may have dropped tokens"), (DynamicCache(), "has read nothing"), ((), "give a DynamicCache")):
+            with pytest.raises(kvpatch.KVPatchError, match=why):
+                patch.compress(wrong)
+        with pytest.raises(kvpatch.KVPatchError, match=r"attention_mask is \[2, 29\]: give the tensor \[2, 30\]"):
+            patch.compress(past, attention_mask=torch.ones(2, 29))
+        with pytest.raises(kvpatch.KVPatchError, match="attention_mask holds 0.5"):
+            patch.compress(past, attention_mask=torch.full((2, 30), 0.5))
+        with pytest.raises(kvpatch.KVPatchError, match=r"ids is a list: give the tensor"):
+            patch.compress(past, IDS.tolist())
+    outside = kvpatch.patched(model, "kvzip", 0.5)
+    with outside as patch:
+        pass
+    with pytest.raises(kvpatch.KVPatchError, match=r"call compress\(\) inside the block"):
+        patch.compress(past, IDS)
