@@ -52,17 +52,18 @@ _LOG = logging.getLogger("vllm.kvpatch")
 class Backend(CPUAttentionBackend):
     """vLLM's backend for CPUs, which serves the models whose configuration has kvpatch's settings otherwise.
 
-    terms, longest: of the newest model, found when its layers are made; None without settings: all is vLLM's own.
+    terms, budget, longest: of the newest model, found when its layers are made; no terms without settings: all is vLLM's own.
     """
 
     terms: ClassVar[Terms | None] = None
+    budget: ClassVar[Budget]
     longest: ClassVar[int] = 0
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         if cls.terms is None or not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
             return spec
-        return BudgetSpec.of(spec, cls.terms, cls.longest)
+        return BudgetSpec.of(spec, cls.budget.per_layer[0], cls.longest, cls.terms.policy.schedule == "prompt")
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -75,6 +76,8 @@ class Backend(CPUAttentionBackend):
         config = get_current_vllm_config()
         Backend.terms = configured(config.additional_config, os.environ.get(VARIABLE))
         Backend.longest = config.model_config.max_model_len
+        if Backend.terms is not None:
+            Backend.budget = _budget(config, Backend.terms)
         return CPUAttentionBackendImpl if Backend.terms is None else BudgetedAttention
 
     @staticmethod
@@ -236,13 +239,13 @@ class Worker:
     def __init__(self, config: VllmConfig) -> None:
         terms = configured(config.additional_config, os.environ.get(VARIABLE))
         assert terms is not None
-        _refuse(config)
-        self.terms, self.layers = terms, list[BudgetedAttention]()
+        _refuse(config, terms)
+        self.terms, self.budget, self.layers = terms, _budget(config, terms), list[BudgetedAttention]()
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
-        if config.model_config.max_model_len <= terms.k:
-            longest = config.model_config.max_model_len
-            _LOG.warning("[kvpatch] k=%d is not below max_model_len=%d: nothing is evicted.", terms.k, longest)
+        longest, tokens = config.model_config.max_model_len, self.budget.tokens(0, config.model_config.max_model_len)
+        if longest <= tokens:
+            _LOG.warning("[kvpatch] k=%r is not below max_model_len=%d: nothing is evicted.", terms.k, longest)
         if config.cache_config.enable_prefix_caching:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
@@ -277,15 +280,20 @@ class Worker:
     def _settings(self) -> CacheSettings:
         tp = get_tp_group()
         parallel = Parallel(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else WHOLE
-        budget = Budget.parse(self.terms.k, n_layers=len(self.layers), bytes_per_token=1)
-        return CacheSettings(self.terms.policy, budget, seed=self.terms.seed, backend="torch", parallel=parallel)
+        return CacheSettings(self.terms.policy, self.budget, seed=self.terms.seed, backend="torch", parallel=parallel)
 
 
 def _layers(config: VllmConfig) -> list[Any]:
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
 
 
-def _refuse(config: VllmConfig) -> None:
+def _budget(config: VllmConfig, terms: Terms) -> Budget:
+    model = config.model_config
+    bytes_per_token = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
+    return terms.budget(model.get_num_layers(config.parallel_config), bytes_per_token)
+
+
+def _refuse(config: VllmConfig, terms: Terms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
     low, high = TESTED
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdecimal())
@@ -299,6 +307,11 @@ def _refuse(config: VllmConfig) -> None:
         (parallel.pipeline_parallel_size > 1, "layers are on several processes", "use tensor_parallel_size"),
         (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
         (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
+        (
+            terms.of_the_prompt and config.scheduler_config.enable_chunked_prefill,
+            f"k={terms.k} is a share of a request's prompt, whose length is not known where vLLM reads it in chunks",
+            "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
+        ),
         (model.use_mla, "keys and values are one latent vector", "start without kvpatch's settings"),
     )
     for found, why, instead in refused:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import KVPatchError, suggest
 from ...policies import Policy, get_policy
-from ...policies.budgets import check_count
+from ...policies.budgets import Budget, is_list, parse_k
 
 VARIABLE = "KVPATCH_VLLM"
 NAMES = ("policy", "k", "schedule", "seed", "positions")
@@ -28,11 +28,20 @@ _INSTEAD = {  # arguments of patched() that have no place here
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """A request's budget. k: tokens that each KV head keeps."""
+    """A request's budget. k: of each request: tokens that a KV head keeps, a share of its prompt, or a size of all layers."""
 
     policy: Policy
-    k: int
+    k: int | float | str
     seed: int = 0
+
+    @property
+    def of_the_prompt(self) -> bool:
+        """True if the budget is a share of each request's prompt."""
+        return isinstance(self.k, float)
+
+    def budget(self, n_layers: int, bytes_per_token: int) -> Budget:
+        """Return the budget of a model. bytes_per_token: keys and values of one layer, the heads of all processes."""
+        return Budget.parse(self.k, n_layers=n_layers, bytes_per_token=bytes_per_token)
 
 
 def configured(additional: object, variable: str | None) -> Terms | None:
@@ -89,16 +98,16 @@ def terms_of(given: object) -> Terms:
         raise KVPatchError(f"positions={positions!r} is not served in vLLM, which rotates keys itself: use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise KVPatchError(f"seed={seed!r} must be an int.")
-    return _served(Terms(chosen, _tokens(k), seed or 0))
+    return _served(Terms(chosen, _k(k), seed or 0))
 
 
-def _tokens(k: Any) -> int:
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise KVPatchError(
-            f"k={k!r}: in vLLM each request has as many slots, so k is a number of tokens, such as 1024."
-        )
-    check_count("k", k, "tokens")
-    return k
+def _k(k: Any) -> int | float | str:
+    if is_list(k):
+        raise KVPatchError(f"k={k!r}: in vLLM all layers have one budget: give tokens, such as 1024, a share or a size.")
+    one = parse_k(k)
+    if one == 1.0 and isinstance(one, float):
+        raise KVPatchError("k=1.0 keeps everything, as vLLM does without kvpatch: leave its settings out.")
+    return one
 
 
 def _served(terms: Terms) -> Terms:
