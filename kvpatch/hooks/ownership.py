@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from .state import PatchState
 
@@ -22,6 +23,25 @@ def check(cache: EvictingCache, state: PatchState) -> None:
     layer = cache.layers[0]
     if layer.is_initialized and state.settings.parallel.size == 1:
         check_shape((layer.positions.shape[1], layer.kv.sizes[0]), state)
+
+
+def begun(prefix: Prefix, state: PatchState) -> EvictingCache:
+    """Return a cache for a text that begins with `prefix`.
+
+    Raises:
+        KVPatchError: it was read by another model, or under other settings.
+    """
+    cache = prefix.copy()
+    if cache.settings is not state.settings:
+        check(cache, state)
+        here = state.identity()
+        for name, there in prefix.identity.items():
+            if there != here.get(name):
+                raise KVPatchError(
+                    f"Another model has read this prefix: {name} is {there!r} there and {here.get(name)!r} here. Read it "
+                    "by this one, with patch.prefix(ids)."
+                )
+    return cache
 
 
 def check_own(cache: object, state: PatchState) -> None:

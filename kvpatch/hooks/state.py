@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .run_log import RunLog
@@ -55,7 +56,7 @@ class PatchState:
     max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer.
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
     during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the
-    pass is a step for a graph (graph.py).
+    pass is a step for a graph (graph.py). prefixes: compressed texts that others begin with. identity: describes the model.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class PatchState:
         max_positions: int | None,
         kv_shape: tuple[int, int],
         decoder_parameters: tuple[str, ...],
+        identity: Callable[[], dict[str, Any]],
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.kv_shape = settings, adapter, max_positions, kv_shape
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = False
+        self.prefixes, self.identity = Prefixes(), identity
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings
