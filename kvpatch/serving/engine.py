@@ -73,6 +73,10 @@ class BudgetManager(ContinuousBatchingManager):
     ) -> None:
         self.terms = terms
         _refuse(model, terms.settings)
+        if getattr(generation_config, "stop_strings", None):
+            _LOG.warning(
+                "[kvpatch] transformers' continuous batching ignores stop_strings: give stop tokens (eos_token_id)."
+            )
         super().__init__(model, generation_config, _without(config), workload_hints)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
