@@ -37,6 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "critical_snapkv": {"window": 8},
     "critical(h2o)": {},
 }
+APART = {"enable_prefix_caching": False, "block_size": 16}
 SOME = ("h2o", "roco", "snapkv", "streaming_llm")
 
 
@@ -113,10 +114,10 @@ def test_policies(answers):
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Bloom", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["GPT2", "Bloom", "Mistral", "Qwen2", "Qwen3", "Gemma2"])
 def test_models(answers, family):
-    found = {}
-    for policy, answer in zip(SOME, answers.of([job(family, policy) for policy in SOME]), strict=True):
+    found, options = {}, {"enable_prefix_caching": False} if family == "Gemma2" else {}
+    for policy, answer in zip(SOME, answers.of([job(family, policy, options=options) for policy in SOME]), strict=True):
         found[policy] = differ(first(answer), answers.generated(family, TEXTS, policy, **POLICIES[policy]), policy)
         if policy == "h2o":
             assert first(answer) != answers.generated(family, TEXTS, None), family
@@ -138,6 +139,22 @@ def test_budgets(answers, k):
         one["settings"] |= {"k": k}
     for policy, answer in zip(SOME, answers.of(jobs), strict=True):
         assert first(answer) == answers.generated("Llama", TEXTS, policy, k, **POLICIES[policy]), policy
+
+
+def test_layers_that_hold_different_numbers(answers):
+    """Each number has pages of its own, whoever comes and goes."""
+    policies = {"pyramidkv": {"window": 8}, "pyramid(h2o)": {}}
+    jobs = [
+        {**job("Llama", "h2o", TEXTS, options=APART, **more), "settings": {"policy": policy, "k": K, **options}}
+        for policy, options in policies.items()
+        for more in ({}, {"arrivals": 1})
+    ]
+    found = answers.of(jobs)
+    for policy, options in policies.items():
+        expected = answers.generated("Llama", TEXTS, policy, **options)
+        whole, scheduled = found.pop(0), found.pop(0)
+        assert first(whole) == expected, policy
+        assert all(one is None or one == [tokens] for one, tokens in zip(scheduled["tokens"], expected, strict=True)), policy
 
 
 def test_pages_of_a_share_are_the_prompt_s(answers):
@@ -195,6 +212,7 @@ DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, 
 @pytest.mark.parametrize(
     ("policy", "options", "words"),
     [
+        ({"policy": "pyramidkv", "k": K}, {}, "give enable_prefix_caching=False"),
         ({"policy": "h2o", "k": 0.4}, {}, "Give enable_chunked_prefill=False"),
         ("h2o", DRAFT, "speculative decoding takes tokens back"),
         ("h2p", {}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),

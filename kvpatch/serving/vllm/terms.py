@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import KVPatchError, suggest
 from ...policies import Policy, get_policy
-from ...policies.budgets import Budget, is_list, parse_k
+from ...policies.budgets import is_list, parse_k
 
 VARIABLE = "KVPATCH_VLLM"
 NAMES = ("policy", "k", "schedule", "seed", "positions")
@@ -38,10 +38,6 @@ class Terms:
     def of_the_prompt(self) -> bool:
         """True if the budget is a share of each request's prompt."""
         return isinstance(self.k, float)
-
-    def budget(self, n_layers: int, bytes_per_token: int) -> Budget:
-        """Return the budget of a model. bytes_per_token: keys and values of one layer, the heads of all processes."""
-        return Budget.parse(self.k, n_layers=n_layers, bytes_per_token=bytes_per_token)
 
 
 def configured(additional: object, variable: str | None) -> Terms | None:
@@ -116,6 +112,11 @@ def _served(terms: Terms) -> Terms:
     instead = next((instead for served, instead in _unserved(policy) if served), None)
     if instead is not None:
         raise KVPatchError(f"Policy {policy.name!r} is not served in vLLM: {instead}.")
+    if policy.over_layers is not None and terms.of_the_prompt:
+        raise KVPatchError(
+            f"k={terms.k} of policy {policy.name!r} is not served in vLLM, where layers that hold different numbers have "
+            "pages for the longest prompt: give k as a number of tokens or a size."
+        )
     if policy.schedule == "decode":
         raise KVPatchError(
             "schedule='decode' is not served in vLLM: a request claims its pages before the length of its prompt is known. "
@@ -130,7 +131,7 @@ def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
     return (
         (not score.evicts, "it evicts nothing, as vLLM does without kvpatch"),
         (policy.over_heads is not None, "its heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
-        (policy.over_layers is not None, "its layers hold different numbers of tokens: use 'snapkv'"),
+        (policy.over_model, "its layers share one budget by their scores, and a page has one size: use 'snapkv'"),
         (score.across_layers, "with shared=True its layers share a score: use shared=False"),
         (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
         (policy.scope.turns != "all", "turns= tells prompts of a chat apart, and vLLM has one text: leave it out"),
