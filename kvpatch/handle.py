@@ -101,7 +101,7 @@ class Patch:
 
     @property
     def prefixes(self) -> Prefixes:
-        """The prefixes that were read under this patch."""
+        """The prefixes that were read: iterate over them, count them with len(), and `drop(prefix)`; `nbytes` is of all."""
         return self._state.prefixes
 
     def warmup(self, tokens: int | None = None, batch_size: int = 1) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -33,6 +33,13 @@ class Prefix:
 
     def __repr__(self) -> str:
         return f"<Prefix of {len(self)} tokens: {self.nbytes} bytes, {self.copies} texts began with it>"
+
+    if not TYPE_CHECKING:  # for type checkers every attribute would exist
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"A Prefix has no {name!r}: it is taken as past_key_values inside a block of its model alone. Its copy() is a cache."
+            )
 
     @property
     def nbytes(self) -> int:

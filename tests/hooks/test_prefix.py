@@ -80,6 +80,8 @@ def test_refused():
                 patch.prefix(bad)
     with kvpatch.patched(model, "h2o", 16):
         assert torch.equal(asked(model, prefix)[0], want), "another block of the same settings takes it"
+    with pytest.raises(AttributeError, match="inside a block of its model"):
+        model(QUESTION, past_key_values=prefix)
     for owner, policy, k, words in (
         (model, "roco", 16, "policy's name is 'h2o' there"),
         (model, "h2o", 17, "k is .16, 16. there"),
