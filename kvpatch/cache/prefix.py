@@ -38,7 +38,7 @@ class Prefix:
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"A Prefix has no {name!r}: it is taken as past_key_values inside a block of its model alone. Its copy() is a cache."
+                f"A Prefix has no {name!r}: it is taken as past_key_values inside a block of its model. Its copy() is a cache."
             )
 
     @property
