@@ -21,6 +21,7 @@ __version__ = "0.2.0.dev0"
 _HOME = {
     "arch": ("Adapter", "InterfaceAdapter", "list_architectures", "register_arch", "unregister_arch"),
     "cache.cache": ("EvictingCache",),
+    "cache.prefix": ("Prefix",),
     "errors": ("KVPatchError",),
     "evaluation.check": ("check_model",),
     "handle": ("Patch",),
@@ -40,6 +41,7 @@ __all__ = [
     "KVPatchError",
     "Patch",
     "Policy",
+    "Prefix",
     "Report",
     "Scope",
     "Score",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from . import policies
     from .arch import Adapter, InterfaceAdapter, list_architectures, register_arch, unregister_arch
     from .cache.cache import EvictingCache
+    from .cache.prefix import Prefix
     from .errors import KVPatchError
     from .evaluation.check import check_model
     from .handle import Patch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 
 import torch
@@ -11,6 +12,7 @@ from transformers import Cache
 from .arch.bound import BoundAdapter
 from .cache import from_dynamic
 from .cache.cache import EvictingCache
+from .cache.prefix import Prefix, Prefixes
 from .cache.settings import CacheSettings
 from .errors import KVPatchError
 from .hooks import ownership
@@ -19,6 +21,7 @@ from .hooks.compression import compressed
 from .hooks.graph import StepGraph, graph
 from .hooks.inputs import file_path
 from .hooks.install import Installation
+from .hooks.prefix import read_prefix
 from .hooks.state import PatchState
 from .hooks.target import Target
 from .hooks.warmup import warm_up
@@ -45,10 +48,10 @@ class Patch:
         self._installation.install()
 
     def _hook_state(self, target: Target) -> PatchState:
-        module, adapter = target.attentions[0]
+        adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        return PatchState(self.settings, adapter, limit, adapter.kv_shape(module), names)
+        return PatchState(self.settings, adapter, limit, target.shapes(), names, target.identity)
 
     def __repr__(self) -> str:
         policy, ks = self.settings.policy, self.settings.budget.per_layer
@@ -97,6 +100,31 @@ class Patch:
                 answer = model.generate(torch.cat([ids, question], 1), past_key_values=cache.clone())
         """
         return compressed(self._target, self._state, past, ids, attention_mask)
+
+    def prefix(self, ids: Tensor | Sequence[int]) -> Prefix:
+        """Read and compress a text once that others begin with: a system prompt, or a document to be asked about.
+
+        What begins with it goes on from the same keys, values and scores, bit for bit as after reading it anew: give it as
+        `past_key_values` to generate(), with the whole text as input_ids. Under continuous batching each request
+        whose prompt begins with a prefix of the patch starts from the longest such one by itself.
+
+        Args:
+            ids: tokens of one text: [N], [1,N] or a list. The same tokens are read once.
+
+        Raises:
+            KVPatchError: these are no tokens of one text.
+
+        Example:
+            prefix = patch.prefix(document)
+            for question in questions:
+                model.generate(torch.cat([document, question], 1), past_key_values=prefix)
+        """
+        return read_prefix(self._target, self._state, ids)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """The prefixes that were read: iterate over them, count them with len(), and `drop(prefix)`; `nbytes` is of all."""
+        return self._state.prefixes
 
     def warmup(self, tokens: int | None = None, batch_size: int = 1) -> None:
         """Compile the kernels of this policy before the first request: read a made-up prompt, and decode after it.

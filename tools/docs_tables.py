@@ -26,7 +26,7 @@ _ATTRIBUTE = re.compile(r"^ {8}(\w+): ")
 GROUPS = {
     "Patch a model": ("patched", "patch", "Patch", "unpatch"),
     "Look at what was kept": ("Report",),
-    "Caches": ("EvictingCache",),
+    "Caches": ("EvictingCache", "Prefix"),
     "Policies": (
         "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "global_topk",
         "pyramid", "Policy", "Score", "Scope",
@@ -36,7 +36,7 @@ GROUPS = {
 }  # fmt: skip
 """Sections of the Python reference; a public name that none of them has goes to "More"."""
 MEMBERS = {
-    "Patch": ("new_cache", "graph", "save_cache", "load_cache", "report", "remove"),
+    "Patch": ("new_cache", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "remove"),
     "EvictingCache": (
         "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "crop",
         "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",

@@ -13,6 +13,7 @@ from transformers import Cache
 
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.repeated import Repeated
@@ -32,6 +33,8 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = call.get("past_key_values")
+    if isinstance(past, Prefix):
+        past = call["past_key_values"] = ownership.begun(past, state)
     if state.capturing and isinstance(past, EvictingCache):
         if not _step(decoder, call, past, state):
             raise KVPatchError(NO_CAPTURE)

@@ -20,6 +20,7 @@ from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..serving.pool import RequestPool
 from . import inputs, ownership
@@ -52,6 +53,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
             return run(*args, **kwargs)
         _refuse_checkpointing(self)
         past = kwargs.get("past_key_values")
+        past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
         cache.check_finished()
@@ -95,6 +97,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
     ) -> Any:
         run = functools.partial(getattr(type(self), PREPARE), self) if previous is None else previous
         past = model_kwargs.get("past_key_values")
+        past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         ours = isinstance(past, EvictingCache)
         foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
         if not foreign and (ours or generation_config.use_cache is not False):
@@ -286,9 +289,8 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
             )
         from ..serving import engine
 
-        heads, width = state.kv_shape
-        kv_bytes = 2 * heads * width * state.settings.n_layers * self.dtype.itemsize
-        terms = engine.Terms(state.settings, state.max_positions, kv_bytes, _carried)
+        kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
+        terms = engine.Terms(state.settings, state.max_positions, kv_bytes, _carried, state.prefixes)
         return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints)
 
     return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from .state import PatchState
 
@@ -24,6 +25,25 @@ def check(cache: EvictingCache, state: PatchState) -> None:
         check_shape((layer.positions.shape[1], layer.kv.sizes[0]), state)
 
 
+def begun(prefix: Prefix, state: PatchState) -> EvictingCache:
+    """Return a cache for a text that begins with `prefix`.
+
+    Raises:
+        KVPatchError: it was read by another model, or under other settings.
+    """
+    cache = prefix.copy()
+    if cache.settings is not state.settings:
+        check(cache, state)
+        here = state.identity()
+        for name, there in prefix.identity.items():
+            if there != here.get(name):
+                raise KVPatchError(
+                    f"Another model has read this prefix: {name} is {there!r} there and {here.get(name)!r} here. Read it "
+                    "by this one, with patch.prefix(ids)."
+                )
+    return cache
+
+
 def check_own(cache: object, state: PatchState) -> None:
     """Raise KVPatchError if `cache` is no EvictingCache of this patch."""
     if not isinstance(cache, EvictingCache):
@@ -36,7 +56,7 @@ def check_own(cache: object, state: PatchState) -> None:
 
 def check_shape(found: tuple[int, int], state: PatchState) -> None:
     """Raise KVPatchError if the KV heads and the head size of a layer are not the model's."""
-    wanted, (H, D) = state.kv_shape, found
+    wanted, (H, D) = state.shapes[0][:2], found
     if found != wanted:
         raise KVPatchError(
             f"The cache holds {H} KV heads of {D} numbers, as another model made it; this model has {wanted[0]} of "

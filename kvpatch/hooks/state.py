@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..storage.schema import LayerShape
 from .run_log import RunLog
 
 
@@ -52,10 +54,10 @@ class Mark:
 class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
-    max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer.
+    max_positions: the number of positions that the model has. shapes: of the cache's layers.
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
     during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the
-    pass is a step for a graph (graph.py).
+    pass is a step for a graph (graph.py). prefixes: compressed texts that others begin with. identity: describes the model.
     """
 
     def __init__(
@@ -63,13 +65,15 @@ class PatchState:
         settings: CacheSettings,
         adapter: Adapter,
         max_positions: int | None,
-        kv_shape: tuple[int, int],
+        shapes: list[LayerShape],
         decoder_parameters: tuple[str, ...],
+        identity: Callable[[], dict[str, Any]],
     ) -> None:
-        self.settings, self.adapter, self.max_positions, self.kv_shape = settings, adapter, max_positions, kv_shape
+        self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = False
+        self.prefixes, self.identity = Prefixes(), identity
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings

@@ -23,7 +23,12 @@ class Admission:
         """
         if self.max_positions is not None:
             self._limit(state, self.max_positions)
-        self.cache.check(len(state.initial_tokens), state.max_new_tokens)
+        prefix = self.cache.prefixes.longest(state.initial_tokens)
+        self.cache.check(len(state.initial_tokens), state.max_new_tokens, prefix)
+        if prefix is not None:  # as the engine's own prefix sharing does
+            self.cache.begins[state.request_id] = prefix
+            state.remaining_prefill_tokens = state.remaining_prefill_tokens[len(prefix) :]
+            state.position_offset = len(prefix)
         super().add_waiting_request(state)  # type: ignore[misc]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:

@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 
+from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .admission import Admission
@@ -51,13 +52,14 @@ class Terms:
     """Facts of a patch and its model.
 
     max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
-    mask of a packed pass, which the patch finds in the decoder.
+    mask of a packed pass, which the patch finds in the decoder. prefixes: that requests may begin with.
     """
 
     settings: CacheSettings
     max_positions: int | None
     kv_bytes: int
     carry: Callable[[RequestPool], Tensor]
+    prefixes: Prefixes
 
 
 class BudgetManager(ContinuousBatchingManager):
@@ -71,6 +73,10 @@ class BudgetManager(ContinuousBatchingManager):
     ) -> None:
         self.terms = terms
         _refuse(model, terms.settings)
+        if getattr(generation_config, "stop_strings", None):
+            _LOG.warning(
+                "[kvpatch] transformers' continuous batching ignores stop_strings: give stop tokens (eos_token_id)."
+            )
         super().__init__(model, generation_config, _without(config), workload_hints)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -139,7 +145,7 @@ class BudgetManager(ContinuousBatchingManager):
             chunk = max(chunk // settings.block, 1) * settings.block
         rows = config.max_requests_per_batch or chunk
         pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
-        pool.chunk = chunk
+        pool.chunk, pool.prefixes = chunk, self.terms.prefixes
         return pool
 
 

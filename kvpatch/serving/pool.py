@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix, Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .packed import PackedPass, Part
@@ -36,7 +37,8 @@ class RequestPool:
     """The requests of one engine.
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
-    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted.
+    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. prefixes: of the patch; begins: those
+    that requests begin with, which wait or were admitted.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -53,6 +55,7 @@ class RequestPool:
         self.pool = _Sectors()
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
+        self.prefixes, self.begins = Prefixes(), dict[str, Prefix]()
         self.rows = RowPool()
         self._coming: list[tuple[str, int, int]] = []
 
@@ -68,20 +71,21 @@ class RequestPool:
 
     # ---- admission ----
 
-    def blocks_of(self, prompt: int, new: int | None) -> int:
+    def blocks_of(self, prompt: int, new: int | None, prefix: Prefix | None = None) -> int:
         """Return the blocks that a request claims.
 
         Raises:
             KVPatchError: its text has no limit, and what it holds grows with it.
         """
-        blockwise = prompt <= self.chunk or self._blockwise is not None
-        return -(-tokens_held(self.settings, prompt, new, blockwise) // self.page)
+        read = 0 if prefix is None else len(prefix)
+        blockwise = prompt - read <= self.chunk or self._blockwise is not None
+        return -(-tokens_held(self.settings, prompt, new, blockwise, read) // self.page)
 
-    def check(self, prompt: int, new: int | None) -> None:
+    def check(self, prompt: int, new: int | None, prefix: Prefix | None = None) -> None:
         """Raise KVPatchError for a request that could never be served."""
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
-        needed = self.blocks_of(prompt, new)
+        needed = self.blocks_of(prompt, new, prefix)
         if needed > self.num_blocks:
             raise KVPatchError(
                 f"This request needs {needed} blocks of {self.page} tokens, but there are {self.num_blocks}: give a smaller k, "
@@ -103,21 +107,23 @@ class RequestPool:
             return False
         if state.request_id in self.requests or dry_run:
             return True
-        prompt, new = len(state.initial_tokens), state.max_new_tokens
-        blocks = self.blocks_of(prompt, new)
+        prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
+        blocks = self.blocks_of(prompt, new, prefix)
         if self.claimed + blocks > self.num_blocks:
             return False
-        self.requests[state.request_id] = Request(prompt, new, blocks)
+        self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix)
         return True
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Drop a request, its row and its claim."""
         self.requests.pop(request_id, None)
+        self.begins.pop(request_id, None)
         self.rows.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Drop all requests."""
         self.requests.clear()
+        self.begins.clear()
         self._coming.clear()
         self.rows = RowPool()
 
@@ -196,8 +202,10 @@ class RequestPool:
         """Return a prompt's next piece: a chunk, or its end."""
         end = past + len(columns)
         if request.cache is None:
-            long = request.prompt > self.chunk and self._blockwise is not None
-            request.cache = EvictingCache(self._blockwise if long and self._blockwise is not None else self.settings)
+            long = request.prompt - past > self.chunk and self._blockwise is not None
+            settings = self._blockwise if long and self._blockwise is not None else self.settings
+            request.cache = EvictingCache(settings) if request.prefix is None else request.prefix.copy()
+            request.cache.settings = settings
             request.cache.request.prompt_len, request.cache.request.new_tokens = request.prompt, request.new
         whole = end == request.prompt or len(columns) == self.chunk
         return Part(request.cache, columns, decodes=False, open=not whole)

@@ -24,6 +24,21 @@ NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
+    "a text that begins with a prefix writes to it": (
+        "cache/prefix.py", "new = self._cache.clone()", "new = self._cache",
+        "tests/hooks/test_prefix.py::test_as_if_read_anew[h2o-0.4-{}]"),
+    "the shortest prefix is taken": (
+        "cache/prefix.py", "return max(fit, key=len, default=None)", "return min(fit, key=len, default=None)",
+        "tests/serving/test_prefixes.py::test_tokens[h2o-24-{}]"),
+    "another model takes a prefix": (
+        "hooks/ownership.py", "if there != here.get(name):", "if not there:",
+        "tests/hooks/test_prefix.py::test_refused"),
+    "a request reads its prefix again": (
+        "serving/admission.py", "state.remaining_prefill_tokens[len(prefix) :]", "state.remaining_prefill_tokens",
+        "tests/serving/test_prefixes.py::test_requests_that_come_and_are_cancelled"),
+    "what is kept beside a prompt claims no blocks": (
+        "serving/request.py", 'own if turns == "first"', '0 if turns == "first"',
+        "tests/serving/test_prefixes.py::test_blocks_of_what_is_kept_beside_a_prompt"),
     "request ended, its row kept": (
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
         "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),

@@ -173,6 +173,20 @@ def test_sampling_and_stopping():
         assert one.generated_tokens == tokens[:end]
 
 
+def test_stop_strings_are_none_of_the_engine_s(caplog):
+    """transformers' continuous batching ignores them, with a patch and without; under a patch the log says so."""
+    model, texts = make("llama_gqa"), prompts((20, 33))
+    config = greedy()
+    config.stop_strings = ["a"]
+    given = {"generation_config": config, "continuous_batching_config": engine()}
+    plain = [one.generated_tokens for one in model.generate_batch(texts, **given).values()]
+    assert plain == batched(model, texts) and not caplog.records
+    with kvpatch.patched(model, "h2o", 12):
+        want = [alone(model, ids) for ids in texts]
+        assert [one.generated_tokens for one in model.generate_batch(texts, **given).values()] == want
+    assert "ignores stop_strings: give stop tokens" in caplog.text
+
+
 def test_streams():
     """A streamed request is delivered token by token."""
     model, ids = make("llama_gqa"), prompts((40,))[0]

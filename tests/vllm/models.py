@@ -20,6 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "Mistral": {**GROUPED, "num_hidden_layers": 2, "sliding_window": 48},
     "Qwen2": {**GROUPED, "num_hidden_layers": 2},
     "Qwen3": {**GROUPED, "num_hidden_layers": 2},
+    "Gemma2": {**GROUPED, "num_hidden_layers": 4, "sliding_window": 48, "tie_word_embeddings": True},
     "GPT2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
 }

@@ -1,7 +1,8 @@
 """Run vLLM in a process of its own: `python -m tests.vllm.serve jobs.json answers.json`, one engine after another.
 
-A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, perhaps `arrivals` or `variable`. Its
-answer has the tokens of each sequence, or the error that the engine was refused with.
+A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, perhaps `variable`, `arrivals` (the seed
+of a random schedule of the prompts) or `schedules` (several such seeds, one after another). Its answer has the tokens of each
+sequence, or the error that the engine was refused with.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     sampling = SamplingParams(detokenize=False, ignore_eos=True, **job["sampling"])
+    if "schedules" in job:
+        return {"schedules": [_scheduled(engine.llm_engine, {**job, "arrivals": seed}, sampling) for seed in job["schedules"]]}
     if "arrivals" in job:
         return {"tokens": _scheduled(engine.llm_engine, job, sampling), "pages": _pages(engine.llm_engine)}
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)

@@ -37,6 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "critical_snapkv": {"window": 8},
     "critical(h2o)": {},
 }
+APART = {"enable_prefix_caching": False, "block_size": 16}
 SOME = ("h2o", "roco", "snapkv", "streaming_llm")
 
 
@@ -63,7 +64,9 @@ class Answers:
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((self.folder / "answers.json").read_text())
 
-    def generated(self, family: str, texts: list[list[int]], policy: str | None, **settings: Any) -> list[list[int]]:
+    def generated(
+        self, family: str, texts: list[list[int]], policy: str | None, k: int | float | str = K, **settings: Any
+    ) -> list[list[int]]:
         """The tokens of generate(), text by text."""
         model = self.model(family)
         given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -73,7 +76,7 @@ class Answers:
 
         if policy is None:
             return [alone(ids) for ids in texts]
-        with kvpatch.patched(model, policy, K, **settings):
+        with kvpatch.patched(model, policy, k, **settings):
             return [alone(ids) for ids in texts]
 
 
@@ -111,10 +114,10 @@ def test_policies(answers):
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Bloom", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["GPT2", "Bloom", "Mistral", "Qwen2", "Qwen3", "Gemma2"])
 def test_models(answers, family):
-    found = {}
-    for policy, answer in zip(SOME, answers.of([job(family, policy) for policy in SOME]), strict=True):
+    found, options = {}, {"enable_prefix_caching": False} if family == "Gemma2" else {}
+    for policy, answer in zip(SOME, answers.of([job(family, policy, options=options) for policy in SOME]), strict=True):
         found[policy] = differ(first(answer), answers.generated(family, TEXTS, policy, **POLICIES[policy]), policy)
         if policy == "h2o":
             assert first(answer) != answers.generated(family, TEXTS, None), family
@@ -125,6 +128,44 @@ def test_a_prompt_read_in_chunks_is_one_read_in_blocks(answers):
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
     for policy, answer in zip(SOME, answers.of([job("Llama", policy, options=options) for policy in SOME]), strict=True):
         assert first(answer) == answers.generated("Llama", TEXTS, policy, **POLICIES[policy], block=64), policy
+
+
+@pytest.mark.parametrize("k", ["60KiB", 0.4])
+def test_budgets(answers, k):
+    """A size is each request's, in all layers; a share is of its own prompt, by which it claims pages."""
+    options = {"enable_chunked_prefill": False, "block_size": 16}
+    jobs = [job("Llama", policy, options=options) for policy in SOME]
+    for one in jobs:
+        one["settings"] |= {"k": k}
+    for policy, answer in zip(SOME, answers.of(jobs), strict=True):
+        assert first(answer) == answers.generated("Llama", TEXTS, policy, k, **POLICIES[policy]), policy
+
+
+def test_layers_that_hold_different_numbers(answers):
+    """Each number has pages of its own, whoever comes and goes."""
+    policies = {"pyramidkv": {"window": 8}, "pyramid(h2o)": {}}
+    jobs = [
+        {**job("Llama", "h2o", TEXTS, options=APART, **more), "settings": {"policy": policy, "k": K, **options}}
+        for policy, options in policies.items()
+        for more in ({}, {"arrivals": 1})
+    ]
+    found = answers.of(jobs)
+    for policy, options in policies.items():
+        expected = answers.generated("Llama", TEXTS, policy, **options)
+        whole, scheduled = found.pop(0), found.pop(0)
+        assert first(whole) == expected, policy
+        assert all(one is None or one == [tokens] for one, tokens in zip(scheduled["tokens"], expected, strict=True)), policy
+
+
+def test_pages_of_a_share_are_the_prompt_s(answers):
+    """Requests that come and go, with 4 pages of 16 slots at the most for 100 tokens of prompt."""
+    texts = prompts(tuple(20 + 13 * index % 80 for index in range(16)), seed=1)
+    asked = job("Llama", "h2o", texts, arrivals=2, options={"enable_chunked_prefill": False, "block_size": 16})
+    asked["settings"] |= {"k": 0.4}
+    (answer,) = answers.of([asked])
+    expected = answers.generated("Llama", texts, "h2o", 0.4)
+    assert all(one is None or one == [tokens] for one, tokens in zip(answer["tokens"], expected, strict=True))
+    assert 4 < answer["pages"] <= 4 * 3
 
 
 def test_requests_come_and_are_cancelled(answers):
@@ -171,12 +212,15 @@ DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, 
 @pytest.mark.parametrize(
     ("policy", "options", "words"),
     [
+        ({"policy": "pyramidkv", "k": K}, {}, "give enable_prefix_caching=False"),
+        ({"policy": "h2o", "k": 0.4}, {}, "Give enable_chunked_prefill=False"),
         ("h2o", DRAFT, "speculative decoding takes tokens back"),
         ("h2p", {}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
     ],
 )
 def test_refused_at_start(answers, policy, options, words):
     """Each in a process of its own: vLLM does not start again after an error."""
-    asked = {"model": "Llama", "settings": {"policy": policy, "k": K}, "options": options, "prompts": TEXTS}
+    settings = {"policy": policy, "k": K} if isinstance(policy, str) else policy
+    asked = {"model": "Llama", "settings": settings, "options": options, "prompts": TEXTS}
     (answer,) = answers.of([asked])
     assert words in answer["error"] and "KVPatchError" in answer["error"], answer

@@ -6,6 +6,8 @@ that vLLM does not promise are imported here; `terms.TESTED` has the versions th
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
 import weakref
@@ -42,7 +44,7 @@ from ...cache.settings import CacheSettings
 from ...errors import KVPatchError
 from ...policies.budgets import Budget
 from ...policies.parallel import WHOLE, Parallel
-from .pages import BudgetSpec
+from .pages import BudgetSpec, Held
 from .requests import Requests, Scheduled
 from .terms import TESTED, VARIABLE, Terms, configured
 
@@ -52,17 +54,17 @@ _LOG = logging.getLogger("vllm.kvpatch")
 class Backend(CPUAttentionBackend):
     """vLLM's backend for CPUs, which serves the models whose configuration has kvpatch's settings otherwise.
 
-    terms, longest: of the newest model, found when its layers are made; None without settings: all is vLLM's own.
+    terms, worker: of the newest model, found when its layers are made; no terms without settings: all is vLLM's own.
     """
 
     terms: ClassVar[Terms | None] = None
-    longest: ClassVar[int] = 0
+    worker: ClassVar[Worker]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         if cls.terms is None or not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
             return spec
-        return BudgetSpec.of(spec, cls.terms, cls.longest)
+        return cls.worker.spec(spec)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -74,7 +76,6 @@ class Backend(CPUAttentionBackend):
     def get_impl_cls() -> Any:
         config = get_current_vllm_config()
         Backend.terms = configured(config.additional_config, os.environ.get(VARIABLE))
-        Backend.longest = config.model_config.max_model_len
         return CPUAttentionBackendImpl if Backend.terms is None else BudgetedAttention
 
     @staticmethod
@@ -178,6 +179,7 @@ class BudgetedAttention(AttentionImpl):
         before: list[BudgetedAttention] = [layer.impl for layer in _layers(config) if isinstance(layer.impl, BudgetedAttention)]
         self.index = len(before)
         self.worker: Worker = before[0].worker if before else Worker(config)
+        Backend.worker = self.worker
         self.worker.add(self)
 
     @property
@@ -236,13 +238,13 @@ class Worker:
     def __init__(self, config: VllmConfig) -> None:
         terms = configured(config.additional_config, os.environ.get(VARIABLE))
         assert terms is not None
-        _refuse(config)
-        self.terms, self.layers = terms, list[BudgetedAttention]()
+        _refuse(config, terms)
+        self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
+        self._next = itertools.count()
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
-        if config.model_config.max_model_len <= terms.k:
-            longest = config.model_config.max_model_len
-            _LOG.warning("[kvpatch] k=%d is not below max_model_len=%d: nothing is evicted.", terms.k, longest)
+        if terms.policy.over_layers is not None:
+            self._check_groups()
         if config.cache_config.enable_prefix_caching:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
@@ -250,10 +252,50 @@ class Worker:
         """Add a layer while the model is made."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise KVPatchError if vLLM looks for shared prefixes, where layers hold different numbers of tokens."""
+        if self.config.cache_config.enable_prefix_caching:
             raise KVPatchError(
-                "This model has layers with a sliding window among layers without one, which need pages of different sizes: "
-                "kvpatch does not serve it in vLLM yet. Use kvpatch.patched() with transformers."
+                "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
+                "start with such layers: give enable_prefix_caching=False (--no-enable-prefix-caching)."
             )
+
+    @functools.cached_property
+    def settings(self) -> CacheSettings:
+        """Settings of the requests' caches, once all layers are there."""
+        windows, model, policy = tuple(layer.window for layer in self.layers), self.config.model_config, self.terms.policy
+        bounds = windows if None in windows else (None,) * len(windows)
+        bytes_per_token = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
+        budget = Budget.parse(self.terms.k, n_layers=len(windows), bytes_per_token=bytes_per_token, bounds=bounds)
+        longest, tokens = model.max_model_len, budget.tokens(0, model.max_model_len)
+        if longest <= tokens:
+            _LOG.warning("[kvpatch] k=%r is not below max_model_len=%d: nothing is evicted.", self.terms.k, longest)
+        tp = get_tp_group()
+        parallel = Parallel(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else WHOLE
+        return CacheSettings(policy, budget, seed=self.terms.seed, bounds=bounds, backend="torch", parallel=parallel)
+
+    @functools.cached_property
+    def held(self) -> list[Held]:
+        """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
+        settings, longest = self.settings, self.config.model_config.max_model_len
+        grows = self.terms.policy.schedule == "prompt"
+        if self.terms.policy.over_layers is None:
+            return [
+                Held(budget, grows) if bound is None else Held(bound, False)
+                for budget, bound in zip(settings.budget.per_layer, settings.bounds, strict=True)
+            ]
+        lengths = range(1, longest + 1)
+        return [
+            Held(max(settings.tokens(layer, n) for n in lengths), grows and settings.bounds[layer] is None)
+            for layer in range(len(self.layers))
+        ]
+
+    def spec(self, spec: AttentionSpec) -> BudgetSpec:
+        """Return the spec of the next layer: vLLM asks for them in the order in which it made them, again and again."""
+        layer = next(self._next) % len(self.layers)
+        return BudgetSpec.of(spec, self.held[layer], self.config.model_config.max_model_len, len(set(self.held)) == 1)
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
         """Note the module that gets one of the layers' attention as a child: it has the output projection too."""
@@ -264,9 +306,10 @@ class Worker:
     def attend(self, layer: BudgetedAttention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, now: Pass) -> Tensor:
         """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]."""
         if self.requests is None:
-            self.requests = Requests(self._settings(), q.device)
+            self.requests = Requests(self.settings, q.device)
             if self._notes is not None:
                 self._notes.remove()
+        self.requests.now[layer.index] = now.scheduled
         if layer.index == 0:
             self.packed = self.requests.begin(now.scheduled)
         if self.requests.pools[layer.index] is None:
@@ -274,18 +317,12 @@ class Worker:
             self.requests.pools[layer.index] = kv_cache.view(N, 2, H, P, -1)
         return self.packed.attend(layer.core, q, k, v)
 
-    def _settings(self) -> CacheSettings:
-        tp = get_tp_group()
-        parallel = Parallel(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else WHOLE
-        budget = Budget.parse(self.terms.k, n_layers=len(self.layers), bytes_per_token=1)
-        return CacheSettings(self.terms.policy, budget, seed=self.terms.seed, backend="torch", parallel=parallel)
-
 
 def _layers(config: VllmConfig) -> list[Any]:
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
 
 
-def _refuse(config: VllmConfig) -> None:
+def _refuse(config: VllmConfig, terms: Terms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
     low, high = TESTED
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdecimal())
@@ -299,6 +336,11 @@ def _refuse(config: VllmConfig) -> None:
         (parallel.pipeline_parallel_size > 1, "layers are on several processes", "use tensor_parallel_size"),
         (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
         (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
+        (
+            terms.of_the_prompt and config.scheduler_config.enable_chunked_prefill,
+            f"k={terms.k} is a share of a request's prompt, whose length is not known where vLLM reads it in chunks",
+            "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
+        ),
         (model.use_mla, "keys and values are one latent vector", "start without kvpatch's settings"),
     )
     for found, why, instead in refused:

@@ -8,46 +8,65 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from .terms import Terms
+from ...policies.budgets import Budget
+
+
+class Held(NamedTuple):
+    """A layer's budget: tokens, or a share of the prompt. grows: what is generated is kept too."""
+
+    budget: int | float
+    grows: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSpec(CircularBufferSpec):
-    """Pages of `block_size` slots.
+    """Pages of `block_size` slots. Layers of one spec have one block table; others have pages, as large, of their own.
 
-    budget: tokens that a head keeps. longest: tokens of the longest text. grows: what is generated is kept too.
+    budget: of a head: a number of tokens, or a share of the request's prompt. longest: tokens of the longest text. grows: what
+    is generated is kept too.
     """
 
-    budget: int
+    budget: int | float
     longest: int
     grows: bool
 
     @classmethod
-    def of(cls, spec: AttentionSpec, terms: Terms, longest: int) -> BudgetSpec:
-        """Return the spec of a layer for which vLLM has made `spec`: one page of the exact size if it holds all."""
+    def of(cls, spec: AttentionSpec, layer: Held, longest: int, alike: bool) -> BudgetSpec:
+        """Return a layer's spec, for which vLLM has made `spec`.
+
+        alike: all layers hold as much. They then have one page of the exact size, unless requests differ.
+        """
+        budget, grows = layer
         own = {field.name for field in fields(cls)}
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in own}
-        budget, grows = min(terms.k, longest), terms.policy.schedule == "prompt"
-        size = spec.block_size if grows else budget + 1
+        size = min(budget, longest) + 1 if alike and not grows and isinstance(budget, int) else spec.block_size
         return cls(**{**same, "block_size": size, "budget": budget, "longest": longest, "grows": grows})
 
     def pages(self, prompt: int) -> int:
-        """Return the pages of a request, whose prompt has at least so many tokens: for its tokens and the one being written."""
-        held = min(self.budget, prompt) + max(self.longest - prompt, 0) if self.grows else self.budget
+        """Return the pages of a request, whose prompt has at least so many tokens: for its tokens and the one being written.
+
+        A share is of the whole prompt: it is then read in one pass.
+        """
+        budget = min(Budget((self.budget,)).tokens(0, prompt), self.longest)
+        held = min(budget, prompt) + max(self.longest - prompt, 0) if self.grows else budget
         return cdiv(held + 1, self.block_size)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Tell if all layers have one block table."""
+        return all(spec == self for spec in kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of the largest request."""
-        return self.pages(1) * self.page_size_bytes
+        return max(self.pages(1), self.pages(self.longest)) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Return the width of the block table: positions are looked up in it, though nothing is written there."""

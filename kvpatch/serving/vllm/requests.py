@@ -34,11 +34,16 @@ class Scheduled(NamedTuple):
 
 
 class Requests:
-    """Caches of requests. pools: the pages of each layer, [N,2,H,P,D], once the layer has seen them."""
+    """Caches of requests.
+
+    pools: the pages of each layer, [N,2,H,P,D], once the layer has seen them. now: the newest pass, as each layer is told it:
+    layers that hold different numbers of tokens have different pages.
+    """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers
+        self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
         self.reading: dict[str, EvictingCache] = {}
         self.rows = RowPool()
 
@@ -72,17 +77,17 @@ class Requests:
         if name not in self.reading:
             assert one.past == 0, "a request begins with its first token"
             cache = self.reading[name] = EvictingCache(self.settings)
-            table_BN = torch.tensor([one.pages], device=self.device)
             for layer, slots in enumerate(cache.layers):
-                slots.storage = functools.partial(self._stored, layer, table_BN)
+                slots.storage = functools.partial(self._stored, layer, one.first)
         cache = self.reading[name]
         cache.request.prompt_len = one.past + one.columns
         return cache
 
-    def _stored(self, layer: int, table_BN: Tensor, keys: Tensor, values: Tensor) -> PromptSlots:
-        pool = self.pools[layer]
+    def _stored(self, layer: int, first: int, keys: Tensor, values: Tensor) -> PromptSlots:
+        """Make a layer's slots for a request whose columns begin at `first`, with its pages of that layer."""
+        pool, (pages,) = self.pools[layer], [one.pages for one in self.now[layer] if one.first == first]
         assert pool is not None
-        return first_prompt(keys, values, pool, table_BN)
+        return first_prompt(keys, values, pool, torch.tensor([pages], device=self.device))
 
     def _forget(self, name: str) -> None:
         self.reading.pop(name, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import KVPatchError, suggest
 from ...policies import Policy, get_policy
-from ...policies.budgets import check_count
+from ...policies.budgets import is_list, parse_k
 
 VARIABLE = "KVPATCH_VLLM"
 NAMES = ("policy", "k", "schedule", "seed", "positions")
@@ -28,11 +28,16 @@ _INSTEAD = {  # arguments of patched() that have no place here
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """A request's budget. k: tokens that each KV head keeps."""
+    """A request's budget. k: of each request: tokens that a KV head keeps, a share of its prompt, or a size of all layers."""
 
     policy: Policy
-    k: int
+    k: int | float | str
     seed: int = 0
+
+    @property
+    def of_the_prompt(self) -> bool:
+        """True if the budget is a share of each request's prompt."""
+        return isinstance(self.k, float)
 
 
 def configured(additional: object, variable: str | None) -> Terms | None:
@@ -89,16 +94,16 @@ def terms_of(given: object) -> Terms:
         raise KVPatchError(f"positions={positions!r} is not served in vLLM, which rotates keys itself: use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise KVPatchError(f"seed={seed!r} must be an int.")
-    return _served(Terms(chosen, _tokens(k), seed or 0))
+    return _served(Terms(chosen, _k(k), seed or 0))
 
 
-def _tokens(k: Any) -> int:
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise KVPatchError(
-            f"k={k!r}: in vLLM each request has as many slots, so k is a number of tokens, such as 1024."
-        )
-    check_count("k", k, "tokens")
-    return k
+def _k(k: Any) -> int | float | str:
+    if is_list(k):
+        raise KVPatchError(f"k={k!r}: in vLLM all layers have one budget: give tokens, such as 1024, a share or a size.")
+    one = parse_k(k)
+    if one == 1.0 and isinstance(one, float):
+        raise KVPatchError("k=1.0 keeps everything, as vLLM does without kvpatch: leave its settings out.")
+    return one
 
 
 def _served(terms: Terms) -> Terms:
@@ -107,6 +112,11 @@ def _served(terms: Terms) -> Terms:
     instead = next((instead for served, instead in _unserved(policy) if served), None)
     if instead is not None:
         raise KVPatchError(f"Policy {policy.name!r} is not served in vLLM: {instead}.")
+    if policy.over_layers is not None and terms.of_the_prompt:
+        raise KVPatchError(
+            f"k={terms.k} of policy {policy.name!r} is not served in vLLM, where layers that hold different numbers have "
+            "pages for the longest prompt: give k as a number of tokens or a size."
+        )
     if policy.schedule == "decode":
         raise KVPatchError(
             "schedule='decode' is not served in vLLM: a request claims its pages before the length of its prompt is known. "
@@ -121,7 +131,7 @@ def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
     return (
         (not score.evicts, "it evicts nothing, as vLLM does without kvpatch"),
         (policy.over_heads is not None, "its heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
-        (policy.over_layers is not None, "its layers hold different numbers of tokens: use 'snapkv'"),
+        (policy.over_model, "its layers share one budget by their scores, and a page has one size: use 'snapkv'"),
         (score.across_layers, "with shared=True its layers share a score: use shared=False"),
         (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
         (policy.every > 1, "every= lets tokens wait, and a request's pages are claimed for its budget: leave it out"),

@@ -1,0 +1,102 @@
+"""Compressed prefixes: texts that are read once, and begin any number of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .cache import EvictingCache
+
+Tokens = tuple[int, ...]
+
+
+class Prefix:
+    """The compressed cache of a text that others begin with, made by `Patch.prefix()`; nothing changes it.
+
+    Wherever a cache is taken as `past_key_values` it can be given as it is. Memory of their own is made for a text that
+    begins with it when that text's first own tokens are read, which evict: until then texts share the prefix.
+
+    Attributes:
+        ids: the tokens.
+        copies: made so far, for texts that began with it.
+    """
+
+    def __init__(self, ids: Tokens, cache: EvictingCache, identity: dict[str, Any]) -> None:
+        self.ids, self.copies, self.identity = ids, 0, identity
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"<Prefix of {len(self)} tokens: {self.nbytes} bytes, {self.copies} texts began with it>"
+
+    if not TYPE_CHECKING:  # for type checkers every attribute would exist
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"A Prefix has no {name!r}: it is taken as past_key_values inside a block of its model. Its copy() is a cache."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its keys and values, however many texts wait to begin with it."""
+        return self._cache.nbytes
+
+    def positions(self, layer: int) -> Tensor:
+        """Positions kept, as EvictingCache.positions returns them."""
+        return self._cache.positions(layer)
+
+    def held(self, layer: int) -> Tensor:
+        """Count the tokens that each KV head keeps, int64 [1, Hkv]."""
+        return self._cache.held(layer)
+
+    def copy(self) -> EvictingCache:
+        """Return a cache of its own for a text that begins with this one."""
+        new = self._cache.clone()
+        self.copies += 1
+        return new
+
+
+class Prefixes:
+    """The prefixes of a patch, by their tokens: to iterate over, to count with len(), and to `drop` when they are over."""
+
+    def __init__(self) -> None:
+        self._by_ids: dict[Tokens, Prefix] = {}
+
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(list(self._by_ids.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all."""
+        return sum(one.nbytes for one in self)
+
+    def get(self, ids: Tokens) -> Prefix | None:
+        """Return the prefix of exactly these tokens, if it was read."""
+        return self._by_ids.get(ids)
+
+    def add(self, prefix: Prefix) -> Prefix:
+        """Keep a prefix; of two with the same tokens, the first."""
+        return self._by_ids.setdefault(prefix.ids, prefix)
+
+    def longest(self, ids: Sequence[int]) -> Prefix | None:
+        """Return the longest prefix that these tokens begin with and go beyond."""
+        fit = [one for one in self if len(one) < len(ids) and one.ids == tuple(ids[: len(one)])]
+        return max(fit, key=len, default=None)
+
+    def drop(self, prefix: Prefix) -> None:
+        """Forget a prefix: no further request of continuous batching begins with it. The object itself stays usable.
+
+        Raises:
+            KVPatchError: it is not among them.
+        """
+        if self._by_ids.get(prefix.ids) is not prefix:
+            raise KVPatchError("This prefix is not kept by this patch: drop one of patch.prefixes.")
+        del self._by_ids[prefix.ids]

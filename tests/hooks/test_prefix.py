@@ -1,0 +1,93 @@
+"""Prefixes: read once, texts go on from them as from a cache that read them anew, and do not disturb one another."""
+
+import pytest
+import torch
+
+import kvpatch
+from tests.helpers.serving import prompts
+from tests.helpers.tiny import make
+
+DOCUMENT, QUESTION, OTHER = (torch.tensor([ids]) for ids in prompts((70, 11, 6), seed=2))
+WHOLE = torch.cat([DOCUMENT, QUESTION], 1)
+SETTINGS = [
+    ("h2o", 0.4, {}),
+    ("keyformer", 24, {}),
+    ("snapkv", 24, {"turns": "first"}),
+    ("adakv", 0.4, {}),
+    ("window", 24, {"block": 16}),
+    ("h2o", 24, {"bits": 8}),
+    ("kvzip", 24, {}),
+]
+
+
+def anew(patch, model):
+    cache = patch.new_cache()
+    with torch.no_grad():
+        model(DOCUMENT, past_key_values=cache)
+    return cache
+
+
+def asked(model, past, whole=WHOLE, new=8):
+    given = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(whole, past_key_values=past, output_logits=True, return_dict_in_generate=True, **given)
+    return torch.stack(found.logits), found.past_key_values
+
+
+@pytest.mark.parametrize(("policy", "k", "options"), SETTINGS, ids=str)
+def test_as_if_read_anew(policy, k, options):
+    """Logits are equal bit for bit, and kept positions, after several texts that began with it and with a second reading."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, k, **options) as patch:
+        prefix = patch.prefix(DOCUMENT)
+        before = [prefix.positions(layer) for layer in range(2)]
+        for whole in (torch.cat([DOCUMENT, OTHER], 1), WHOLE, WHOLE):
+            got, own = asked(model, prefix, whole)
+            expected, cache = asked(model, anew(patch, model), whole)
+            assert torch.equal(got, expected)
+            assert all(torch.equal(own.positions(layer), cache.positions(layer)) for layer in range(2))
+        assert all(torch.equal(prefix.positions(layer), before[layer]) for layer in range(2))
+        with torch.no_grad():
+            one, two = (model(QUESTION, past_key_values=past).logits for past in (prefix, anew(patch, model)))
+        assert torch.equal(one, two)
+
+
+def test_it_is_read_once_and_shared():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 16) as patch:
+        prefix = patch.prefix(DOCUMENT)
+        assert prefix is patch.prefix(DOCUMENT[0]) is patch.prefix(DOCUMENT[0].tolist()) and len(patch.prefixes) == 1
+        assert patch.passes["prompt"][0] == 1
+        assert prefix.nbytes == patch.prefixes.nbytes == anew(patch, model).nbytes and int(prefix.held(0).max()) == 16
+        asked(model, prefix), asked(model, prefix.copy())
+        assert repr(prefix) == f"<Prefix of 70 tokens: {prefix.nbytes} bytes, 2 texts began with it>"
+        patch.prefixes.drop(prefix)
+        assert not list(patch.prefixes) and patch.prefix(DOCUMENT) is not prefix
+        with pytest.raises(kvpatch.KVPatchError, match="not kept by this patch: drop one of patch.prefixes"):
+            patch.prefixes.drop(prefix)
+
+
+def test_refused():
+    model, other = make("llama_gqa"), make("llama_gqa")
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    with kvpatch.patched(model, "h2o", 16) as patch:
+        prefix = patch.prefix(DOCUMENT)
+        want, _ = asked(model, prefix)
+        with pytest.raises(kvpatch.KVPatchError, match="differ"):
+            asked(model, prefix, torch.cat([OTHER, WHOLE], 1))
+        for bad, words in (([], "a list"), ([1.5], "a list"), (torch.ones(2, 3, dtype=torch.long), r"tensor \[2, 3\]")):
+            with pytest.raises(kvpatch.KVPatchError, match=f"A prefix is one text.*{words}"):
+                patch.prefix(bad)
+    with kvpatch.patched(model, "h2o", 16):
+        assert torch.equal(asked(model, prefix)[0], want), "another block of the same settings takes it"
+    with pytest.raises(AttributeError, match="inside a block of its model"):
+        model(QUESTION, past_key_values=prefix)
+    for owner, policy, k, words in (
+        (model, "roco", 16, "policy's name is 'h2o' there"),
+        (model, "h2o", 17, "k is .16, 16. there"),
+        (other, "h2o", 16, "Another model has read this prefix: weights is.*patch.prefix"),
+    ):
+        with kvpatch.patched(owner, policy, k), pytest.raises(kvpatch.KVPatchError, match=words):
+            asked(owner, prefix)
+        with kvpatch.patched(owner, policy, k), pytest.raises(kvpatch.KVPatchError, match=words):
+            owner(QUESTION, past_key_values=prefix)

@@ -1,0 +1,197 @@
+"""Engines at the same bytes of KV memory, with a budget and with their own cache: requests in flight, tokens per second.
+
+    python -m tools.bench.serving                               transformers' engine, and vLLM where it is installed
+    python -m tools.bench.serving --engines vllm --policies h2o --json serving.jsonl
+    python -m tools.bench.serving --markdown serving.jsonl      the table of docs/benchmarks.md
+
+A random Llama of 4 layers of width 256 (4 query and 2 KV heads of size 64), float32, one CPU thread. Lengths of prompts and
+outputs are log-uniform, 200 to 4,000 and 50 to 500 tokens, all divided by SCALE. All requests are there from the beginning,
+and memory is for SLOTS tokens in each layer, so that requests wait for it. "In flight" is the mean number of requests that run
+while others wait, weighted by time. n/k is the mean number of tokens that a request holds without a budget, divided by k.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+import torch
+import typer
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import kvpatch
+
+from .lines import Line, where
+
+SCALE, SLOTS, PAGE, K, REQUESTS = 4, 2048, 16, 95, 64
+VOCAB, LONGEST = 512, 1152
+Requests = list[tuple[list[int], int]]  # prompts, each with the number of tokens to generate
+FULL = "full"  # the engine's own cache
+app = typer.Typer(add_completion=False)
+
+
+class Load:
+    """Requests in flight over time, while others wait."""
+
+    def __init__(self) -> None:
+        self.held = self.time = 0.0
+        self.before, self.most = time.perf_counter(), 0
+
+    def look(self, running: int, waiting: int) -> None:
+        now = time.perf_counter()
+        if waiting and running:
+            self.held, self.time = self.held + running * (now - self.before), self.time + now - self.before
+        self.before, self.most = now, max(self.most, running)
+
+
+def requests(seed: int = 0) -> Requests:
+    """Prompts, each with the number of tokens to generate."""
+    rnd = random.Random(seed)
+
+    def length(low: int, high: int) -> int:
+        return round(math.exp(rnd.uniform(math.log(low), math.log(high))) / SCALE)
+
+    return [([rnd.randrange(2, VOCAB) for _ in range(length(200, 4000))], length(50, 500)) for _ in range(REQUESTS)]
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=682, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        vocab_size=VOCAB, max_position_embeddings=LONGEST, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def in_transformers(asked: Requests, policy: str, load: Load) -> float:
+    """Serve by transformers' manager; returns the seconds it took."""
+    one = model()
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    engine = ContinuousBatchingConfig(num_blocks=SLOTS // PAGE, page_size=PAGE, max_batch_tokens=LONGEST)
+    with nullcontext() if policy == FULL else kvpatch.patched(one, policy, K):
+        manager = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
+        for ids, new in asked:
+            manager.add_request(ids, max_new_tokens=new)
+        manager.start()
+        began = load.before = time.perf_counter()
+        ended = 0
+        while ended < len(asked):
+            found = manager.get_result(timeout=0.005)
+            if found is not None:
+                assert found.error is None, found.error
+                ended += 1
+            scheduler = getattr(getattr(manager, "batch_processor", None), "scheduler", None)
+            if scheduler is not None:
+                load.look(len(scheduler.active_requests), len(scheduler.waiting_requests))
+        took = time.perf_counter() - began
+        manager.stop(block=True)
+    return took
+
+
+def in_vllm(asked: Requests, policy: str, load: Load) -> float:
+    """Serve by vLLM; returns the seconds it took."""
+    from vllm import LLM, SamplingParams
+
+    page = 2 * PAGE  # the least that its own attention on CPUs takes
+    blocks = SLOTS // page if policy == FULL else SLOTS // (K + 1)
+    extra = {} if policy == FULL else {"additional_config": {"kvpatch": {"policy": policy, "k": K}}}
+    with tempfile.TemporaryDirectory() as folder:
+        model().save_pretrained(folder)
+        llm = LLM(
+            folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=LONGEST, max_num_seqs=REQUESTS,
+            max_num_batched_tokens=LONGEST, block_size=page, enable_prefix_caching=False, num_gpu_blocks_override=blocks + 1,
+            **extra,
+        )  # fmt: skip
+    engine: Any = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    for index, (ids, new) in enumerate(asked):
+        sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
+    began = load.before = time.perf_counter()
+    while engine.has_unfinished_requests():
+        engine.step()
+        load.look(len(scheduler.running), len(scheduler.waiting))
+    return time.perf_counter() - began
+
+
+ENGINES: dict[str, Callable[[Requests, str, Load], float]] = {"transformers": in_transformers, "vllm": in_vllm}
+
+
+def lines(engines: list[str], policies: list[str]) -> Iterator[Line]:
+    """One line for each engine and policy."""
+    asked = requests()
+    tokens = sum(new for _, new in asked)
+    held = sum(new * (len(ids) + new / 2) for ids, new in asked) / tokens
+    for name in engines:
+        if name == "vllm" and importlib.util.find_spec("vllm") is None:
+            print("vLLM is not installed: `make test-vllm` makes an environment with it.", flush=True)
+            continue
+        for policy in policies:
+            load = Load()
+            took = ENGINES[name](asked, policy, load)
+            yield {
+                **where(),
+                "case": "serving", "engine": name, "policy": policy, "k": None if policy == FULL else K, "slots": SLOTS,
+                "requests": len(asked), "tokens": tokens, "in_flight": load.held / load.time if load.time else load.most,
+                "most": load.most, "per_second": tokens / took, "seconds": took, "n_over_k": held / K,
+            }  # fmt: skip
+
+
+def markdown(kept: list[Line]) -> str:
+    """Return the table of docs/benchmarks.md."""
+    rows = ["| engine | policy | in flight | most | to its own cache | n/k | tokens per second | to its own cache |"]
+    rows.append("|---|---|---:|---:|---:|---:|---:|---:|")
+    own = {line["engine"]: line for line in kept if line["policy"] == FULL}
+    for line in kept:
+        base = own.get(line["engine"], line)
+        plain = line["policy"] == FULL
+        more, faster = (f"{line[name] / base[name]:.2f}" for name in ("in_flight", "per_second"))
+        policy = "its own cache" if plain else f"{line['policy']}, k={line['k']}"
+        ratio = "" if plain else f"{line['n_over_k']:.2f}"
+        cells = (line["engine"], policy, f"{line['in_flight']:.1f}", str(line["most"]), "" if plain else more, ratio)
+        rows.append("| " + " | ".join((*cells, f"{line['per_second']:.0f}", "" if plain else faster)) + " |")
+    return "\n".join(rows)
+
+
+@app.command()
+def main(
+    engines: Annotated[str, typer.Option(help="transformers, vllm")] = "transformers,vllm",
+    policies: Annotated[str, typer.Option(help="names; full: the engine's own cache")] = "full,h2o",
+    json_file: Annotated[Path | None, typer.Option("--json", help="append a JSON line per run to this file")] = None,
+    table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as a table")] = None,
+) -> None:
+    """Measure engines with a budget and without."""
+    if table is not None:
+        print(markdown([json.loads(line) for line in table.read_text().splitlines()]))
+        return
+    torch.set_num_threads(1)
+    kept = []
+    for line in lines(engines.split(","), policies.split(",")):
+        kept.append(line)
+        print(f"{line['engine']} {line['policy']}: {line['in_flight']:.1f} in flight, {line['per_second']:.0f} tokens a second")
+        if json_file is not None:
+            with json_file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    print(markdown(kept))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,139 @@
+"""Budgets in engines at full size: tokens of generate(), of generate_batch() and of vLLM, and random schedules of requests.
+
+    python -m tools.reliability.engines                 20 prompts x 10 policies x 3 models, and 200 schedules
+    python -m tools.reliability.engines --prompts 2 --schedules 5
+
+vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
+small models of tests/vllm. A difference is printed, and makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.schedules import Schedules
+from tests.helpers.serving import alone, batched
+from tests.vllm.models import prompts, save
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "h2o": {},
+    "roco": {},
+    "keyformer": {},
+    "scissorhands": {},
+    "snapkv": {"window": 8},
+    "tova": {},
+    "streaming_llm": {},
+    "window": {},
+    "key_diff": {},
+    "critical(h2o)": {},
+}
+FAMILIES = ("Llama", "Qwen3", "GPT2")
+K, NEW = 24, 16  # tokens of the budget, and new ones
+
+
+def texts(count: int) -> list[list[int]]:
+    rnd = random.Random(7)
+    return prompts(tuple(rnd.randrange(5, 200) for _ in range(count)), seed=7)
+
+
+def main() -> int:
+    """Run what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--schedules", type=int, default=200)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        models = {family: save(family, Path(folder) / family) for family in FAMILIES}
+        bad = [*equal(models, Path(folder), texts(given.prompts)), *scheduled(models["Llama"], Path(folder), given.schedules)]
+    print(*bad, sep="\n")
+    return bool(bad)
+
+
+def equal(models: dict[str, Any], folder: Path, asked: list[list[int]]) -> Iterator[str]:
+    """Yield what differs between generate(), generate_batch() and vLLM."""
+    if not asked:
+        return
+    import kvpatch
+
+    began, wanted = time.monotonic(), dict[tuple[str, str], list[list[int]]]()
+    for family, model in models.items():
+        for policy, options in POLICIES.items():
+            with kvpatch.patched(model, policy, K, **options):
+                wanted[family, policy] = [alone(model, ids, NEW) for ids in asked]
+                got = batched(model, asked, NEW, max_requests_per_batch=6)
+            yield from differing("generate_batch", family, policy, got, wanted[family, policy])
+    cases = f"{len(POLICIES)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
+    print(f"generate() and generate_batch(): {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
+    began = time.monotonic()
+    answers = vllm([job(folder, family, policy, asked) for family, policy in wanted])
+    for (family, policy), answer in zip(wanted, answers, strict=False):
+        got = [one[0] for one in answer["tokens"]] if "tokens" in answer else [[answer["error"]]] * len(asked)
+        yield from differing("vLLM", family, policy, got, wanted[family, policy])
+    if answers:
+        print(f"generate() and vLLM: {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def differing(engine: str, family: str, policy: str, got: list[Any], wanted: list[list[int]]) -> Iterator[str]:
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        if one != other:
+            yield f"{engine}: {family}, {policy}, prompt {index}: {one} instead of {other}"
+
+
+def scheduled(model: Any, folder: Path, count: int) -> Iterator[str]:
+    """Yield the requests whose tokens a schedule changed."""
+    began, schedules = time.monotonic(), Schedules(model)
+    for seed in range(count):
+        yield from schedules.run(seed)
+    done = f"{count} schedules, {schedules.compared} requests compared, {schedules.cancelled} cancelled"
+    print(f"generate_batch(): {done}, in {time.monotonic() - began:.0f} s", flush=True)
+    began, asked, policies = time.monotonic(), texts(10), ("h2o", "keyformer", "snapkv", "streaming_llm")
+    seeds = [list(range(count))[index :: len(policies)] for index in range(len(policies))]
+    answers = vllm([job(folder, "Llama", one, asked, schedules=own) for one, own in zip(policies, seeds, strict=True) if own])
+    compared = cancelled = 0
+    for policy, own, answer in zip(policies, seeds, answers, strict=False):
+        wanted = generated(model, policy, asked)
+        for seed, found in zip(own, answer.get("schedules", ()), strict=True):
+            gone = [one for one in found if one is None]
+            compared, cancelled = compared + len(found) - len(gone), cancelled + len(gone)
+            got = [tokens if one is None else one[0] for one, tokens in zip(found, wanted, strict=True)]
+            yield from differing(f"vLLM, schedule {seed}", "Llama", policy, got, wanted)
+    if answers:
+        done = f"{count} schedules, {compared} requests compared, {cancelled} cancelled"
+        print(f"vLLM: {done}, in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def generated(model: Any, policy: str, asked: list[list[int]]) -> list[list[int]]:
+    import kvpatch
+
+    with kvpatch.patched(model, policy, K, **POLICIES[policy]):
+        return [alone(model, ids, NEW) for ids in asked]
+
+
+def job(folder: Path, family: str, policy: str, asked: list[list[int]], **more: Any) -> dict[str, Any]:
+    own = {"generation_length": NEW} if policy == "keyformer" else {}  # generate() knows it from max_new_tokens
+    settings = {"policy": policy, "k": K, **POLICIES[policy], **own}
+    sampling = {"max_tokens": NEW, "temperature": 0}
+    named = {"model": str(folder / family), "settings": settings, "prompts": asked, "sampling": sampling}
+    return {**named, "options": {"max_num_batched_tokens": 4096}, **more}
+
+
+def vllm(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What vLLM answers; nothing where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed: `make test-vllm` makes an environment with it.", flush=True)
+        return []
+    from tests.vllm.serve import run
+
+    return [run(one) for one in jobs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
