@@ -54,7 +54,7 @@ CAUSES = {
     "layers that attend by an index, in chunks or in another way of their own": r"has layers of type|several classes",
     "layers that use the keys of layers before them": r"use the keys and values of layers before",
     "several sets of keys per layer": r"attends more than once|share a layer_idx|layers more than once",
-    "no twin to check an automatic row on: a row has to be registered": r"no tiny twin",
+    "no twin to check an automatic row on: a row has to be registered": r"no tiny twin|its tiny twin does not run",
     "an automatic row that did not pass the checks": r"no automatic row serves it|did not pass the checks",
     "attention code of its own: an adapter has to be written": r"^No adapter for",
 }

@@ -120,6 +120,12 @@ def _judge(
                 table = kvpatch.check_model(twin, "h2o", 0.5)
         except KVPatchError as error:
             return KVPatchError(f"No adapter for {type(model).__name__}, and no automatic row serves it: {error}")
+        except Exception as error:  # the unpatched twin's own: a class of any shape
+            return KVPatchError(
+                f"No adapter for {type(model).__name__}, and its tiny twin does not run with a prompt of token ids "
+                f"({type(error).__name__}: {error}). Register the row, {row_of(attentions[0])}, and let "
+                "kvpatch.check_model(model) compare it with the unpatched model."
+            )
         failures += [(result.detail, result.name) for result in table if not result.passed]
         if table.passed:
             return row
