@@ -54,7 +54,7 @@ def moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
 
     gone_BHM: columns of the tokens to evict, all different within a head. Columns that stay empty are moved among themselves.
     """
-    M = gone_BHM.shape[-1]
-    last = torch.arange(used - M, used, device=gone_BHM.device)
-    empty = (gone_BHM[..., None, :] == last[:, None]).any(-1)  # which of the last columns are evicted
-    return gone_BHM.sort(-1).values, used - M + empty.byte().argsort(stable=True, dim=-1)
+    B, H, M = gone_BHM.shape
+    empty = torch.zeros(B, H, used, dtype=torch.uint8, device=gone_BHM.device).scatter_(2, gone_BHM, 1)
+    # of the last columns those that stay come first, to be moved into the first empty ones
+    return gone_BHM.sort(-1).values, used - M + empty[..., used - M :].argsort(stable=True, dim=-1)

@@ -39,6 +39,8 @@ CASES: tuple[tuple[str, str, Any, dict[str, Any]], ...] = (
     ("llama", "adaptive(tova)", 33, {}),
     ("llama", "adaptive(random)", 0.3, {}),
     ("llama", "adaptive(keyformer)", 0.3, {"block": 8}),
+    ("llama", "tova", 0.3, {"every": 3}),
+    ("llama", "adaptive(tova)", 0.4, {"every": 3}),
     ("mistral", "h2o", 0.3, {"positions": "renumbered"}),
     ("mistral", "tova", 0.3, {}),
     ("mistral", "critical_adakv", 0.3, SNAP),
