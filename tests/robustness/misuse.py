@@ -77,6 +77,7 @@ PATCHES = [
     _p("new_cache of a tuple", lambda w: w.patch.new_cache(((), ())), r"past=.*is a tuple.*give a DynamicCache"),
     _p("new_cache of a cache under a policy that scores", lambda w: w.patch.new_cache(full()),
        r"scores tokens by the attention"),
+    _p("compress of a cache under a policy that scores", lambda w: w.patch.compress(full()), r"scores tokens by the attention"),
     _m("new_cache of a deeper model's cache", lambda w: kvpatch.patch(make("llama_gqa"), "window").new_cache(full(layers=3)),
        r"has 3 layers, but this model has 2"),
     _m("new_cache of another model's cache", lambda w: kvpatch.patch(make("llama"), "window").new_cache(full()),

@@ -309,6 +309,12 @@ MUTANTS = {
     "kvzip_plus without the values' size": (
         "attention/second_reading.py", "most_BHGM * call.head_norms(part.shown.v_BHTD) if", "most_BHGM if",
         f"{ORACLE}[llama_gqa-kvzip_plus]"),
+    "a compressed cache that forgets its padding": (
+        "cache/from_dynamic.py", "cache.rows.padded = mine.holes", "pass",
+        "tests/hooks/test_compression.py::test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside[key_diff-True]"),
+    "padding repeated as tokens": (
+        "hooks/compression.py", "ids.masked_fill(mask.to(ids.device) == 0, -1)", "ids",
+        "tests/hooks/test_compression.py::test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside[kvzip-True]"),
     "evicted before the second reading": (
         "attention/compress.py", "if now.rereads or (together and call.layer", "if (together and call.layer",
         f"{ORACLE}[llama_gqa-kvzip]"),

@@ -68,6 +68,15 @@ class Section:
 _IN, _AFTER, _STREAM = ({"scenario": name} for name in ("in", "after", "stream"))
 _NEEDLES = tuple({"scenario": scenario, "kind": kind} for scenario in ("regular", "context") for kind in ("single", "multi"))
 
+LATER = Section(
+    "later",
+    "Questions after compression",
+    "Recall's eight questions once its context of 216 tokens is compressed. kvzip repeats the context behind the token that "
+    "these models copy behind. roco, keyformer, h2o, window and random hold their budget while they answer; the others evict "
+    "the context once and keep all that follows.",
+    ranked=False,
+)
+
 SECTIONS: tuple[Section, ...] = (
     Section(
         "recall",
@@ -143,7 +152,10 @@ def write(tables: dict[str, Table], docs: Path) -> None:
     drawn.draw(means, pictures, get_task)
     short = drawn.in_short(means["recall"]) if "recall" in means else ""
     text = INTRODUCTION.format(short=short, intervals=INTERVALS, versions=_versions(tables))
-    blocks = [text, CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
+    blocks = [text]
+    if LATER.task in tables:
+        blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
+    blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))

@@ -175,8 +175,9 @@ cache {full}):
 - **The question is in the prompt:** `adakv` {in_adakv}, `snapkv` {in_snapkv}; then `roco` {in_roco}, `keyformer`
   {in_keyformer}, `h2o` {in_h2o}. A window {in_window}, eviction at random {in_random}. What counts is to look at
   the prompt's end.
-- **Questions come after compression:** nobody is near the full cache. `roco` {after_roco}, `keyformer` {after_keyformer},
-  `h2o` {after_h2o}; `snapkv` {after_snapkv}, `adakv` {after_adakv}, a window {after_window}, at random {after_random}.
+- **Questions come after compression:** only a second reading (`kvzip`, table below) is near the full cache. `roco`
+  {after_roco}, `keyformer` {after_keyformer}, `h2o` {after_h2o};
+  `snapkv` {after_snapkv}, `adakv` {after_adakv}, a window {after_window}, at random {after_random}.
 - **A stream, asked later:** nearly the same order: `roco` {stream_roco}, `keyformer` {stream_keyformer}, a window
   {stream_window}.
 - **Long answers and language modelling:** policies differ little, and from a fifth of the text on a window is as good as

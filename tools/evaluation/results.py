@@ -35,6 +35,7 @@ FIFTEEN = tuple(name for name in SHIPPED if name not in CODE)
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
+    "later": {"models": FIFTEEN, "budgets": (0.2, 0.4), "count": 24},
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
     "bits": {"models": FIVE},
     "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},

@@ -8,6 +8,7 @@ from .ablate import Ablate
 from .bits import Bits
 from .generation import Instruct, Reconstruct, Summarize
 from .jaccard import Jaccard
+from .later import Later
 from .longbench import LongBench
 from .needle import Needle
 from .perplexity import Perplexity
@@ -20,7 +21,7 @@ from .task import Task
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, LongBench,
+        Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, Later, LongBench,
         Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits,
     )
 }  # fmt: skip

@@ -33,6 +33,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "chunk_kv": ("chunk_kv", {"window": 40, "kernel": 5, "pooling": "avg"}, "ChunkKVPress",
                  {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
     "leverage": ("leverage", {"sketch": 6}, "LeverageScorePress", {"sketch_dimension": 6}),
+    "kvzip": ("kvzip", {"chunk": 120, "instruction": ((5, 9, 11), (7, 13), (3,))}, "KVzipPress", {"chunk_size": 120}),
+    "kvzip_plus": ("kvzip_plus", {"chunk": 300, "instruction": ((5, 9, 11), (7, 13), (3,))}, "KVzipPress",
+                   {"chunk_size": 300, "kvzip_plus_normalization": True}),
 }  # fmt: skip
 
 
@@ -64,18 +67,60 @@ def main() -> None:
     """Write the scores and the kept tokens of each press."""
     found: dict[str, Any] = {}
     for name, (_, _, press_name, options) in CASES.items():
-        scores: list[Tensor] = []
-        press = _made(press_name, options, scores)
-        model = small_model()
-        with torch.no_grad(), mock.patch.object(torch, "randn", lambda *shape, **_: sketch(shape)):
-            whole = model(text()).past_key_values
-            with press(model):
-                held = model(text()).past_key_values
-        kept = [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)]
+        kept, scores = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
         rounded = [[[float(f"{x:.9g}") for x in head] for head in one[0].tolist()] for one in scores]
         found[name] = {"kept": kept, "scores": rounded}
     lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items()]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor]]:
+    """Return where the kept tokens stand, by layer and head, and the scores of each layer [1,H,T]."""
+    scores: list[Tensor] = []
+    press, model = _made(name, options, scores), small_model()
+    with torch.no_grad(), mock.patch.object(torch, "randn", lambda *shape, **_: sketch(shape)):
+        whole = model(text()).past_key_values
+        with press(model):
+            held = model(text()).past_key_values
+    return [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)], scores
+
+
+class _Tokenizer:
+    """The instruction of the cases, as a tokenizer without a chat template gives it."""
+
+    chat_template = None
+
+    def encode(self, text: str, **_: Any) -> Tensor:
+        found = {"": (), "\n": (3,)}.get(text, (7, 13) if "starting with" in text else (5, 9, 11))
+        return torch.tensor([found], dtype=torch.long)
+
+
+def _repeated(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor]]:
+    """Return the same of a press that masks what it evicts, once the prompt has been read a second time."""
+    import kvpress
+    import transformers
+
+    press, model, scores = getattr(kvpress, name)(RATIO, **options), small_model(), list[Tensor]()
+    own = press.compress_post
+
+    def compress_post(model: Any) -> None:
+        scores.extend(press.score_val.clone())
+        own(model)
+
+    press.compress_post = compress_post
+    tokenizers = mock.patch.object(transformers.AutoTokenizer, "from_pretrained", return_value=_Tokenizer())
+    torch.set_default_dtype(torch.float64)  # the press' own mask has it
+    try:
+        with torch.no_grad(), tokenizers, press(model):
+            model(text(), past_key_values=transformers.DynamicCache())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    kept = []
+    for layer in model.model.layers:
+        _, heads, places = layer.self_attn.masked_key_indices
+        gone = set(zip(heads.tolist(), places.tolist(), strict=True))
+        kept.append([[i for i in range(TOKENS) if (head, i) not in gone] for head in range(scores[0].shape[1])])
+    return kept, scores
 
 
 def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
