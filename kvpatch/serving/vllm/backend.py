@@ -280,7 +280,7 @@ class Worker:
     def held(self) -> list[Held]:
         """The budget of each layer: the most that a prompt of any length gives it, if layers differ.
 
-        Layers differ least at the shortest prompt and most at the longest; what rounding adds between them is one token.
+        Layers differ least at the shortest prompt and most at the longest; rounding adds one token at most between them.
         """
         settings, longest = self.settings, self.config.model_config.max_model_len
         grows = self.terms.policy.schedule == "prompt"
