@@ -278,7 +278,10 @@ class Worker:
 
     @functools.cached_property
     def held(self) -> list[Held]:
-        """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
+        """The budget of each layer: the most that a prompt of any length gives it, if layers differ.
+
+        Layers differ least at the shortest prompt and most at the longest; rounding adds one token at most between them.
+        """
         settings, longest = self.settings, self.config.model_config.max_model_len
         grows = self.terms.policy.schedule == "prompt"
         if self.terms.policy.over_layers is None:
@@ -286,9 +289,8 @@ class Worker:
                 Held(budget, grows) if bound is None else Held(bound, False)
                 for budget, bound in zip(settings.budget.per_layer, settings.bounds, strict=True)
             ]
-        lengths = range(1, longest + 1)
         return [
-            Held(max(settings.tokens(layer, n) for n in lengths), grows and settings.bounds[layer] is None)
+            Held(max(settings.tokens(layer, n) for n in (1, longest)) + 1, grows and settings.bounds[layer] is None)
             for layer in range(len(self.layers))
         ]
 
