@@ -369,23 +369,25 @@ class Oracle:
 
     def forward(self, ids: Sequence[int]) -> Tensor:
         """The prompt, a block of it, or the one token of a decode step -> logits [T, V]. A layer evicts before the next
-        one runs."""
+        one runs. A second reading belongs to the prompt: what it attends to is not rounded yet."""
         positions = torch.arange(self.seen, self.seen + len(ids))
         if self.step == 0:
             self.passes.append(range(self.seen, self.seen + len(ids)))
         self.seen, self.new = self.seen + len(ids), len(ids)
         x_TE = self.decoder.embed(torch.tensor(ids), positions)
+        again = self.options["score"] == "repeated" and self.step == 0 and not self.over()
         for l in range(self.decoder.layers):
             x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
             self.add_running(l, len(ids))
             if not self.waits(l):
                 self.evict(l)
-                self.round(l)
+                if not again:
+                    self.round(l)
         waiting = [l for l in range(self.decoder.layers) if self.waits(l)]
-        if self.options["score"] == "repeated" and self.step == 0 and not self.over():
+        if again:
             self.read_again(list(ids))
         self.evict_all(waiting)
-        for l in waiting:
+        for l in range(self.decoder.layers):
             self.round(l)
         return self.decoder.logits(x_TE)
 
