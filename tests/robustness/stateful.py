@@ -29,6 +29,8 @@ class Machine(Base):
         chosen, shadow = live.shadow.chosen, live.shadow
         if live.rows and (chosen.one_turn or n == 1 or shadow.longest + n > LONGEST):
             return
+        if shadow.joined and live.cache.settings.rereads:  # refused
+            return
         # layers that share a score, and blocks that count padding, see a prompt in pieces as pieces
         whole = live.rows or dict(chosen.options).get("shared") or (chosen.block is not None and any(pads))
         self.read(live, n, B, pads, 1 if whole else parts, fault)
