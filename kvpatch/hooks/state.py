@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..cache.cache import EvictingCache
+from ..cache.lifetimes import Record
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .run_log import RunLog
@@ -55,7 +56,7 @@ class PatchState:
     max_positions: the number of positions that the model has. kv_shape: KV heads and head size of the first layer.
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
     during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the
-    pass is a step for a graph (graph.py).
+    pass is a step for a graph (graph.py). replayed: the record that passes without a cache follow, or None.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PatchState:
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = False
+        self.replayed: Record | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings
