@@ -158,6 +158,24 @@ def test_no_tensor_is_as_large_as_all_masks():
     assert largest[1 << 22] >= 4 * 402 * 402 and largest[1 << 15] <= 2 << 15  # of 4 query heads, the masks of 2 KV heads
 
 
+def test_masks_are_made_again_for_the_gradient():
+    """What autograd keeps of a layer grows with the text, not with its square."""
+    model = make("llama_gqa", layers=1)
+    kept = []
+    for n in (100, 400):
+        _, record, text = recorded(model, [(prompt(1, n), prompt(1, 2, seed=5))], "window", 20)
+        seen = list[int]()
+
+        def note(one, seen=seen):
+            seen.append(one.numel())
+            return one
+
+        with kvpatch.replay(model, record), torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+            model(text)
+        kept.append(max(seen))
+    assert kept[1] <= 5 * kept[0], "a mask of all rows"
+
+
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation returned."""
 
