@@ -22,10 +22,11 @@ _HOME = {
     "arch": ("Adapter", "InterfaceAdapter", "list_architectures", "register_arch", "unregister_arch"),
     "cache.cache": ("EvictingCache",),
     "cache.prefix": ("Prefix",),
+    "cache.lifetimes": ("Record",),
     "errors": ("KVPatchError",),
     "evaluation.check": ("check_model",),
     "handle": ("Patch",),
-    "patching": ("patch", "patched", "unpatch"),
+    "patching": ("patch", "patched", "replay", "unpatch"),
     "policies": (
         "Policy", "Scope", "Score", "adaptive", "chunked", "critical", "get_policy", "global_topk", "list_policies",
         "pyramid", "register_policy", "unregister_policy",
@@ -42,6 +43,7 @@ __all__ = [
     "Patch",
     "Policy",
     "Prefix",
+    "Record",
     "Report",
     "Scope",
     "Score",
@@ -59,6 +61,7 @@ __all__ = [
     "pyramid",
     "register_arch",
     "register_policy",
+    "replay",
     "unpatch",
     "unregister_arch",
     "unregister_policy",
@@ -68,11 +71,12 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from . import policies
     from .arch import Adapter, InterfaceAdapter, list_architectures, register_arch, unregister_arch
     from .cache.cache import EvictingCache
+    from .cache.lifetimes import Record
     from .cache.prefix import Prefix
     from .errors import KVPatchError
     from .evaluation.check import check_model
     from .handle import Patch
-    from .patching import patch, patched, unpatch
+    from .patching import patch, patched, replay, unpatch
     from .policies import (
         Policy,
         Scope,

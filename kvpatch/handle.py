@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 
 import torch
@@ -12,8 +13,10 @@ from transformers import Cache
 from .arch.bound import BoundAdapter
 from .cache import from_dynamic
 from .cache.cache import EvictingCache
+from .cache.lifetimes import Record, same_model
 from .cache.prefix import Prefix, Prefixes
 from .cache.settings import CacheSettings
+from .cache.snapshot import Snapshot
 from .errors import KVPatchError
 from .hooks import ownership
 from .hooks.attention import parameters
@@ -169,6 +172,46 @@ class Patch:
         """
         return graph(model, self._state, self._target.devices()[0])
 
+    def record(self, cache: EvictingCache | None = None) -> Record:
+        """Return what each query attended to: when each token was evicted, for `kvpatch.replay`.
+
+        Args:
+            cache: of the texts; None: the one used last, such as that of the last generate().
+
+        Raises:
+            KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.
+        """
+        if not self.settings.record:
+            raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
+        if cache is not None:
+            ownership.check_own(cache, self._state)
+        last = self._state.log.snapshot() if cache is None else Snapshot.of(cache)
+        if last is None or last.lengths_B is None:
+            raise KVPatchError("Nothing to record yet: call generate() or the model inside the block first.")
+        if last.lifetimes is None or None in last.lifetimes.deaths:
+            raise KVPatchError(
+                "These texts are not known from their beginning: the cache was loaded or converted, or is in the middle of a "
+                "prompt. Read the text under record=True."
+            )
+        return Record.of(last.lifetimes, last.lengths_B, self._target.kind())
+
+    @contextmanager
+    def replay(self, record: Record | Sequence[Record]) -> Iterator[None]:
+        """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Others are on the budget.
+
+        Raises:
+            KVPatchError: the record is of another model.
+        """
+        joined = record if isinstance(record, Record) else Record.join(record)
+        same_model(joined.model, self._target.kind(), "this one")
+        if self.settings.renumbered:
+            raise KVPatchError("A replay attends at original positions: patch with positions='original'.")
+        before, self._state.replayed = self._state.replayed, joined
+        try:
+            yield
+        finally:
+            self._state.replayed = before
+
     def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
         """Write a compressed cache, with its scores, to a safetensors file.
 
@@ -186,6 +229,7 @@ class Patch:
         """
         target = self._target
         cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
+        cache.lifetimes = None  # the file has none
         with torch.no_grad():  # geometry comes from the model; concatenate() compares it
             for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
                 layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)

@@ -1,4 +1,4 @@
-"""patched(), patch() and unpatch(): put a model on a KV budget, and take it off again.
+"""patched(), patch(), unpatch() and replay(): put a model on a KV budget, take it off again, or let it follow a record.
 
 The model holds no state of a text: attention modules get a forward that finds an EvictingCache among its arguments, and
 all state lives in that cache. A forward without one runs the model's own code.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ import transformers
 from torch import nn
 
 from .backends.dispatch import check_name
+from .cache.lifetimes import Record
 from .errors import KVPatchError
 from .handle import Patch
 from .hooks import settings
@@ -58,6 +60,8 @@ class patched:
         strict: raise an error that names the layer and the positions where queries, keys, values, attention or scores are NaN
             or infinite. A debugging aid: it synchronizes with the device in every layer and turns the fast paths of decode
             steps off. Without it a NaN score counts as the lowest, and the first at a prompt's end is logged.
+        record: note when each token is evicted, for `Patch.record()` and `kvpatch.replay`: 4 bytes for each token, layer and KV
+            head. It turns the fast paths of decode steps off.
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
@@ -91,6 +95,7 @@ class patched:
         backend: str = "auto",
         seed: int = 0,
         strict: bool = False,
+        record: bool = False,
         auto: bool = True,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
@@ -98,7 +103,7 @@ class patched:
         settings.check_model(model, policy)
         positions, backend = settings.positions_of(positions), check_name(backend)
         bits = settings.bits_of(bits)
-        settings.check_options(seed, strict, auto)
+        settings.check_options(seed, strict=strict, record=record, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         settings.check_block(block, chosen)
         target = Target.find(model, auto=auto)
@@ -107,7 +112,7 @@ class patched:
         )
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=2)
-        self._unused, self._patch = True, Patch(target, how)
+        self._unused, self._patch = True, Patch(target, settings.recording(how) if record else how)
 
     def __enter__(self) -> Patch:
         if self._patch is None or not self._unused:
@@ -148,7 +153,7 @@ class patched:
 _PARAMETERS = inspect.signature(patched).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name != "auto")
+SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in ("record", "auto"))
 """Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 
 
@@ -201,3 +206,30 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         if "_kvpatch" in vars(module):
             unmark(module, vars(module)["_kvpatch"])
+
+
+@contextmanager
+def replay(model: nn.Module, record: Record | Sequence[Record]) -> Iterator[None]:
+    """Let `model` attend by a record inside a with-block: one parallel pass, with gradients, that equals the rollout.
+
+    A forward takes whole texts without a cache: input_ids, and an attention_mask where there is padding, on either side. Rows
+    are known by their token ids: they may be reordered, repeated, cut into smaller batches, or shortened at their end, and may
+    have the one token more that generate() returns without having read it. The logits are those of the recorded run, to
+    rounding: so the importance ratio of a learner and what it generated is 1. Masks exist for a block of rows at a time. Inside
+    a block that is patched already, write `with patch.replay(record):`.
+
+    Args:
+        model: the model that generated the texts, also after its weights have changed.
+        record: what `Patch.record()` returned, or a list of these.
+
+    Raises:
+        KVPatchError: the record is of another model, or the model is patched; in the block: a row is no recorded text, or a
+            pass has a cache.
+
+    Example:
+        with kvpatch.replay(model, record):
+            loss = model(texts, labels=texts).loss
+        loss.backward()
+    """
+    with patched(model, "full", k=1.0) as patch, patch.replay(record):
+        yield

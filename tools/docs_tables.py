@@ -25,6 +25,7 @@ _ATTRIBUTE = re.compile(r"^ {8}(\w+): ")
 
 GROUPS = {
     "Patch a model": ("patched", "patch", "Patch", "unpatch"),
+    "Record and replay": ("Record", "replay"),
     "Look at what was kept": ("Report",),
     "Caches": ("EvictingCache", "Prefix"),
     "Policies": (
@@ -36,7 +37,11 @@ GROUPS = {
 }  # fmt: skip
 """Sections of the Python reference; a public name that none of them has goes to "More"."""
 MEMBERS = {
-    "Patch": ("new_cache", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "remove"),
+    "Patch": (
+        "new_cache", "compress", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "record", "replay",
+        "remove",
+    ),
+    "Record": ("nbytes", "to", "join"),
     "EvictingCache": (
         "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "crop",
         "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",

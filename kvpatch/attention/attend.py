@@ -14,10 +14,11 @@ from ..cache import passes
 from ..cache.state import TextState
 from . import anomaly, blockwise, bound_step, decode, prefill, second_reading
 from .layer_call import Call
+from .replay import ReplayPass
 from .stacked import LayerStack
 
 
-def attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
+def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     """Attend with new tokens through the cache, and evict what the policy chooses.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
@@ -35,7 +36,11 @@ def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def _writable(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
+def _writable(
+    cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
+) -> Tensor:
+    if isinstance(cache, ReplayPass):
+        return cache.attend(layer, q, k, v, bound_adapter)
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         # what the cache allocates must stay writable outside inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -115,7 +120,7 @@ def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     cache = call.cache
     if call.now.traced:
         return None
-    if call.now.recording or cache.settings.strict:
+    if call.now.recording or cache.settings.strict or cache.settings.record:
         cache.stack = None
         return None
     # only between passes: within one, earlier layers have evicted already

@@ -175,7 +175,7 @@ def bind(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     """Let the layers of a pass whose first layer has run take bound steps, where they can."""
     now, cache = first.now, first.cache
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
-    if whole or first.bound_adapter.autocast or torch.is_grad_enabled():
+    if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
     between = (_step(cache.calls.get(layer), cache, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1))
     now.bound = [None, *between, None]

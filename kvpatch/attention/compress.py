@@ -126,6 +126,7 @@ def _finish(ended: list[Ended]) -> None:
         with _metered(ended[0].call):
             _keep_all(ended[0].call)
     for one in ended:
+        one.call.note_deaths(newest(one.call))
         if one.call.now.final:
             foresee(one.call, one.like_BHGD)
 

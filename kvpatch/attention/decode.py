@@ -95,6 +95,8 @@ def _end(
         _evict(call, newest_B11, t)
     elif call.slots.mode.slotted:
         call.slots.advance()
+    if call.evicts:
+        call.note_deaths(newest_B11)
 
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:

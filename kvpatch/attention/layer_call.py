@@ -235,6 +235,12 @@ class Call:
             coming=self._coming if score.moments else not_foreseen,
         )
 
+    def note_deaths(self, newest_B11: Tensor) -> None:
+        """Note what was evicted, if lifetimes are recorded."""
+        lifetimes, slots = self.cache.lifetimes, self.slots
+        if lifetimes is not None:
+            lifetimes.note(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
+
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
         """Return queries or keys without their rotation, in the scores' dtype; anything for padding."""
         wide = x_BHTD.to(accumulator(x_BHTD.dtype))

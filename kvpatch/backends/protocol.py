@@ -47,6 +47,7 @@ class Keys:
         head_offsets: offsets of the heads if they hold different numbers of tokens.
         grown: slots that every head has taken since the offsets were made; None if heads fill up unevenly.
         codecs: of keys and values: they are entries of these.
+        deaths_BHT: int32, position of the first query that no longer sees a key, for the torch backend; None: each sees all.
     """
 
     k_BHTD: Tensor
@@ -58,6 +59,7 @@ class Keys:
     head_offsets: HeadOffsets | None = None
     grown: int | None = None
     codecs: Codecs = EXACT
+    deaths_BHT: Tensor | None = None
 
     @property
     def exact(self) -> bool:

@@ -11,6 +11,7 @@ computes the output.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..policies.context import accumulator
 from .entries import dot, mix
@@ -83,7 +85,7 @@ def attend(
         return _attend_special(q_BHGQD, keys, rows_BQ, geometry), None
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     B, H, G, Q, _ = q_BHGQD.shape
-    square = keys.past == 0 and (geometry.sliding is None or geometry.sliding >= Q)
+    square = keys.past == 0 and keys.deaths_BHT is None and (geometry.sliding is None or geometry.sliding >= Q)
     q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
     if q.device.type == "cpu" and not differentiable and (square or _all_see_the_past(keys, geometry)):
         out, lse = _attend_cpu(q, keys, geometry)
@@ -178,9 +180,10 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
         q_BHGQD, k_BHTD, v_BHTD = (t.to(accumulator(dtype)) for t in (q_BHGQD, k_BHTD, v_BHTD))
-    heads = H * G if geometry.slopes_HG is not None else (1 if keys.past == 0 else H)
-    outs = []
-    for start, stop in mask_blocks(q_BHGQD.device.type, B * heads, Q, keys, geometry):
+    alike = keys.past == 0 and keys.deaths_BHT is None
+    heads = H * G if geometry.slopes_HG is not None else (1 if alike else H)
+
+    def rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:
         lo, hi = _columns(keys, geometry, start, stop)
         visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)
         q = rearrange(q_BHGQD[:, :, :, start:stop], "b h g r d -> b (h g) r d")
@@ -193,8 +196,17 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
         k, v = _per_head(q, k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi], mask)
         grouped = k.shape[1] != q.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=geometry.scale, enable_gqa=grouped)
-        outs.append(rearrange(out, "b (h g) r d -> b h g r d", g=G))
-    return torch.cat(outs, 3).to(dtype)
+        return rearrange(out, "b (h g) r d -> b h g r d", g=G)
+
+    blocks = mask_blocks(q_BHGQD.device.type, B * heads, Q, keys, geometry)
+    return _in_blocks(rows, blocks, keys, q_BHGQD, k_BHTD, v_BHTD).to(dtype)
+
+
+def _in_blocks(rows: Callable[..., Tensor], blocks: Iterator[tuple[int, int]], keys: Keys, *inputs: Tensor) -> Tensor:
+    """Run `rows` on the inputs and each block of rows; where masks differ by head, they are made again for the gradient."""
+    if keys.deaths_BHT is not None and torch.is_grad_enabled():
+        rows = functools.partial(checkpoint, rows, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([rows(*inputs, start, stop) for start, stop in blocks], 3)
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
@@ -231,14 +243,16 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)
     k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
-    outs = []
-    for start, stop in mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry):
+
+    def rows(q_BHGQD: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
         lo, hi = _columns(keys, geometry, start, stop)
         x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
         visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
         p = _weights(_capped(x, geometry).masked_fill(~visible, -torch.inf), geometry)
-        outs.append(p @ v[:, :, :, lo:hi])
-    return torch.cat(outs, 3).to(q_BHGQD.dtype)
+        return p @ v[:, :, :, lo:hi]
+
+    blocks = mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry)
+    return _in_blocks(rows, blocks, keys, q_BHGQD, k, v).to(q_BHGQD.dtype)
 
 
 def _alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
@@ -284,6 +298,8 @@ def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: 
     visible = (column <= row) & (positions >= 0)
     if geometry.sliding is not None:
         visible = visible & (rows - positions < geometry.sliding)
+    if keys.deaths_BHT is not None:
+        visible = visible & (rows < keys.deaths_BHT[:, :, None, lo:hi])
     return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.holes else visible
 
 

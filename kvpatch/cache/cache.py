@@ -177,6 +177,7 @@ class EvictingCache(TextState):
             counters.span_B = None if counters.span_B is None else change(counters.span_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
             turns.ids = None if turns.ids is None else change(turns.ids)
+            self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
             if turns.open:  # needed by the rest of the prompt
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
@@ -192,7 +193,10 @@ class EvictingCache(TextState):
         """Put row `beam_idx[i]` at row i, as beam search does."""
         self.check_finished()
         checks.beams(beam_idx, self.seen_B)
+        lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.without(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        if self.lifetimes is not None:
+            self.lifetimes.lost = lost
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -255,6 +259,8 @@ class EvictingCache(TextState):
             shared = [layer.crop(count) for layer in self.layers]
             self.shared = self.shared if shared[0] is None else shared[0]
             self.seen_B = self.lengths_B - count
+            if self.lifetimes is not None:
+                self.lifetimes.crop(self.seen_B)
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # the next pass makes it anew
             if self.turns.ids is not None:

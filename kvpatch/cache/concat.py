@@ -21,6 +21,7 @@ from . import slots
 from .compatibility import check
 from .growth import plan, slack
 from .layer import SlotLayer
+from .lifetimes import Lifetimes
 from .slots import Slots, fitted
 from .state import TextState
 
@@ -56,7 +57,7 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
     new.turns.count = max(cache.turns.count for cache in caches)
     new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
-    new.shared = _shared(caches)
+    new.shared, new.lifetimes = _shared(caches), Lifetimes.joined([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     columns, limits = int(new.lengths_B.max()), _Limits()
     for index, layer in enumerate(new.layers):

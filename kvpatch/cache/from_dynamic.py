@@ -31,6 +31,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen.")
         taken.append((keys, values))
     with cache.changing("absorb()"):
+        cache.lifetimes = None  # the text's beginning is not known
         _fill(cache, taken, seen, mask_BT)
 
 

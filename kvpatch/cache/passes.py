@@ -50,6 +50,8 @@ def begin(
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
     if cache.settings.by_columns and now.padding is not None and now.padding.behind:
         _count_gaps(cache, now)
+    if cache.lifetimes is not None and input_ids is not None:
+        cache.lifetimes.read(input_ids, now.positions_BQ, seen + Q)
     if prompt:
         _note_ids(cache, now, input_ids, seen)
         _begin_prompt(cache, now, before)
@@ -210,6 +212,8 @@ def _read(
             f"{settings.policy.name!r} divides its budget once all layers have read the prompt. Use adaptive() in place of "
             "global_topk(), or feed the prompt first."
         )
+    if cache.lifetimes is not None and input_ids is None:
+        raise KVPatchError("record=True knows a text by its token ids: give input_ids, not inputs_embeds, or leave record out.")
     real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])

@@ -29,8 +29,8 @@ class CacheSettings:
     bounds: for each layer with a sliding window among layers without one, that window (tokens), which it holds under any
     policy; None for other layers. parallel: KV heads of this process, if several processes share a model. strict: names of
     the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
-    distances are between columns of the batch, padding included (sliding windows, ALiBi by default). notices: what the patch
-    has warned of.
+    distances are between columns of the batch, padding included (sliding windows, ALiBi by default). record: caches keep the
+    lifetimes of tokens (lifetimes.py). notices: what the patch has warned of.
     """
 
     policy: Policy
@@ -44,6 +44,7 @@ class CacheSettings:
     parallel: Parallel = WHOLE
     strict: tuple[str, ...] = ()
     counts_columns: bool = False
+    record: bool = False
     notices: Notices = field(default_factory=Notices)
 
     def __post_init__(self) -> None:

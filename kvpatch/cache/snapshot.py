@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .layer import SlotLayer
+from .lifetimes import Lifetimes
 from .settings import CacheSettings
 from .state import TextState
 
@@ -40,6 +41,7 @@ class Snapshot:
     parts: by layer, of those that have read a text. seen: columns, padding included. lengths_B: tokens of each row without
     padding, or None. ran: by task, the backend that ran last and the reason against each preferred one. peak_nbytes: most
     bytes allocated at any time. acted: the budget acted in some pass. seconds: of the last generate(), by part.
+    lifetimes: as in TextState.
     """
 
     settings: CacheSettings
@@ -50,6 +52,7 @@ class Snapshot:
     peak_nbytes: int
     acted: bool
     seconds: dict[str, float]
+    lifetimes: Lifetimes | None
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
@@ -65,4 +68,5 @@ class Snapshot:
         seen = cache.record.columns if cache.parts and cache.record is not None else cache.seen
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
-        return cls(cache.settings, parts, seen, lengths_B, dict(cache.choice.ran), peak, acted, seconds)
+        ran = dict(cache.choice.ran)
+        return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, cache.lifetimes)

@@ -17,6 +17,7 @@ from ..policies.context import Limits
 from .forward_context import Forward
 from .guard import MutationGuard
 from .layer import SlotLayer
+from .lifetimes import Lifetimes
 from .settings import CacheSettings
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -160,7 +161,8 @@ class TextState(MutationGuard, Cache):
     layers for decode steps, and the bound Call of each layer; made and read by attention/ alone. scratch: the cache serves one
     pass without use_cache, and each layer is emptied after it has run. rotary: (positions, table) for renumbered keys.
     limits_of: protected sizes that layers of one budget share. choice: the backends in use. meter: bytes allocated. record: of
-    the patch's passes over the cache. parts: what a report needs of a scratch cache's layers, which are emptied.
+    the patch's passes over the cache. parts: what a report needs of a scratch cache's layers, which are emptied. lifetimes: of
+    the tokens, if they are recorded and known from the text's beginning.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -191,6 +193,7 @@ class TextState(MutationGuard, Cache):
         self.meter = Meter()
         self.record: Record | None = None
         self.parts: dict[int, Any] = {}
+        self.lifetimes = Lifetimes(len(self.layers)) if self.settings.record else None
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
         record = vars(self).get("record")  # missing if __init__ raised

@@ -20,6 +20,7 @@ from ..policies.repeated import Repeated
 from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier, PassMask
+from .replay import begin_replay
 from .second_reading import begin_repeat
 from .state import PatchState, is_aside, pass_mask, put_aside
 
@@ -54,6 +55,8 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
         return _begin_packed(decoder, call, mask.cache, state)
     past = call.get("past_key_values")
+    if state.replayed is not None and (past is None or state.settings.transparent):
+        return begin_replay(decoder, call, state)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.repeat is not None:
         return begin_repeat(call, past, call["input_ids"].device)
     made_here = past is None

@@ -282,6 +282,8 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         check_engine(transformers.__version__)
+        if state.settings.record:
+            raise KVPatchError("record=True does not follow requests of continuous batching: use generate(), or leave it out.")
         if state.settings.rereads:
             raise KVPatchError(
                 f"Continuous batching packs prompts, and policy {state.settings.policy.name!r} reads each a second time: use "

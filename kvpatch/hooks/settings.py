@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -64,11 +65,11 @@ def bits_of(bits: object) -> int:
     return int(bits)
 
 
-def check_options(seed: object, strict: object, auto: object) -> None:
+def check_options(seed: object, **switches: object) -> None:
     """Raise KVPatchError for values that no model and no policy could take."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
-    for name, value in (("strict", strict), ("auto", auto)):
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise KVPatchError(f"{name}={value!r} must be True or False.")
 
@@ -174,6 +175,22 @@ def settings_of(
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
     )
+
+
+def recording(how: CacheSettings) -> CacheSettings:
+    """Return settings under which the lifetimes of tokens are recorded.
+
+    Raises:
+        KVPatchError: a token's key or value changes while it is held.
+    """
+    if how.renumbered:
+        raise KVPatchError(
+            "record=True does not go with positions='renumbered', where a key's position changes with every eviction: use "
+            "positions='original'."
+        )
+    if how.bits != FULL:
+        raise KVPatchError(f"record=True does not go with bits={how.bits}: a replay attends to unrounded keys. Use bits=16.")
+    return dataclasses.replace(how, record=True)
 
 
 def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:

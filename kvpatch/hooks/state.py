@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..cache.cache import EvictingCache
+from ..cache.lifetimes import Record
 from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
@@ -56,8 +57,9 @@ class PatchState:
 
     max_positions: the number of positions that the model has. shapes: of the cache's layers.
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
-    during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the
-    pass is a step for a graph (graph.py). prefixes: compressed texts that others begin with. identity: describes the model.
+    during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a step for a graph
+    (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed texts that others begin
+    with. identity: describes the model.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PatchState:
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = False
+        self.replayed: Record | None = None
         self.prefixes, self.identity = Prefixes(), identity
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:

@@ -135,13 +135,15 @@ class Target:
         for name, weight in weights(self.decoder):
             few = weight.flatten()[:16]
             digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
+        return {**self.kind(), "dtype": str(dtype_of(self.decoder)), "weights": digest.hexdigest()[:16]}
+
+    def kind(self) -> dict[str, Any]:
+        """Describe what a record must agree with: class and shapes, but not weights, which training changes."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
-        kind = type(self.decoder).__name__
-        shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
-        numbers = {"dtype": str(dtype_of(self.decoder)), "weights": digest.hexdigest()[:16]}
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
-        return {"class": kind, **part, **shape, **numbers}
+        shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
+        return {"class": type(self.decoder).__name__, **part, **shape}
 
     def shapes(self) -> list[LayerShape]:
         """Return the shape that the cache of each layer must have; heads are those of this process."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = {"the column kernel reads a key too many", "the forward kernel reads the place of a row too many"}
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 PARTS = "tests/oracle/test_oracle_parts.py"
+REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 RHYTHM = "tests/attention/test_rhythm.py"
@@ -39,6 +40,22 @@ MUTANTS = {
     "what is kept beside a prompt claims no blocks": (
         "serving/request.py", 'own if turns == "first"', '0 if turns == "first"',
         "tests/serving/test_prefixes.py::test_blocks_of_what_is_kept_beside_a_prompt"),
+    "a replayed token seen by the query that no longer saw it": (
+        "backends/torch_backend.py", "(rows < keys.deaths_BHT", "(rows <= keys.deaths_BHT", f"{REPLAY}[gptj-h2o]"),
+    "deaths of a decode step not noted": (
+        "attention/decode.py", "    if call.evicts:\n        call.note_deaths(newest_B11)", "    pass", f"{REPLAY}[gptj-h2o]"),
+    "deaths of the first row followed by all": (
+        "attention/replay.py", "[self.text_B.to(positions_BQ.device)]", "[self.text_B.to(positions_BQ.device) * 0]",
+        f"{REPLAY}[gptj-h2o]"),
+    "deaths kept through a roll-back": (
+        "cache/cache.py", "                self.lifetimes.crop(self.seen_B)", "                pass",
+        "tests/attention/test_replay.py::test_rolled_back_joined_and_chosen_rows"),
+    "an altered text replayed": (
+        "hooks/replay.py", "    if agree >= n - 1:", "    if agree >= n - 9:",
+        "tests/attention/test_replay.py::test_what_a_replay_refuses"),
+    "masks kept for the gradient": (
+        "backends/torch_backend.py", "if keys.deaths_BHT is not None and torch.is_grad_enabled():", "if False:",
+        "tests/attention/test_replay.py::test_masks_are_made_again_for_the_gradient"),
     "request ended, its row kept": (
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
         "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),
@@ -114,8 +131,8 @@ MUTANTS = {
     "heads choose their chunks alone": (
         "policies/selection.py", "        if self.together:\n", "        if False:\n", f"{ORACLE}[llama-chunk_kv]"),
     "ALiBi from slots instead of positions": (
-        "backends/torch_backend.py", "bias = _alibi(slopes, positions[:, :, None], newest",
-        "bias = _alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest",
+        "backends/torch_backend.py", "_alibi(slopes, positions[:, :, None], newest_B11",
+        "_alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest_B11",
         f"{ORACLE}[mpt-streaming_llm]"),
     "logits not capped while decoding": (
         "backends/torch_backend.py", "    x = _capped(x, geometry)\n    x = x if bias", "    x = x if bias",

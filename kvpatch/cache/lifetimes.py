@@ -1,0 +1,182 @@
+"""Lifetimes: when each token of a text was evicted, by layer and KV head, and the record of them that a replay follows.
+
+A token is born at its own position. Its death is the position of the first query that no longer sees it: the tokens of its row
+that had been seen when it was evicted. So the query at t sees token i iff i <= t < death, within the layer's sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .growth import slack
+
+NEVER = torch.iinfo(torch.int32).max
+
+
+class Lifetimes:
+    """Token ids [B,T] and deaths [B,H,T] int32 of each layer, by position, of a cache's rows; a few columns more than T.
+
+    lost: rows that the last reordering of beams dropped, and their lengths: generate() may return them once it stops.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        self.ids: Tensor | None = None
+        self.deaths: list[Tensor | None] = [None] * n_layers
+        self.lost: tuple[Lifetimes, Tensor] | None = None
+
+    def read(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
+        """Note the ids of a pass; positions are -1 in padding and below `columns`."""
+        if self.ids is None:
+            self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
+        self.ids = _wide(self.ids, columns + 1, 0)
+        at = positions_BQ.masked_fill(positions_BQ < 0, self.ids.shape[-1] - 1)  # the last column is no token's
+        self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
+
+    def note(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
+        """Note what a layer no longer holds of the tokens seen."""
+        B, H, _ = positions_BHT.shape
+        known = self.deaths[layer]
+        if known is None:
+            known = torch.empty(B, H, 0, dtype=torch.int32, device=positions_BHT.device)
+        assert self.ids is not None  # the pass has begun
+        known = _wide(known, self.ids.shape[-1], NEVER)
+        C = known.shape[-1]
+        held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=known.device)
+        held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)
+        gone = ~held[..., :C] & (torch.arange(C, device=known.device) < seen_B11) & (known == NEVER)
+        self.deaths[layer] = torch.where(gone, seen_B11.to(known.dtype), known)
+
+    def crop(self, seen_B: Tensor) -> None:
+        """Forget deaths that queries beyond these tokens have noted, for a roll-back."""
+        for layer, deaths in enumerate(self.deaths):
+            if deaths is not None:
+                late = deaths > seen_B.to(deaths.device)[:, None, None]
+                self.deaths[layer] = deaths.masked_fill(late, NEVER)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Lifetimes:
+        """Return these of other rows: `change` is applied to every tensor."""
+        new = Lifetimes(len(self.deaths))
+        new.ids = None if self.ids is None else change(self.ids)
+        new.deaths = [None if deaths is None else change(deaths) for deaths in self.deaths]
+        return new
+
+    def without(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
+        """Return the rows that `index` leaves out, and their lengths."""
+        dropped = torch.ones(len(seen_B), dtype=torch.bool).index_fill_(0, index.cpu().long(), False)
+        if not dropped.any():
+            return None
+        return self.map_rows(lambda one: one[dropped.to(one.device)]), seen_B[dropped.to(seen_B.device)]
+
+    @staticmethod
+    def joined(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
+        """Join the rows of several; None if those of some text are not known."""
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        new = Lifetimes(len(known[0].deaths))
+        new.ids = _cat([part.ids for part in known], 0)
+        new.deaths = [_cat(deaths, NEVER) for deaths in zip(*(part.deaths for part in known), strict=True)]
+        return new
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What each query of each KV head attended to while texts were read and generated under a budget.
+
+    Made by `Patch.record()`, and followed by `kvpatch.replay`. Its tensors lie on the layers' devices; `to("cpu")` moves them.
+
+    Attributes:
+        ids: int64 [N,T], token ids of N texts without their padding; -1 behind a text's last token.
+        deaths: of each layer int32 [N,H,T], the position of the first query that no longer sees a token; 2**31 - 1 if none.
+        model: what a model must agree with: its class, layers, KV heads and head size.
+
+    Example:
+        with kvpatch.patched(model, "h2o", k=0.5, record=True) as patch:
+            texts = model.generate(**inputs, max_new_tokens=256)
+            record = patch.record()
+        with kvpatch.replay(model, record):
+            loss = model(texts, labels=texts).loss
+    """
+
+    ids: Tensor
+    deaths: tuple[Tensor, ...]
+    model: dict[str, Any]
+
+    @classmethod
+    def of(cls, lifetimes: Lifetimes, lengths_B: Tensor, model: dict[str, Any]) -> Record:
+        """Copy the lifetimes of texts of these lengths."""
+        T = int(lengths_B.max())
+        assert lifetimes.ids is not None
+        inside = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
+        ids = _wide(lifetimes.ids, T, 0)[:, :T].masked_fill(~inside.to(lifetimes.ids.device), -1)
+        deaths = tuple(_wide(one, T, NEVER)[..., :T].clone() for one in lifetimes.deaths if one is not None)
+        record = cls(ids, deaths, model)
+        return record if lifetimes.lost is None else cls.join([record, cls.of(*lifetimes.lost, model)])
+
+    def __len__(self) -> int:
+        """Count the texts."""
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"<Record of {len(self)} texts of up to {self.ids.shape[1]} tokens, {self.nbytes:,} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: 4 for each token, layer and KV head, and 8 for its id."""
+        return sum(one.numel() * one.element_size() for one in (self.ids, *self.deaths))
+
+    def to(self, device: torch.device | str) -> Record:
+        """Return the record on another device, such as "cpu" to keep it there until it is replayed."""
+        return Record(self.ids.to(device), tuple(one.to(device) for one in self.deaths), self.model)
+
+    @staticmethod
+    def join(records: Iterable[Record]) -> Record:
+        """Join the texts of several records of one model, such as of several generate() calls.
+
+        Raises:
+            KVPatchError: there is none, or they are of different models.
+        """
+        parts = list(records)
+        if not parts or not all(isinstance(part, Record) for part in parts):
+            raise KVPatchError(f"Record.join() takes records, not {records!r:.80}: give at least one, made by patch.record().")
+        first = parts[0]
+        for part in parts[1:]:
+            same_model(part.model, first.model, "the first record")
+        device = first.ids.device
+        ids = _cat([part.ids.to(device) for part in parts], -1)
+        pairs = zip(*(part.deaths for part in parts), strict=True)
+        deaths = [_cat([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs]
+        assert ids is not None
+        return Record(ids, tuple(one for one in deaths if one is not None), first.model)
+
+
+def same_model(recorded: dict[str, Any], own: dict[str, Any], what: str) -> None:
+    """Raise KVPatchError if a record is of another model than `what`."""
+    for name in dict.fromkeys((*recorded, *own)):
+        if recorded.get(name) != own.get(name):
+            raise KVPatchError(
+                f"The record is of another model: {name} is {recorded.get(name)!r} there, {own.get(name)!r} in {what}. Replay "
+                "the model that generated the texts."
+            )
+
+
+def _wide(tensor: Tensor, columns: int, value: int) -> Tensor:
+    """Return a tensor of at least so many columns, those added holding `value`."""
+    more = columns - tensor.shape[-1]
+    return tensor if more <= 0 else F.pad(tensor, (0, more + slack(columns)), value=value)
+
+
+def _cat(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
+    """Join rows of different widths, padded with `value`; None if none is known."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    width = max(part.shape[-1] for part in known)
+    return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=value) for part in known])

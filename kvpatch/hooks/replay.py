@@ -1,0 +1,76 @@
+"""The decoder's pre-hook during a replay: matches each row with a recorded text, and lets the pass follow the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.replay import ReplayPass
+from ..cache.lifetimes import Record
+from ..errors import KVPatchError
+from . import inputs
+from .attention import Courier
+from .state import PatchState, pass_mask, put_aside
+
+
+def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
+    """Begin a pass that follows the record: `call` gets a mask that carries it, and positions where it has none."""
+    if call.get("past_key_values") is not None:
+        raise KVPatchError(
+            "A replay reads whole texts without a cache: leave out past_key_values, and call generate() outside the block, or "
+            "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
+        )
+    tokens = inputs.tokens(call, decoder)
+    if tokens is None or not tokens.shape[1]:
+        return None  # the model raises the error
+    if call.get("input_ids") is None:
+        raise KVPatchError("A replay knows a text by its token ids: give input_ids, not inputs_embeds.")
+    assert state.replayed is not None
+    B, Q = tokens.shape
+    mask = inputs.padding_mask(call.get("attention_mask"), B)
+    if mask is not None and mask.shape[1] != Q:
+        raise KVPatchError(f"attention_mask has {mask.shape[1]} columns, but input_ids have {Q}: a replay takes whole texts.")
+    inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
+    real_BQ = torch.ones(B, Q, dtype=torch.bool) if mask is None else mask.cpu().bool().expand(B, -1)
+    text_B = match(state.replayed, tokens.cpu(), real_BQ)
+    positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
+    gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
+    mine = positions_BQ.to(tokens.device)
+    if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
+        call["position_ids"] = mine.clamp(min=0)
+    put_aside(decoder, state.aside, ours=True)
+    now = ReplayPass(state.settings, state.replayed, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
+    call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(now, pass_mask(tokens.device)))
+    return (), call
+
+
+def match(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
+    """Return the recorded text of each row [B]: the row is its beginning, but for the last token, which nothing follows.
+
+    Raises:
+        KVPatchError: a row is no recorded text.
+    """
+    known_NT = record.ids.cpu()
+    return torch.tensor([_match(b, ids[real], known_NT) for b, (ids, real) in enumerate(zip(ids_BQ, real_BQ, strict=True))])
+
+
+def _match(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
+    n = len(ids_Q)
+    width = min(n, known_NT.shape[1])
+    same_NT = known_NT[:, :width] == ids_Q[:width]
+    agree_N = same_NT.long().cumprod(-1).sum(-1)  # tokens from the beginning
+    best = int(agree_N.argmax()) if width else 0
+    agree, length = int(agree_N[best]) if width else 0, int((known_NT[best] >= 0).sum())
+    if agree >= n - 1:
+        return best
+    if agree == length:
+        raise KVPatchError(
+            f"Row {row} has {n} tokens, but its text was recorded up to {length}: cut the row to {length + 1}, or record what "
+            "follows as well."
+        )
+    raise KVPatchError(
+        f"Row {row} is no recorded text: token {agree} of it differs from the most similar, text {best}. Give texts as they "
+        "were recorded, with attention_mask=0 for padding; join records with Record.join([...])."
+    )
