@@ -88,7 +88,7 @@ class Lifetimes:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What each query of each KV head attended to while texts were read and generated under a budget.
+    """Record of what each query of each KV head attended to while texts were read and generated under a budget.
 
     Made by `Patch.record()`, and followed by `kvpatch.replay`. Its tensors lie on the layers' devices; `to("cpu")` moves them.
 

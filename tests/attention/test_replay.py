@@ -100,7 +100,7 @@ def test_generated_texts_beams_and_one_token_more():
 
 def test_rolled_back_joined_and_chosen_rows():
     model, ids, fed = make("gptj", dtype=torch.float64), prompt(3, 24), prompt(3, 10, seed=5)
-    with kvpatch.patched(model, "roco", 8, record=True) as patch:
+    with kvpatch.patched(model, "tova", 8, record=True) as patch:
         cache = patch.new_cache()
         cache.activate_past_recording()
         _, cache = force(model, ids, prompt(3, 6, seed=9), cache=cache)
