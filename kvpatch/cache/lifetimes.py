@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Lifetimes:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What each query of each KV head attended to while texts were read and generated under a budget.
+    """Record of what each query of each KV head attended to while texts were read and generated under a budget.
 
     Made by `Patch.record()`, and followed by `kvpatch.replay`. Its tensors lie on the layers' devices; `to("cpu")` moves them.
 
@@ -131,6 +132,11 @@ class Record:
     def nbytes(self) -> int:
         """Bytes of all tensors: 4 for each token, layer and KV head, and 8 for its id."""
         return sum(one.numel() * one.element_size() for one in (self.ids, *self.deaths))
+
+    @cached_property
+    def first_N(self) -> Tensor:
+        """Position of the first query of each text that some token is hidden from, int32 [N] on the CPU."""
+        return torch.stack([deaths.amin((1, 2)).cpu() for deaths in self.deaths]).amin(0)
 
     def to(self, device: torch.device | str) -> Record:
         """Return the record on another device, such as "cpu" to keep it there until it is replayed."""

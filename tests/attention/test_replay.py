@@ -100,7 +100,7 @@ def test_generated_texts_beams_and_one_token_more():
 
 def test_rolled_back_joined_and_chosen_rows():
     model, ids, fed = make("gptj", dtype=torch.float64), prompt(3, 24), prompt(3, 10, seed=5)
-    with kvpatch.patched(model, "roco", 8, record=True) as patch:
+    with kvpatch.patched(model, "tova", 8, record=True) as patch:
         cache = patch.new_cache()
         cache.activate_past_recording()
         _, cache = force(model, ids, prompt(3, 6, seed=9), cache=cache)
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_token_loop(name, checkpointing):
 def test_no_tensor_is_as_large_as_all_masks():
     """The largest tensor of a pass and its gradient is a mask of a block of rows, however long the text."""
     model, ids = make("llama_gqa", layers=1), prompt(1, 400)
-    _, record, text = recorded(model, [(ids, prompt(1, 2, seed=5))], "window", 20)
+    _, record, text = recorded(model, [(ids, prompt(1, 2, seed=5))], "window", 20, block=20)
     largest = {}
     for entries in (1 << 22, 1 << 15):
         with pytest.MonkeyPatch.context() as change:
@@ -155,7 +155,8 @@ def test_no_tensor_is_as_large_as_all_masks():
             with kvpatch.replay(model, record), seen:
                 model(text).logits.sum().backward()
         largest[entries] = seen.numel
-    assert largest[1 << 22] >= 4 * 402 * 402 and largest[1 << 15] <= 2 << 15  # of 4 query heads, the masks of 2 KV heads
+    assert largest[1 << 22] >= 4 * 362 * 402  # of 4 query heads, from the first eviction on
+    assert largest[1 << 15] <= 2 << 15
 
 
 def test_masks_are_made_again_for_the_gradient():
@@ -163,7 +164,7 @@ def test_masks_are_made_again_for_the_gradient():
     model = make("llama_gqa", layers=1)
     kept = []
     for n in (100, 400):
-        _, record, text = recorded(model, [(prompt(1, n), prompt(1, 2, seed=5))], "window", 20)
+        _, record, text = recorded(model, [(prompt(1, n), prompt(1, 2, seed=5))], "window", 20, block=20)
         seen = list[int]()
 
         def note(one, seen=seen):

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 import kvpatch
-from examples import finetune_table, finetune_under_budget, train_with_trainer
+from examples import finetune_table, finetune_under_budget, rollouts_under_budget, train_with_trainer
 from tests.helpers.tiny import make, prompt
 from tests.integrations.test_peft import gradients
 
@@ -201,3 +201,9 @@ def test_fine_tuning_under_a_budget_at_small_size(tmp_path, monkeypatch):
     assert found["losses of tuned"][0] > found["losses of control"][0], "the control trains with its full cache"
     assert finetune_under_budget.main(models="llama-python", seeds=1, lines=lines, **given) == [found], "not run again"
     assert f"{torch.tensor(found['tuned']['block']).mean():.3f}" in written.read_text()
+
+
+def test_the_rollouts_example():
+    """The learner's probabilities are those that the tokens were drawn with, also after the weights have changed."""
+    found = rollouts_under_budget.main(steps=2)
+    assert all(replayed < 1e-4 and dense > 1e-2 for _, replayed, dense in found)
