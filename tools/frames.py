@@ -6,22 +6,21 @@ unmaps it again at each call, and takes two to three times as long: for some dep
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-LOCALS = 40_000  # 320 kB: the chunk of such a frame is the next power of two, and the rest of it is for the calls within
+STACK = 40_000  # values, 320 kB: the chunk of such a frame is the next power of two, and the rest of it is for the calls within
 
 
 def roomy(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`function`, called from a frame so large that the calls within find the rest of its chunk, about 190 kB, free."""
-    return functools.wraps(function)(functools.partial(_large_frame(), function))
+    return functools.wraps(function)(functools.partial(_call, function))
 
 
-@functools.cache
-def _large_frame() -> Callable:
-    unused = " = ".join(f"local_{i}" for i in range(LOCALS))
-    made: dict[str, Callable] = {}
-    exec(f"def call(function, *args, **kwargs):\n if not function: {unused} = None\n return function(*args, **kwargs)", made)
-    return made["call"]
+def _call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    return function(*args, **kwargs)
+
+
+_call.__code__ = _call.__code__.replace(co_stacksize=STACK)

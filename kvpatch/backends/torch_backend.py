@@ -102,7 +102,7 @@ def attend(
 
 def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
     """Tell whether there are earlier keys, of which every row sees all alike."""
-    return keys.past > 0 and geometry.sliding is None and geometry.slopes_HG is None
+    return keys.past > 0 and keys.deaths_BHT is None and geometry.sliding is None and geometry.slopes_HG is None
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:

@@ -35,9 +35,10 @@ def test_blocks_are_the_oracle_s():
     certain("deepseek_v3", "critical_adakv", 8, block=6)
 
 
-def test_saved_and_joined(tmp_path):
+@pytest.mark.parametrize("bits", [16, 4])
+def test_saved_and_joined(bits, tmp_path):
     model, ids, fed = make("deepseek_v3"), prompt(2, 24), prompt(2, 4, seed=2)
-    with torch.no_grad(), kvpatch.patched(model, "adakv", k=0.5) as patch:
+    with torch.no_grad(), kvpatch.patched(model, "adakv", k=0.5, bits=bits) as patch:
         want, _ = force(model, ids, fed)
         caches = [model(row[None], use_cache=True).past_key_values for row in ids]
         patch.save_cache(caches[0], tmp_path / "cache")

@@ -169,6 +169,12 @@ MUTANTS = {
     "bits: a step unpacks the layer": (
         "backends/entries.py", "size = max(most // max(math.prod(N) * codec.D, 1), 1)", "size = T",
         "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
+    "zeros beside values that are smaller than keys": (
+        "backends/torch_backend.py", "return out[..., : keys.v_BHTD.shape[-1]], lse", "return out, lse",
+        "tests/arch/test_families.py::test_one_changes_nothing[deepseek_v3]"),
+    "values saved in the keys' size": (
+        "storage/save_load.py", "codecs(layer.bits, shape.key, shape.value,", "codecs(layer.bits, shape.key, shape.key,",
+        "tests/arch/test_latent.py::test_saved_and_joined[4]"),
     "bits: bytes are counted in full": (
         "hooks/target.py", "entry_bytes(bits, key", "entry_bytes(16, key",
         "tests/cache/test_narrow.py::test_a_budget_in_bytes_holds_more_tokens"),
