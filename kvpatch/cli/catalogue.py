@@ -160,6 +160,10 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "Hunyuan 0.5B to 7B, dense",
     "apertus": "Apertus 8B and 70B",
     "bitnet": "BitNet b1.58 2B4T",
+    "deepseek_v2": "DeepSeek V2 and V2 Lite",
+    "deepseek_v3": "DeepSeek V3 and R1, Kimi K2",
+    "minicpm3": "MiniCPM3 4B",
+    "youtu": "Youtu-LLM 2B",
     "persimmon": "Persimmon 8B",
 }
 # fmt: on
