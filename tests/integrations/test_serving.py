@@ -8,14 +8,18 @@ from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 
 
 def test_continuous_batching(capsys):
-    """Every request gets the tokens that generate() gives it alone, under the same patch."""
+    """Every request gets the tokens that generate() gives it alone, under the same patch, unless two tie."""
     found = continuous_batching.main(["--rows", "3"])
     model, requests, memory = found["model"], found["requests"], found["memory"]
     with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5):
         for one in requests:
             given = {"max_new_tokens": one.wanted, "do_sample": False, "pad_token_id": 0}
+            given |= {"return_dict_in_generate": True, "output_logits": True}
             alone = model.generate(one.ids_1T, attention_mask=torch.ones_like(one.ids_1T), **given)
-            assert one.tokens == alone[0, one.ids_1T.shape[1] :].tolist()
+            for token, logits_1V in zip(one.tokens, alone.logits, strict=True):
+                assert logits_1V[0, token] > logits_1V.max() - 1e-3
+                if token != logits_1V.argmax():
+                    break  # what follows is another text
     assert len(memory) < sum(one.steps for one in requests) / 2, "rows ran together"
     assert {rows for rows, _ in memory} <= {1, 2, 3} and (3 in {rows for rows, _ in memory})
     config = model.config
