@@ -245,10 +245,11 @@ class Report:
         """
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise KVPatchError(f"width={width!r} must be a number of characters, at least 1.")
-        kept = self.kept(row).float().mean(1)
-        edges = torch.linspace(0, kept.shape[1], min(width, kept.shape[1]) + 1).round().long().tolist()
+        kept = self.kept(row)
+        edges = torch.linspace(0, kept.shape[2], min(width, kept.shape[2]) + 1).round().long().tolist()
         lines = []
-        for layer, share in enumerate(kept):
+        for layer, positions in enumerate(self.positions):
+            share = kept[layer, : positions.shape[1]].float().mean(0)
             cells = (float(share[a:b].mean()) for a, b in pairwise(edges))
             lines.append(f"layer {layer:>2} |{''.join(map(block, cells))}| {share.mean():.0%}")
         return "\n".join(lines)

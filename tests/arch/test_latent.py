@@ -74,3 +74,4 @@ def test_layers_with_other_numbers_of_heads():
     assert report.kept().sum(-1).tolist() == [[7, 7], [10, 0]]
     assert report.full_nbytes == (7 * 2 + 20) * (12 + 8) * 4
     assert "7 to 10" in str(report)
+    assert [line[-3:] for line in report.strip().splitlines()] == ["35%", "50%"], "of its own heads"

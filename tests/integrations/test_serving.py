@@ -17,7 +17,7 @@ def test_continuous_batching(capsys):
             given |= {"return_dict_in_generate": True, "output_logits": True}
             alone = model.generate(one.ids_1T, attention_mask=torch.ones_like(one.ids_1T), **given)
             for token, logits_1V in zip(one.tokens, alone.logits, strict=True):
-                assert logits_1V[0, token] > logits_1V.max() - 1e-3
+                assert logits_1V[0, token] > logits_1V.max() - 0.01  # two steps of float16 at the size of these logits
                 if token != logits_1V.argmax():
                     break  # what follows is another text
     assert len(memory) < sum(one.steps for one in requests) / 2, "rows ran together"

@@ -35,6 +35,9 @@ FAR = 2.0**40  # beyond any position; position - FAR is exact in float64
 
 SNAPKV: dict[str, Any] = {"score": "observation", "schedule": "prompt", "window": 32, "kernel": 7, "pooling": "max"}
 
+REPEATED: dict[str, Any] = {"score": "repeated", "schedule": "prompt", "sinks": 4, "wrap": ("global_topk",), "floor": 0.0}
+REPEATED |= {"instruction": (), "chunk": 2048}
+
 DEFENSIVE: dict[str, Any] = {**SNAPKV, "score": "defensive", "kernel": 5, "pooling": "avg", "floor": 0.0}
 
 # One line per policy: its score, then its options and their defaults. `recent` is the window that is never evicted.
@@ -67,25 +70,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
     "defensive_snapkv": {**DEFENSIVE, "wrap": ("adaptive", "critical")},
     "layer_defensive": {**DEFENSIVE, "wrap": ("global_topk", "critical")},
-    "kvzip": {
-        "score": "repeated",
-        "schedule": "prompt",
-        "sinks": 4,
-        "instruction": (),
-        "chunk": 2048,
-        "floor": 0.0,
-        "wrap": ("global_topk",),
-    },
-    "kvzip_plus": {
-        "score": "repeated",
-        "outputs": True,
-        "schedule": "prompt",
-        "sinks": 4,
-        "instruction": (),
-        "chunk": 2048,
-        "floor": 0.0,
-        "wrap": ("global_topk",),
-    },
+    "kvzip": REPEATED,
+    "kvzip_plus": {**REPEATED, "outputs": True},
     "key_norm": {"score": "key_norm"},
     "key_diff": {"score": "key_diff"},
     "cur": {"score": "cur", "sinks": 4, "window": 16, "combine": "product"},

@@ -25,6 +25,26 @@ SIZES: dict[str, dict[str, Any]] = {
     "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
 }
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "h2o": {},
+    "roco": {},
+    "keyformer": {},
+    "scissorhands": {},
+    "snapkv": {"window": 8},
+    "chunk_kv": {"window": 8},
+    "lag_kv": {},
+    "window": {},
+    "streaming_llm": {},
+    "dilated_window": {},
+    "tova": {},
+    "key_norm": {},
+    "key_diff": {},
+    "random": {"seed": 3},
+    "critical_snapkv": {"window": 8},
+    "critical(h2o)": {},
+}
+"""Policies that both engines serve, and options that suit short prompts."""
+
 
 def save(family: str, folder: Path) -> Any:
     """Make a model, save it, and return it."""

@@ -12,31 +12,13 @@ import pytest
 import torch
 
 import kvpatch
-from tests.vllm.models import prompts, save
+from tests.vllm.models import POLICIES, prompts, save
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 NEW, K = 32, 24
 TEXTS = prompts((20, 40, 100, 150, 300, 77, 9))
-POLICIES: dict[str, dict[str, Any]] = {
-    "h2o": {},
-    "roco": {},
-    "keyformer": {},
-    "scissorhands": {},
-    "snapkv": {"window": 8},
-    "chunk_kv": {"window": 8},
-    "lag_kv": {},
-    "window": {},
-    "streaming_llm": {},
-    "dilated_window": {},
-    "tova": {},
-    "key_norm": {},
-    "key_diff": {},
-    "random": {"seed": 3},
-    "critical_snapkv": {"window": 8},
-    "critical(h2o)": {},
-}
 APART = {"enable_prefix_caching": False, "block_size": 16}
 SOME = ("h2o", "roco", "snapkv", "streaming_llm")
 
