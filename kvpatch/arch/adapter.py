@@ -97,7 +97,8 @@ class Adapter:
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
         """Apply the output projection to attention's output [B,Q,H*G*D]."""
-        assert self.projection is not None
+        if self.projection is None:
+            raise NotImplementedError
         return getattr(attn, self.projection)(y_BQE)
 
     def aside(self, decoder: nn.Module) -> dict[str, Any]:

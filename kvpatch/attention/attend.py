@@ -5,6 +5,9 @@ An attention module calls `attend`; a prompt goes through prefill.py, a generate
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -89,7 +92,9 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of a pass of several columns, or of a prompt's."""
     P, Q = call.now.prompt, k.shape[2]
-    read = second_reading.attend if call.now.repeat else blockwise.attend if call.now.blocks else prefill.attend
+    repeat = call.now.repeat
+    read: Callable[..., Tensor] = blockwise.attend if call.now.blocks else prefill.attend
+    read = read if repeat is None else functools.partial(second_reading.attend, repeat)
     outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
     for t in range(P, Q):
         at = slice(t, t + 1)

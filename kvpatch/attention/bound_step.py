@@ -196,13 +196,11 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
 
 def _stacked(call: Call, stack: LayerStack) -> BoundStep:
     by_position = call.score.entry_by_position  # then written for all layers at once
-    if not by_position and type(call.score).entry is not Score.entry:
+    slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
+    alone = not by_position and type(call.score).entry is not Score.entry
+    if alone or (kernels and not slotted) or not (kernels or _unmasked(call)):
         return Unbound(call, stack)
-    if stack.backend == "triton":
-        return StackedByKernels(call, stack) if call.slots.mode.slotted else Unbound(call, stack)
-    if not _unmasked(call):
-        return Unbound(call, stack)
-    return StackedByTorch(call, stack) if call.slots.mode.slotted else StackedFilling(call, stack)
+    return StackedByKernels(call, stack) if kernels else (StackedByTorch if slotted else StackedFilling)(call, stack)
 
 
 def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..cache.forward_context import Forward
 from ..cache.growth import Layout, plan, slack
-from ..cache.modes import Reading
 from ..cache.state import TextState
 from ..policies.allocation import Adaptive
 from ..policies.context import EvictionContext
@@ -91,9 +90,9 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     """
     now, mine = call.now, Ended(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     together = call.layer in call.settings.together
-    if now.rereads or together:
+    if now.reread_BN is not None or together:
         now.ended.append(mine)
-    if now.rereads or (together and call.layer != _last(call.cache)):
+    if now.reread_BN is not None or (together and call.layer != _last(call.cache)):
         return
     if together:
         finish(call.cache, now)
@@ -161,8 +160,7 @@ def _end(ended: list[Ended]) -> None:
         uneven = everyone.size > 1 and not (_alike(counts) and _alike(keeps))
         with _metered(one.call):
             _compress(one.call, order, everyone.own_rows(counts), everyone.own_rows(keeps), uneven, scored)
-        if isinstance(slots.mode, Reading):
-            slots.mode.queries = None  # the next block has its own
+        slots.mode.end_block()
 
 
 def _shared(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
@@ -210,17 +208,16 @@ def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], l
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
-    positions, outside = slots.positions[:, :, : slots.used], now.fixed_B
+    positions, decode = slots.positions[:, :, : slots.used], call.policy.schedule == "decode"
+    fixed_B, outside = (now.n_B, None) if decode else ([0] * B, now.fixed_B)
     held_B = None if slots.holes else [slots.used] * B
     if not past:
         held_B = now.n_B if now.padding is None else now.padding.real_B
-    fixed_B = now.n_B if call.policy.schedule == "decode" else [0] * B if outside is None else None
-    if held_B is not None and fixed_B is not None:
+    if held_B is not None and outside is None:
         all_heads = H * everyone.size
         return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]
     held_BH = (positions >= 0).sum(-1) if held_B is None else now.copy(held_B, positions.device)[:, None].expand(B, H)
     if outside is None:
-        assert fixed_B is not None
         fixed_BH = now.copy(fixed_B, positions.device)[:, None].expand_as(held_BH)
     else:
         fixed_BH = ((positions >= 0) & (positions < now.copy(outside, positions.device)[:, None, None])).sum(-1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backends import backend, torch_backend
 from ..backends.protocol import Case, Task
-from ..backends.torch_backend import Rows
+from ..backends.torch_backend import UNCOUNTED, Rows
 from ..policies.selection import victims
 from . import anomaly
 from .layer_call import Call
@@ -93,7 +93,7 @@ def _end(
         call.slots.forget_places()
     elif call.evicting:
         _evict(call, newest_B11, t)
-    elif call.slots.mode.slotted:
+    else:
         call.slots.advance()
     if call.evicts:
         call.note_deaths(newest_B11)
@@ -181,7 +181,7 @@ def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tens
         call.slots.statistic("observed")[:, :, :T] = p_BHGT.mean(2)
     if not policy.statistics:
         return
-    seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.statistics else None
+    seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.statistics else UNCOUNTED
     rows = Rows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
     tau = call.cache.temperature(t - call.now.prompt + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)
@@ -223,8 +223,7 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
             slots.free(at[..., 0])
         return
     # rows with empty slots evict nothing; any empty slot will do
-    assert slots.keep_BH1 is not None
-    over = (positions >= 0).sum(-1) >= slots.keep_BH1[..., 0] + every
+    over = (positions >= 0).sum(-1) >= slots.own_budget_BH1[..., 0] + every
     slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
     slots.set_free(slots.empty_slots())
     if not slots.traced:

@@ -204,17 +204,16 @@ class Call:
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
-        slots, score = self.slots, self.score
-        assert slots.limits is not None
+        slots, score, limits = self.slots, self.score, self.slots.own_limits
         positions, state = self._positions, slots.state_view()
         if score.across_layers:
             state = {**state, score.statistics[0]: self._shared(positions).gather(-1, positions + 1)}
         shared = None if self.now.traced else self.now.recent
-        recent_B11 = None if shared is None else shared.get((id(slots.limits), t))
+        recent_B11 = None if shared is None else shared.get((id(limits), t))
         if recent_B11 is None:
-            recent_B11 = newest_B11 - slots.limits.newest
+            recent_B11 = newest_B11 - limits.newest
             if shared is not None:
-                shared[id(slots.limits), t] = recent_B11
+                shared[id(limits), t] = recent_B11
         return EvictionContext(
             layer=self.layer_B if isinstance(self.layer_B, int) else self.layer_B[:, None, None],
             seed=self.settings.seed,
@@ -222,7 +221,7 @@ class Call:
             newest_B11=newest_B11,
             recent_B11=recent_B11,
             state=state,
-            limits=slots.limits,
+            limits=limits,
             group=self.group,
             sliding=self.geometry.sliding,
             empty=slots.holes,
@@ -339,8 +338,6 @@ class Call:
         cache = self.cache
         B, H, _ = positions.shape
         needed = self.slots.seen + 1
-        if cache.shared is None:
-            cache.shared = increment.new_zeros(B, H, needed)
         shared = self._shared(positions)
         if shared.shape[-1] < needed:
             more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
@@ -351,9 +348,11 @@ class Call:
         shared.scatter_(-1, index, total)
 
     def _shared(self, like: Tensor) -> Tensor:
-        """Return the score that layers share, moved to the current layer's device."""
+        """Return the score that layers share, zeros at first, moved to the current layer's device."""
         cache = self.cache
-        assert cache.shared is not None
+        if cache.shared is None:
+            size = (*like.shape[:2], self.slots.seen + 1)
+            cache.shared = torch.zeros(size, dtype=accumulator(self.slots.dtype), device=like.device)
         if cache.shared.device != like.device:
             cache.shared = cache.shared.to(like.device)
         return cache.shared

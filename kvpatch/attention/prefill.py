@@ -197,8 +197,7 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
         mode.window_rows = (q_BHGWD, rows_BW)
         return
     mode.window_rows = None
-    assert slots.limits is not None
-    observed = slots.limits.observed
+    observed = slots.own_limits.observed
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
     arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse

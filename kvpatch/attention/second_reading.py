@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import torch_backend
 from ..backends.protocol import Keys
+from ..cache.forward_context import Repeat
 from ..cache.slots import gathered
 from ..policies.context import accumulator
 from ..policies.repeated import Repeated
@@ -16,7 +17,7 @@ from . import prefill
 from .layer_call import Call
 
 
-def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
+def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of rows whose keys and values are not kept. The layer's slots stay as they are.
 
     Attention to the chunk and to the rows' own keys is computed first: its log-sum-exp makes the scores' probabilities, and
@@ -26,10 +27,10 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     if not (call.evicts and isinstance(call.score, Repeated)):
         return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
     by_outputs = call.score.by_outputs
-    part = _Part.of(call, held)
+    part = _Part.of(call, repeat, held)
     near = _before(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
-    factors = _row_factors(call) if by_outputs else None
+    factors = _row_factors(repeat.hidden) if by_outputs else None
     most_BHGM = torch_backend.greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
     _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
     if not part.rest:
@@ -55,11 +56,9 @@ def _before(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
     )
 
 
-def _row_factors(call: Call) -> Tensor:
+def _row_factors(hidden_BQE: Tensor) -> Tensor:
     """Return the inverse norms of what the attention was given at each row, [B,Q]."""
-    repeat = call.now.repeat
-    assert repeat is not None and repeat.hidden is not None
-    return torch.linalg.vector_norm(repeat.hidden, dim=-1, dtype=accumulator(repeat.hidden.dtype)).reciprocal()
+    return torch.linalg.vector_norm(hidden_BQE, dim=-1, dtype=accumulator(hidden_BQE.dtype)).reciprocal()
 
 
 def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
@@ -82,10 +81,9 @@ class _Part:
     inside_BHM: Tensor
 
     @classmethod
-    def of(cls, call: Call, held: Keys) -> _Part:
+    def of(cls, call: Call, repeat: Repeat, held: Keys) -> _Part:
         """Divide what a layer holds."""
-        repeat, sinks, T = call.now.repeat, call.policy.scope.sinks, held.past
-        assert repeat is not None
+        sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)
         alike = call.now.padding is None and min(repeat.start_B) == start and min(repeat.stop_B) == stop
         if alike and held.ordered and not held.holes:  # slots are positions

@@ -131,7 +131,7 @@ class LayerStack:
 
     def close(self) -> None:
         """Count the new token's column, before the stack observes."""
-        self.slots.used += not self.slots.mode.slotted
+        self.slots.used += self.slots.mode.adds
 
     def leave_kernels(self, backend: str) -> None:
         """Go on with another backend in the midst of a step, after the first layer's kernel could not be launched."""
@@ -140,7 +140,7 @@ class LayerStack:
 
     def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
         """Return the view for a layer's probabilities [B,H,G,T]."""
-        T = self.slots.used + (not self.slots.mode.slotted)
+        T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
             shape = len(self.slots.positions), self.H, call.group
             if self.buffer_N is None:

@@ -33,6 +33,7 @@ DEVICE_BLOCK = 1 << 26  # on other devices: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask on the CPU
 LOGITS = 4  # tensors of a block's size that `_attend_special` holds at once
 FLOAT16 = torch.finfo(torch.float16).max
+UNCOUNTED = torch.empty(0)  # in place of the keys that each row attends to, where nobody asks
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Rows:
     lo: int
     hi: int
     p_NGRM: Tensor
-    keys_NR: Tensor | None
+    keys_NR: Tensor
 
 
 Observer = Callable[[Rows], None]
@@ -357,8 +358,8 @@ def observe(
                 x = torch.baddbmm(minus, rows, kt[:, :, lo:hi])
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
-            seen = (x[:, 0] > -torch.inf).sum(-1) if count else None
-            if seen is not None and lse_NGQ is not None:
+            seen = (x[:, 0] > -torch.inf).sum(-1) if count else UNCOUNTED
+            if count and lse_NGQ is not None:
                 seen = seen.masked_fill(seen == 1, 0)  # exp(x - lse) of a row's only key may be above 1, but is its even share
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache

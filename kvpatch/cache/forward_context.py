@@ -33,12 +33,12 @@ class Padding:
 class Repeat:
     """Chunk of a prompt that a second reading repeats: positions from `start_B` to before `stop_B`, of each row.
 
-    hidden: what the attention of the layer that runs was given, [B,Q,E].
+    hidden: what the attention of the layer that runs was given, [B,Q,E]; set before each.
     """
 
     start_B: list[int]
     stop_B: list[int]
-    hidden: Tensor | None = None
+    hidden: Tensor = field(default_factory=torch.Tensor)
 
 
 @dataclass
@@ -61,7 +61,8 @@ class Forward:
     columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
     does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
-    rereads: the prompt that ends here is to be read a second time. repeat: the pass is a part of such a reading.
+    reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
+    pass is a part of such a reading.
     """
 
     positions_BQ: Tensor
@@ -88,7 +89,7 @@ class Forward:
     traced: bool = False
     bound: list[Any] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
-    rereads: bool = False
+    reread_BN: Tensor | None = None
     repeat: Repeat | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)

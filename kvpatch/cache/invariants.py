@@ -88,26 +88,23 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
     given, most = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
     for index in layers:
         layer = cache.layers[index]
-        assert layer.keep_BH1 is not None
-        given += layer.keep_BH1[..., 0].sum(-1).to(given.device)
-        most += _most(cache, index, layer, seen_B).to(given.device) * layer.keep_BH1.shape[1]
+        given += layer.own_budget_BH1[..., 0].sum(-1).to(given.device)
+        most += _most(cache, index, layer, seen_B).to(given.device) * layer.own_budget_BH1.shape[1]
     must(given <= most * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
 
 
 def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> Tensor:
     """Return the most tokens [B] of a head, on average over those that share."""
-    assert layer.limits is not None
     bound, policy = cache.settings.bounds[index], cache.settings.policies[index]
     budgets = [bound or cache.settings.budget.tokens(index, n) for n in seen_B.tolist()]
     most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
-    return most_B + layer.limits.prompt.flatten()
+    return most_B + layer.own_limits.prompt.flatten()
 
 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
     """Raise InvalidError for a head's budget that the policy cannot have given."""
-    assert layer.keep_BH1 is not None and layer.limits is not None
-    keep_BH, policy = layer.keep_BH1[..., 0], cache.settings.policies[index]
-    must(layer.limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
+    keep_BH, policy = layer.own_budget_BH1[..., 0], cache.settings.policies[index]
+    must(layer.own_limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
     shared = policy.over_heads is not None
     must(keep_BH >= (0 if shared else 1), "keep_BH1 is below one token")
     if index in cache.settings.together:  # see _check_common_budget
@@ -171,8 +168,7 @@ class _LayerState:
     def _evicting(self, mode: Evicting) -> None:
         """Check that each head has one slot free for the next token, or is below budget."""
         layer, free_BH = self.layer, mode.free_BH
-        assert layer.keep_BH1 is not None
-        keep_BH = layer.keep_BH1[..., 0] + layer.every - 1  # between steps
+        keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
         below_BH = self.limit_BH <= keep_BH
         must(mode.growing == bool(below_BH.any()), "growing is not what the slots say")

@@ -109,6 +109,18 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    @property
+    def own_budget_BH1(self) -> Tensor:
+        """`keep_BH1` of a layer that evicts while decoding."""
+        assert self.keep_BH1 is not None
+        return self.keep_BH1
+
+    @property
+    def own_limits(self) -> Limits:
+        """`limits` of a layer whose policy has acted."""
+        assert self.limits is not None
+        return self.limits
+
     def activate_past_recording(self) -> None:
         self.record_past = True
 
@@ -209,21 +221,19 @@ class SlotLayer(CacheLayerMixin):
 
         positions_B1: None if they are there, as stacked layers write them.
         """
-        if not self.mode.slotted and positions_B1 is None:
+        if self.mode.slotted:
+            self.write_kv(k_BH1D, v_BH1D)
+            self.write_entry(entry)
+            if positions_B1 is not None:
+                self.write_position(positions_B1)
+        elif positions_B1 is None:
             self.kv.dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
             self.write_entry(entry)
             self.used += 1
-            return
-        if not self.mode.slotted:
-            assert positions_B1 is not None
+        else:
             if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
-            return
-        self.write_kv(k_BH1D, v_BH1D)
-        self.write_entry(entry)
-        if positions_B1 is not None:
-            self.write_position(positions_B1)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
         """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
@@ -461,7 +471,9 @@ class SlotLayer(CacheLayerMixin):
         return self.kv.taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """Name the slot after the new token's as each head's next one, where none is evicted."""
+        """Name the slot after the new token's as each head's next one, where none is evicted; appended tokens have none."""
+        if not self.mode.slotted:
+            return
         self.set_free(self.mode.free_BH + 1)
         if not self.traced:
             self.mode.count(1)

@@ -32,6 +32,11 @@ class Lifetimes:
         self.deaths: list[Tensor | None] = [None] * n_layers
         self.lost: tuple[Lifetimes, Tensor] | None = None
 
+    @property
+    def columns(self) -> int:
+        """Positions that there is room for."""
+        return 0 if self.ids is None else self.ids.shape[-1]
+
     def read(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
         """Note the ids of a pass; positions are -1 in padding and below `columns`."""
         if self.ids is None:
@@ -46,8 +51,7 @@ class Lifetimes:
         known = self.deaths[layer]
         if known is None:
             known = torch.empty(B, H, 0, dtype=torch.int32, device=positions_BHT.device)
-        assert self.ids is not None  # the pass has begun
-        known = _wide(known, self.ids.shape[-1], NEVER)
+        known = _wide(known, self.columns, NEVER)
         C = known.shape[-1]
         held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=known.device)
         held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)
@@ -82,8 +86,8 @@ class Lifetimes:
         if len(known) < len(parts):
             return None
         new = Lifetimes(len(known[0].deaths))
-        new.ids = _cat([part.ids for part in known], 0)
-        new.deaths = [_cat(deaths, NEVER) for deaths in zip(*(part.deaths for part in known), strict=True)]
+        new.ids = _cat_known([part.ids for part in known], 0)
+        new.deaths = [_cat_known(deaths, NEVER) for deaths in zip(*(part.deaths for part in known), strict=True)]
         return new
 
 
@@ -158,9 +162,7 @@ class Record:
         device = first.ids.device
         ids = _cat([part.ids.to(device) for part in parts], -1)
         pairs = zip(*(part.deaths for part in parts), strict=True)
-        deaths = [_cat([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs]
-        assert ids is not None
-        return Record(ids, tuple(one for one in deaths if one is not None), first.model)
+        return Record(ids, tuple(_cat([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs), first.model)
 
 
 def same_model(recorded: dict[str, Any], own: dict[str, Any], what: str) -> None:
@@ -179,10 +181,13 @@ def _wide(tensor: Tensor, columns: int, value: int) -> Tensor:
     return tensor if more <= 0 else F.pad(tensor, (0, more + slack(columns)), value=value)
 
 
-def _cat(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
-    """Join rows of different widths, padded with `value`; None if none is known."""
+def _cat(parts: Sequence[Tensor], value: int) -> Tensor:
+    """Join rows of different widths, padded with `value`."""
+    width = max(part.shape[-1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=value) for part in parts])
+
+
+def _cat_known(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
+    """Join rows as `_cat` does; None if those of some part are not known."""
     known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    width = max(part.shape[-1] for part in known)
-    return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=value) for part in known])
+    return _cat(known, value) if len(known) == len(parts) else None

@@ -9,6 +9,7 @@ Code that must tell modes apart asks for the record's class or its constants; an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,8 +24,8 @@ class Mode:
     """Interface of all modes.
 
     name: in a saved cache. slotted: the next token goes into a free slot of each head, `free_BH` (the index after a head's
-    last slot if all are taken); else after the used columns. evicts: tokens are evicted while decoding. croppable: the last
-    columns are the last tokens, and nothing was evicted for them.
+    last slot if all are taken); else after the used columns. adds: used columns that it adds. evicts: tokens are evicted while
+    decoding. croppable: the last columns are the last tokens, and nothing was evicted for them.
 
     filling: steps until every row has as many tokens as it may hold between steps. growing: some head may need more slots than
     it has. unfilled: every head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
@@ -33,6 +34,7 @@ class Mode:
     name: ClassVar[str]
     saved: ClassVar[tuple[str, ...]] = ()  # its own counters, in a saved cache
     slotted: ClassVar[bool] = False
+    adds: ClassVar[int] = 1
     evicts: ClassVar[bool] = False
     croppable: bool = True
     filling: int = 0
@@ -44,6 +46,14 @@ class Mode:
     def due(self) -> bool:
         """Tell if some head may evict at the next step."""
         return True
+
+    @property
+    def room(self) -> int:
+        """Tokens that can be written before some head needs more slots than it has."""
+        return sys.maxsize
+
+    def end_block(self) -> None:
+        """Forget what was noted of one block of a prompt."""
 
     def count(self, tokens: int) -> None:
         """Count tokens written; each brings every head that is below budget closer to it."""
@@ -74,6 +84,9 @@ class Reading(Mode):
     croppable: bool = True
     window_rows: tuple[Tensor, Tensor] | None = None
     queries: Moments | None = None
+
+    def end_block(self) -> None:
+        self.queries = None
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.window_rows is not None:
@@ -112,10 +125,14 @@ class Slotted(Mode):
     counts those written since the prompt.
     """
 
-    slotted = True
+    slotted, adds = True, 0
     free_BH: Tensor
     slack: int = 0
     grown: int = 0
+
+    @property
+    def room(self) -> int:
+        return self.slack - self.grown if self.growing else sys.maxsize
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         self.free_BH = change(self.free_BH)

@@ -13,7 +13,7 @@ from ..policies.context import at_hand
 from ..policies.scopes import protect_tensor
 from . import compiled
 from .forward_context import Forward, Padding, Repeat, cut, places
-from .modes import Evicting, Growing, Slotted
+from .modes import Evicting, Growing
 from .snapshot import LayerPart
 from .state import DeviceCounters, TextState
 
@@ -48,8 +48,8 @@ def begin(
     # all checks have passed: from here on the cache changes, until finish()
     seen, prompt = cache.get_seq_length(), now.prompt
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
-    if cache.settings.by_columns and now.padding is not None and now.padding.behind:
-        _count_gaps(cache, now)
+    if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.behind:
+        _count_gaps(cache, now, now.rows_BQ)
     if cache.lifetimes is not None and input_ids is not None:
         cache.lifetimes.read(input_ids, now.positions_BQ, seen + Q)
     if prompt:
@@ -61,14 +61,15 @@ def begin(
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
     if table is not None and cache.settings.renumbered:
         cache.make_table = table
-        now.table = _rotary_table(cache, Q, prompt > 0)
+        now.table = _rotary_table(cache, table, Q, prompt > 0)
     elif table is not None and prompt:
         now.table = table(seen + Q + (cache.settings.policy.score.lookahead or 0))
     if prompt and cache.settings.block is not None:
         now.blocks = cut(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
-    now.rereads = now.ends_prompt and cache.settings.rereads and not now.keeps_all
+    if now.ends_prompt and cache.settings.rereads and not now.keeps_all:
+        now.reread_BN = cache.turns.ids
     cache.counters.steps += Q - prompt
 
 
@@ -88,7 +89,7 @@ def begin_compression(
     if table is not None:
         now.table = table(seen + (cache.settings.policy.score.lookahead or 0))
     cache.turns.count, cache.turns.open = 1, False
-    now.rereads = cache.settings.rereads
+    now.reread_BN = ids_BT if cache.settings.rereads else None
     return now
 
 
@@ -151,7 +152,7 @@ def end(cache: TextState, layer: int) -> None:
         cache.layers[layer].reset()
         cache.meter.now = 0
     now = cache.running
-    if layer == len(cache.layers) - 1 and not now.rereads and now.repeat is None:
+    if layer == len(cache.layers) - 1 and now.reread_BN is None and now.repeat is None:
         finish(cache)
 
 
@@ -169,13 +170,12 @@ def finish(cache: TextState) -> None:
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
     if begun or cache.request.room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
-        slotted = ((layer.seen, layer.mode) for layer in cache.layers if isinstance(layer.mode, Slotted))
-        limits = (seen + mode.slack - mode.grown for seen, mode in slotted if mode.growing)
+        limits = (layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing)
         counters.device.limit.fill_(min(limits, default=0))
     if begun:
         counters.device.span.fill_(cache.span())
         if cache.make_table is not None:
-            _rotary_table(cache, 1, prompt=False)  # for a compiled step
+            _rotary_table(cache, cache.make_table, 1, prompt=False)  # for a compiled step
         if cache.request.room is not None:
             compiled.mark(cache)
     cache.end_change()
@@ -282,10 +282,9 @@ def refuse_mask(mask: Tensor) -> None:
         )
 
 
-def _count_gaps(cache: TextState, now: Forward) -> None:
+def _count_gaps(cache: TextState, now: Forward, rows_BQ: Tensor) -> None:
     """Note that positions count the padding after tokens: rows can no longer use positions without it."""
-    assert now.rows_BQ is not None
-    gaps_B, rows = ((now.rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
+    gaps_B, rows = ((rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
     rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
     rows.by_columns = True
 
@@ -369,12 +368,11 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 # ---- renumbered positions ----
 
 
-def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
+def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
     """Make a table for the ranks of a pass of Q columns: the same at every decode step of a cache at its budget."""
-    assert cache.make_table is not None
     ranks = _ranks(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
-        cache.rotary = (ranks, cache.make_table(ranks))
+        cache.rotary = (ranks, make(ranks))
     return cache.rotary[1]
 
 

@@ -259,12 +259,11 @@ class TextState(MutationGuard, Cache):
             steps, span = device.steps + ahead, device.span if span_B is None else span_B
             return score.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
         step = now.first_step + ahead
-        if shortfall_B is None and span_B is None:
-            return score.temperature(step, self.request.new_tokens)
-        if span_B is not None:
-            return score.temperature(span_B.new_tensor(step) if shortfall_B is None else step - shortfall_B, span_B)
-        assert shortfall_B is not None
-        return score.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()))
+        if shortfall_B is None:
+            if span_B is None:
+                return score.temperature(step, self.request.new_tokens)
+            return score.temperature(span_B.new_tensor(step), span_B)
+        return score.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
         """Return the protected sizes, one tuple per row; layers of equal sizes share one object."""

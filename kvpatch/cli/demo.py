@@ -125,7 +125,7 @@ def _shipped(console: Console) -> dict[str, Stage]:
 
 def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
     fed = {name: _feed(stage, policy, k) for name, stage in stages.items()}
-    right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.answer}
+    right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
     outcome = Outcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
     if "source" not in stages:
         return outcome

@@ -41,7 +41,7 @@ class Text:
         ids_BT: token ids; the first `n` columns are the prompt, the rest is fed one by one.
         n: columns of the prompt.
         mask_BT: 0 for left padding; None without padding.
-        answer: span [start, stop) of the fed tokens that answer the question; None if nothing is asked.
+        answer: span [start, stop) of the fed tokens that answer the question; empty if nothing is asked.
         marks: spans to point at in row 0, in positions of that row.
     """
 
@@ -49,12 +49,16 @@ class Text:
     ids_BT: Tensor
     n: int
     mask_BT: Tensor | None = None
-    answer: tuple[int, int] | None = None
+    answer: tuple[int, int] = (0, 0)
     marks: Marks = field(default_factory=Marks)
+
+    @property
+    def asks(self) -> bool:
+        """Tell if there is a question."""
+        return self.answer[0] < self.answer[1]
 
     def right(self, logits_BSV: Tensor) -> Tensor:
         """Tell which rows greedy decoding would answer right, bool [B], from the logits under teacher forcing."""
-        assert self.answer is not None
         start, stop = self.answer
         return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 

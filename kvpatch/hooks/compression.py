@@ -31,10 +31,10 @@ def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any
         known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))
         _end_prompt(target, cache, devices)
-        if now.rereads:
-            read_again(target.decoder, cache, state)
-        else:
+        if now.reread_BN is None:
             passes.finish(cache)
+        else:
+            read_again(target.decoder, cache, state, now.reread_BN)
     return cache
 
 

@@ -56,7 +56,7 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         return _begin_packed(decoder, call, mask.cache, state)
     past = call.get("past_key_values")
     if state.replayed is not None and (past is None or state.settings.transparent):
-        return begin_replay(decoder, call, state)
+        return begin_replay(decoder, call, state, state.replayed)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.repeat is not None:
         return begin_repeat(call, past, call["input_ids"].device)
     made_here = past is None

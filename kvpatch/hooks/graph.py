@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..cache import compiled
 from ..cache.cache import EvictingCache
-from ..cache.modes import Slotted
 from ..errors import KVPatchError
 from . import ownership
 from .state import PatchState
@@ -64,7 +63,7 @@ class _Captured:
     def __init__(self, recorder: Recorder, cache: EvictingCache, ids_B1: Tensor) -> None:
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.ids_B1 = weakref.ref(cache), ids_B1.clone()
-        self.logits: Tensor | None = None
+        self.logits: Tensor  # from the capture on
         self.left = 0
 
     def goes_on(self, ids_B1: Tensor, cache: EvictingCache) -> bool:
@@ -116,7 +115,6 @@ class StepGraph:
             captured.ids_B1.copy_(ids_B1)
             captured.recorder.replay()
             cache.counters.behind, captured.left, self.replays = True, captured.left - 1, self.replays + 1
-            assert captured.logits is not None
             return captured.logits
 
     def _captured(self, ids_B1: Tensor, cache: EvictingCache) -> _Captured | None:
@@ -169,8 +167,7 @@ class StepGraph:
         own = cache.settings.renumbered or cache.rows.joined
         if own or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
-        modes = [layer.mode for layer in cache.layers]
-        left = [mode.slack - mode.grown for mode in modes if isinstance(mode, Slotted) and mode.growing]
+        left = [layer.mode.room for layer in cache.layers]
         if self.state.max_positions is not None:
             left.append(self.state.max_positions - cache.seen)
         return max(min(left, default=sys.maxsize), 0)

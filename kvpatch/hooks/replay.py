@@ -15,7 +15,7 @@ from .attention import Courier
 from .state import PatchState, pass_mask, put_aside
 
 
-def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
+def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Any:
     """Begin a pass that follows the record: `call` gets a mask that carries it, and positions where it has none."""
     if call.get("past_key_values") is not None:
         raise KVPatchError(
@@ -27,21 +27,20 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState) ->
         return None  # the model raises the error
     if call.get("input_ids") is None:
         raise KVPatchError("A replay knows a text by its token ids: give input_ids, not inputs_embeds.")
-    assert state.replayed is not None
     B, Q = tokens.shape
     mask = inputs.padding_mask(call.get("attention_mask"), B)
     if mask is not None and mask.shape[1] != Q:
         raise KVPatchError(f"attention_mask has {mask.shape[1]} columns, but input_ids have {Q}: a replay takes whole texts.")
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     real_BQ = torch.ones(B, Q, dtype=torch.bool) if mask is None else mask.cpu().bool().expand(B, -1)
-    text_B = match(state.replayed, tokens.cpu(), real_BQ)
+    text_B = match(record, tokens.cpu(), real_BQ)
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
     gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
     mine = positions_BQ.to(tokens.device)
     if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
         call["position_ids"] = mine.clamp(min=0)
     put_aside(decoder, state.aside, ours=True)
-    now = ReplayPass(state.settings, state.replayed, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
+    now = ReplayPass(state.settings, record, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
     call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(now, pass_mask(tokens.device)))
     return (), call
 

@@ -23,6 +23,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def not_weighed(known: Tensor, out: Tensor | None) -> Tensor:
+    """Raise KVPatchError: the selection has not declared that it weighs values."""
+    raise KVPatchError("context.norms() is there if the selection's class says weighs_values = True.")
+
+
 def not_held() -> tuple[Tensor, Tensor]:
     """Raise KVPatchError: the score has not declared that it reads keys and values."""
     raise KVPatchError("context.held() is there if the score's class says reads_held = True.")
@@ -88,7 +93,7 @@ class EvictionContext:
     aligned: bool = True
     parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
-    norms: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    norms: Callable[[Tensor, Tensor | None], Tensor] = field(default=not_weighed, repr=False)
     held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
     plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)
     coming: Callable[[int], Queries] = field(default=not_foreseen, repr=False)
@@ -200,7 +205,7 @@ class Block:
 
     Attributes:
         p_NGRM: probabilities; they sum to one over M, to zero in rows of padding.
-        keys_NR: number of keys that each row attends to; None where no statistic needs it.
+        keys_NR: number of keys that each row attends to; empty where no statistic needs it.
         noise_NMG: exp(noise) of each key, from the score's `entry`; None where the score keeps none.
         place: place() returns query heads [N,G], positions of rows [N,R] and of keys [N,M], for noise drawn per query.
         tau: temperature of the softmax.
@@ -209,7 +214,7 @@ class Block:
     """
 
     p_NGRM: Tensor
-    keys_NR: Tensor | None
+    keys_NR: Tensor
     noise_NMG: Tensor | None
     place: Callable[[], tuple[Tensor, Tensor, Tensor]]
     tau: float | Tensor

@@ -221,7 +221,6 @@ class TwoStage(Selection):
     ) -> Tensor:
         if context.keep_BH1 is None:
             return first
-        assert context.norms is not None
         empty = context.positions_BHT < 0 if context.empty else None
         keep_BH1 = context.keep_BH1
         if protected is not None:

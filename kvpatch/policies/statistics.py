@@ -65,7 +65,6 @@ def _squares(block: Block, score: Any) -> Tensor:
 
 def _count(block: Block, score: Any) -> Tensor:
     """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
-    assert block.keys_NR is not None
     above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
     return above.to(block.p_NGRM.dtype).sum((1, 2))
 

@@ -264,7 +264,7 @@ MUTANTS = {
         "cache/layer.py", "self.positions.view(-1).index_fill_(0, self.free_slots(), -1)", "pass",
         "tests/invariants/test_held_within_budget.py::test_schedules[random-both]"),
     "rhythm: heads that differ evict before they are full": (
-        "attention/decode.py", ">= slots.keep_BH1[..., 0] + every", "> slots.keep_BH1[..., 0]",
+        "attention/decode.py", ">= slots.own_budget_BH1[..., 0] + every", "> slots.own_budget_BH1[..., 0]",
         f"{RHYTHM}::test_rows_in_different_phases_are_joined"),
     "rhythm: the first to evict waits for the last": (
         "cache/modes.py", "self.waits[0] == 1", "self.waits[-1] == 1",
@@ -326,8 +326,8 @@ MUTANTS = {
         "backends/torch_backend.py", "shift_BHGQ.masked_fill(rows_BQ[:, None, None] < 0, torch.inf)", "shift_BHGQ",
         "tests/backends/test_earlier_keys.py::test_the_greatest_probability_of_each_earlier_key[False-None-True]"),
     "kvzip_plus without the rows' size": (
-        "attention/second_reading.py", "dtype=accumulator(repeat.hidden.dtype)).reciprocal()",
-        "dtype=accumulator(repeat.hidden.dtype)).fill_(1.0)",
+        "attention/second_reading.py", "dtype=accumulator(hidden_BQE.dtype)).reciprocal()",
+        "dtype=accumulator(hidden_BQE.dtype)).fill_(1.0)",
         "tests/hooks/test_second_reading.py::test_rows_count_by_the_size_of_their_input"),
     "kvzip_plus without the values' size": (
         "attention/second_reading.py", "most_BHGM * call.head_norms(part.shown.v_BHTD) if", "most_BHGM if",
@@ -339,7 +339,7 @@ MUTANTS = {
         "hooks/compression.py", "ids.masked_fill(mask.to(ids.device) == 0, -1)", "ids",
         "tests/hooks/test_compression.py::test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside[kvzip-True]"),
     "evicted before the second reading": (
-        "attention/compress.py", "if now.rereads or (together and call.layer", "if (together and call.layer",
+        "attention/compress.py", "if now.reread_BN is not None or (together and call.layer", "if (together and call.layer",
         f"{ORACLE}[llama_gqa-kvzip]"),
     "a row repeated at another's length": (
         "cache/passes.py", "(torch.tensor(whole.n_B)[:, None] + column)", "(max(whole.n_B) + column).repeat(len(pieces), 1)",

@@ -39,10 +39,10 @@ LN2, LOG2 = tl.constexpr(math.log(2)), tl.constexpr(LOG2E)
 
 @dataclass
 class Pass:
-    """Results: output [B,H,G,Q,D], and log-sum-exps [B,H,G,Q], float32, of the logits and of the noisy logits."""
+    """Output [B,H,G,Q,D], empty without values, and log-sum-exps [B,H,G,Q], float32, of the logits and of the noisy ones."""
 
-    out: Tensor | None
-    lse: Tensor | None
+    out: Tensor
+    lse: Tensor
     noisy: Tensor | None
 
 
@@ -80,9 +80,9 @@ def attend(
     # as a model takes it: the heads of a token beside each other
     out = None if v_BHTD is None else q_BHGQD.new_empty(B, Q, H, G, D).permute(0, 2, 3, 1, 4)
     like: dict[str, Any] = {"size": (B, H, G, Q), "dtype": torch.float32, "device": q_BHGQD.device}
-    found = Pass(
-        out, torch.empty(**like) if lse_BHGQ is None else None, torch.empty(**like) if noise_BHTG is not None else None
-    )
+    lse = torch.empty(**like) if lse_BHGQ is None else lse_BHGQ
+    noisy = None if noise_BHTG is None else torch.empty(**like)
+    found = Pass(q_BHGQD.new_empty(0) if out is None else out, lse, noisy)
     if not B * H * G * Q:
         return found
     tempered = tau != 1.0
@@ -104,9 +104,9 @@ def attend(
             flat(sinks_HG),
             noise,
             None if lse_BHGQ is None or tempered else lse_BHGQ.contiguous(),
-            found.out,
-            found.lse,
-            found.noisy,
+            out,
+            lse if lse_BHGQ is None else None,
+            noisy,
             *q.stride()[:4],
             *k.stride()[:3],
             *((0, 0, 0) if v is None else v.stride()[:3]),

@@ -124,7 +124,6 @@ def attend(
     options = _shape(geometry) | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes} | _noisy(noise)
     tensors = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.v_BHTD.detach()
     found = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
-    assert found.out is not None
     return Attended(found.out, found.lse, found.noisy)
 
 
@@ -150,14 +149,13 @@ def statistics(
     places, plain = (keys.positions_BHT, rows_BQ), tuple(name for name in names if name != "gumbel")
     lse, noisy = attended.lse, attended.noisy
     found: dict[str, Tensor] = {}
-    if (plain and lse is None) or (noise is not None and noisy is None):
+    if lse is None or (noise is not None and noisy is None):
         options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _noisy(noise)
         sums = forward.attend(*inputs, None, *places, **options)
-        lse, noisy = sums.lse if lse is None else lse, sums.noisy
+        lse, noisy = sums.lse, sums.noisy
     if noisy is not None:
         found["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _noisy(noise)))["sum"]
     if plain:
-        assert lse is not None
         counted = visible_keys(keys, rows_BQ, geometry) if "count" in plain else None
         found |= column_statistics(*inputs, *places, lse, plain, keys_BHQ=counted, **shape)
     return found
@@ -176,7 +174,6 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     places = keys.positions_BHT, rows_BW
     if lse_BHGW is None:
         lse_BHGW = forward.attend(*inputs, None, *places, sinks_HG=geometry.sinks_HG, **shape).lse
-        assert lse_BHGW is not None
     return column_statistics(*inputs, *places, lse_BHGW, ("sum",), **shape)["sum"] / q_BHGWD.shape[2]
 
 
