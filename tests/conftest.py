@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(items):
             case.add_marker("slow")
     for item in items:
         item.obj = roomy(item.obj)
+    items.sort(key=lambda item: item.path.parent.name != "tools")  # a test of minutes must not be the last one running
 
 
 @pytest.fixture(autouse=True)
