@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.context import at_hand
-from ..policies.scopes import protect_tensor
+from ..policies.scopes import AllBut, protect_tensor
 from . import compiled
 from .forward_context import Forward, Padding, Repeat, cut, places
 from .modes import Evicting, Growing
@@ -27,11 +27,12 @@ def begin(
     device: torch.device,
     table: Callable[[int], Any] | None = None,
     repeatable: bool = False,
+    merged_ids: Tensor | None = None,
 ) -> None:
     """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and how many belong to the prompt.
 
     table: makes the rotary table for so many positions, if keys are cached without them or the score undoes rotations.
-    repeatable: see Forward.
+    repeatable: see Forward. merged_ids: of tokens that are given as embeddings, images merged into them, for `protect=` alone.
 
     Raises:
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
@@ -41,7 +42,7 @@ def begin(
     cache.catch_up()
     cache.settings.notices.look()
     try:
-        now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable)
+        now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable, merged_ids)
     except BaseException:
         cache.end_change()
         raise
@@ -192,6 +193,7 @@ def _read(
     input_ids: Tensor | None,
     device: torch.device,
     repeatable: bool,
+    merged_ids: Tensor | None,
 ) -> tuple[Forward, list[int], Tensor]:
     """Read the pass, and the tokens of each row before (if it has a prompt) and after it, [B]. Nothing changes yet."""
     check_batch(cache, B, Q, mask_BT)
@@ -229,7 +231,7 @@ def _read(
     n_B = read.whole_B if ends or settings.block else []
     if ends and read.padding is not None:
         _check_rows(cache, n_B, read.last_B)
-    protect = _protect(cache, positions, input_ids, seen) if prompt else None
+    protect = _protect(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
     first = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
     now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable)
@@ -343,7 +345,7 @@ def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, s
     if wanted.dtype != torch.bool:
         if input_ids is None:
             raise KVPatchError("protect= by token ids needs input_ids; with inputs_embeds give a boolean mask.")
-        return torch.isin(input_ids.to(wanted.device), wanted) & (positions_BQ >= 0)
+        return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
     wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
     total = cache.request.prompt_len or Q
     if seen == 0 and wanted.shape != (B, total):

@@ -113,7 +113,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
         table = table_maker(decoder, state, tokens.device)
-        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable)
+        merged = state.merged.take(B, Q)
+        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         call["position_ids"] = cache.running.positions_BQ
     if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import shell
 from .accelerate import put_hook, replace_forward
-from .attention import attention_forward
+from .attention import attention_forward, parameters
 from .generate import (
     BATCHED,
     KEPT_MANAGER,
@@ -82,6 +82,10 @@ class Installation:
             self._set(target.decoder, mark, name, state.aside[name][0])
         if state.settings.rereads:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
+        if target.outer is not None and state.settings.policy.scope.protect is not None:
+            names = parameters(type(target.outer))  # type: ignore[arg-type]
+            note = functools.partial(shell.note_ids, names=names, merged=state.merged)
+            put_hook(target.outer, note, self._mark(target.outer).undo.append)
         for module, hook in shell.hooks(target.shell, target.decoder, state):
             put_hook(module, hook, self._mark(module).undo.append)
         for generator in target.generators:

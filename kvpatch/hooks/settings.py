@@ -16,6 +16,7 @@ from ..errors import KVPatchError, named, suggest
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
+from ..policies.scopes import AllBut
 from .inputs import no_argument
 from .target import Target
 
@@ -135,6 +136,7 @@ def settings_of(
         KVPatchError: the model cannot work with this policy, budget, positions or backend.
     """
     renumbered, bounds, k = positions == "renumbered", target.bounds(), as_python(k)
+    policy = _by_ids(policy, target)
     if renumbered:
         target.check_renumbering()
     if policy.over_layers is not None and is_list(k):
@@ -175,6 +177,19 @@ def settings_of(
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
     )
+
+
+def _by_ids(policy: Policy, target: Target) -> Policy:
+    """Return the policy with token ids in place of a kind of tokens that `protect=` names."""
+    kind = policy.scope.protect
+    if not isinstance(kind, str):
+        return policy
+    ids = target.image_tokens()
+    if not ids:
+        raise KVPatchError(
+            f"protect={kind!r}: the configuration of this model names no token of an image. Give token ids or a boolean mask."
+        )
+    return policy.with_options(None, protect=ids if kind == "image" else AllBut(ids))
 
 
 def recording(how: CacheSettings) -> CacheSettings:

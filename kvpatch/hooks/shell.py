@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,7 +19,7 @@ from ..arch.adapter import source_module
 from ..errors import KVPatchError
 from .attention import parameters
 from .decoder import before_decoder, runs_own_code
-from .state import PatchState
+from .state import Merged, PatchState
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -40,6 +41,14 @@ def hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> lis
     names = parameters(type(shell))  # type: ignore[arg-type]
     outer = functools.partial(_before_shell, inner=inner, names=names, state=state)
     return [(shell, outer), (decoder, functools.partial(_before_inner, state=state))]
+
+
+def note_ids(
+    outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], merged: Merged
+) -> None:
+    """Note the token ids that a model is given, of which its decoder gets embeddings alone."""
+    if not torch.compiler.is_compiling():
+        merged.ids = {**dict(zip(names, args, strict=False)), **kwargs}.get("input_ids")
 
 
 def _before_shell(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -52,6 +53,17 @@ class Mark:
     __reduce_ex__ = _refuse_pickle
 
 
+class Merged(threading.local):
+    """Token ids of the pass that has begun in the model around the decoder, which merges images into their embeddings."""
+
+    ids: Tensor | None = None
+
+    def take(self, B: int, Q: int) -> Tensor | None:
+        """Return those of a pass of this shape, once."""
+        ids, self.ids = self.ids, None
+        return ids if ids is not None and ids.shape == (B, Q) else None
+
+
 class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
@@ -59,7 +71,7 @@ class PatchState:
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
     during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a step for a graph
     (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed texts that others begin
-    with. identity: describes the model.
+    with. identity: describes the model. merged: what a pass was given in front of the decoder, in each thread.
     """
 
     def __init__(
@@ -77,6 +89,7 @@ class PatchState:
         self.capturing = False
         self.replayed: Record | None = None
         self.prefixes, self.identity = Prefixes(), identity
+        self.merged = Merged()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings

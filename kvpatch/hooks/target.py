@@ -37,8 +37,14 @@ def already_patched(module: nn.Module) -> KVPatchError:
     )
 
 
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # names in configurations
+
+
 class Target:
-    """The parts of a model that a patch changes."""
+    """The parts of a model that a patch changes.
+
+    shell: a model around the decoder that makes its masks, or None. outer: the innermost model around the decoder, or None.
+    """
 
     def __init__(
         self,
@@ -47,9 +53,10 @@ class Target:
         generators: list[nn.Module],
         parallel: Parallel,
         shell: nn.Module | None,
+        outer: nn.Module | None,
     ):
         self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
-        self.shell = shell
+        self.shell, self.outer = shell, outer
 
     @classmethod
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
@@ -90,12 +97,19 @@ class Target:
         found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
         check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
-        return cls(found, decoder, generators, parallel_of(model, found), shell)
+        outer = holders[-2] if len(holders) > 1 else None
+        return cls(found, decoder, generators, parallel_of(model, found), shell, outer)
 
     def bounds(self) -> tuple[int | None, ...]:
         """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
+
+    def image_tokens(self) -> tuple[int, ...]:
+        """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
+        config = getattr(self.outer, "config", None)
+        ids = (getattr(config, name, None) for name in IMAGE_TOKENS)
+        return tuple(dict.fromkeys(one for one in ids if one is not None))
 
     def check_projection(self) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, which two-stage selection needs."""

@@ -16,7 +16,7 @@ class PolicyOptions(TypedDict, total=False):
     Attributes:
         sinks: first tokens that stay.
         recent: newest tokens that stay, a number (int) or a share of the budget (float).
-        protect: tokens of the prompt that stay: a boolean mask [n] or [B,n], or token ids.
+        protect: tokens of the prompt that stay: a boolean mask [n] or [B,n], token ids, or "image" or "text".
         every: tokens that decode steps evict at once (policies that evict while decoding).
         turns: what the budget of a later prompt covers under schedule "prompt": "all", "each" or "first".
         protected: tokens protected by deviation (roco), a number or a share of the budget.
@@ -51,7 +51,7 @@ class PolicyOptions(TypedDict, total=False):
 
     sinks: int
     recent: int | float
-    protect: Tensor | Sequence[int] | Sequence[bool] | None
+    protect: Tensor | Sequence[int] | Sequence[bool] | str | None
     every: int
     turns: Literal["all", "each", "first"]
     protected: int | float

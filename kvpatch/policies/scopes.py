@@ -28,6 +28,9 @@ def check_size(name: str, value: object) -> None:
         )
 
 
+KINDS = ("image", "text")  # of tokens that `protect=` may name; the model's configuration says which ids they have
+
+
 @dataclass(frozen=True)
 class Scope:
     """Protection of the first tokens, the newest tokens, and tokens that the user names.
@@ -36,7 +39,7 @@ class Scope:
         sinks: number of first tokens.
         recent: number of newest tokens (int), or their share of the budget (float).
         protect: boolean mask over the prompt's columns, [n] or [B,n], or token ids (int) that are protected wherever they
-            occur in the prompt.
+            occur in the prompt, or "image" or "text": the tokens of images, or all others.
         turns: the tokens that the budget of a later turn of a chat covers under schedule "prompt": "all" the whole text so
             far; "each" this turn's prompt alone, keeping what earlier turns hold; "first" evicts nothing after the first
             turn.
@@ -55,7 +58,7 @@ class Scope:
         check_size("recent", self.recent)
         if self.turns not in TURNS:
             raise KVPatchError(f"turns={self.turns!r} must be one of {', '.join(map(repr, TURNS))}.")
-        if self.protect is not None:
+        if self.protect is not None and not (isinstance(self.protect, str) and self.protect in KINDS):
             protect_tensor(self.protect)
 
     @property
@@ -164,19 +167,28 @@ class DeviationScope(Scope):
         return steady if others is None else steady | others
 
 
+@dataclass(frozen=True)
+class AllBut:
+    """All tokens of a prompt but those of these ids, as a value of `protect=`."""
+
+    ids: tuple[int, ...]
+
+
 def protect_tensor(protect: Any) -> Tensor:
-    """Convert `protect=` to a tensor: bool for a mask, int64 for token ids.
+    """Convert `protect=` to a tensor: bool for a mask, int64 for token ids, which of AllBut are those left out.
 
     Raises:
         KVPatchError: anything else, or nothing to protect.
     """
+    if isinstance(protect, AllBut):
+        return torch.tensor(protect.ids)
     if isinstance(protect, list | tuple) and not len(protect):
         raise KVPatchError(f"protect={protect!r} marks nothing: give token ids or a boolean mask, or leave it out (None).")
     try:
         tensor = torch.as_tensor(protect)
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(
-            f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]) or token ids."
+            f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]), token ids, 'image' or 'text'."
         ) from error
     if tensor.dtype == torch.bool and tensor.ndim in (1, 2):
         return tensor

@@ -28,6 +28,7 @@ from transformers.generation.continuous_batching.initialization import update_cb
 from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.scopes import protect_tensor
 from .admission import Admission
 from .pool import RequestPool
 
@@ -204,7 +205,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BudgetManager]] = weak
 def _refuse(model: Any, settings: CacheSettings) -> None:
     """Raise KVPatchError for what continuous batching does not do under a budget."""
     protect = settings.policy.scope.protect
-    if protect is not None and torch.as_tensor(protect).dtype == torch.bool:
+    if protect is not None and protect_tensor(protect).dtype == torch.bool:
         raise KVPatchError(
             "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or use generate()."
         )

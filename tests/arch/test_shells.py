@@ -22,7 +22,7 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
 }  # fmt: skip
-IMAGE, SOFT = 5, 4  # the token of an image, and tokens per image
+IMAGE, VIDEO, SOFT = 5, 6, 4  # the tokens of an image and a video, and tokens per image
 GEMMA = {"sliding_window": 7, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "query_pre_attn_scalar": 8}
 SIGLIP = {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False}
 
@@ -172,6 +172,82 @@ def test_images_under_a_causal_mask_are_served():
     assert not torch.allclose(model(ids, pixel_values=image["pixel_values"] + 1, image_sizes=image["image_sizes"]).logits, want)
     with kvpatch.patched(model, "h2o", 5):
         assert model(ids, **image).past_key_values.held(3).eq(5).all()
+
+
+def two_images(kind):
+    """Two rows of two images, the second row padded; returns ids, mask and what else the model takes."""
+    ids = prompt(2, 24)
+    ids[(ids == IMAGE) | (ids == VIDEO)] = 1
+    for start in (2, 12):
+        ids[:, start : start + SOFT] = IMAGE
+    mask = left_pad(ids, [24, 23])
+    generator = torch.Generator().manual_seed(1)
+    if kind == "mistral3":
+        return ids, mask, {"pixel_values": torch.randn(4, 3, 8, 8, generator=generator), "image_sizes": torch.full((4, 2), 8)}
+    grid = torch.tensor([[1, 4, 4]] * 4)
+    pixels = torch.randn(4 * 16, 3 * 16, generator=generator)
+    return ids, mask, {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).long()}
+
+
+def make_reader(kind, dtype=torch.float32):
+    """A model whose processor would give it images of 4 tokens."""
+    if kind == "mistral3":
+        return make(kind, dtype)
+    config = copy.deepcopy(SHELLS[kind])
+    config["vision_config"] |= {
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 16, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    marks = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config, **marks)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.25)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+def test_generate_with_images(kind):
+    """At k=1.0 as unpatched, rotary positions of several dimensions included; with less, each row as alone."""
+    model, (ids, mask, images) = make_reader(kind), two_images(kind)
+    want = torch.stack(greedy(model, ids, attention_mask=mask, **images).logits)
+    with kvpatch.patched(model, "h2o", 1.0):
+        got = torch.stack(greedy(model, ids, attention_mask=mask, **images).logits)
+    torch.testing.assert_close(got, want, atol=3e-5, rtol=0)
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        got = torch.stack(greedy(model, ids, attention_mask=mask, **images).logits)
+        assert patch.report().held()[3].max() == 10
+        alone = {name: value[: len(value) // 2] for name, value in images.items()}
+        first = torch.stack(greedy(model, ids[:1], **alone).logits)
+    assert not torch.allclose(got, want, atol=1e-3)
+    assert got.argmax(-1)[:, 0].tolist() == first.argmax(-1)[:, 0].tolist()
+    torch.testing.assert_close(got[:, :1], first, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("protect", ["image", "text", [IMAGE]])
+def test_tokens_of_images_are_protected_by_name_and_by_id(kind, protect):
+    """As by a mask, although the decoder gets embeddings."""
+    model, (ids, mask, images) = make_reader(kind), two_images(kind)
+    marked = (ids == IMAGE) if protect != "text" else (ids != IMAGE) & mask.bool()
+
+    def kept(protected):
+        with kvpatch.patched(model, "roco", 17, protect=protected), torch.no_grad():
+            cache = model(ids, attention_mask=mask, **images).past_key_values
+        return [cache.positions(layer).sort(-1).values for layer in range(4)]
+
+    by_name = kept(protect)
+    assert all(map(torch.equal, by_name, kept(marked)))
+    assert not all(map(torch.equal, by_name, kept(None)))
+    for row in range(2):
+        own = (marked[row][mask[row].bool()]).nonzero().flatten()
+        assert torch.isin(own, by_name[3][row, 0]).all()
+
+
+def test_a_model_of_text_has_no_image_to_protect():
+    model = make("gemma3").model.language_model
+    with pytest.raises(kvpatch.KVPatchError, match="names no token of an image. Give token ids"):
+        kvpatch.patched(model, "h2o", 5, protect="image")
 
 
 def test_compiled_steps_of_a_shell():

@@ -80,6 +80,7 @@ ARGUMENTS = [
     _m("protected of NaN", lambda w: w.patched("roco", protected=NAN), r"protected=nan must be"),
     _m("protect with negative ids", lambda w: w.patched("h2o", protect=[3, -1]), r"protect= names token -1"),
     _m("protect nothing", lambda w: w.patched("h2o", protect=[]), r"protect=\[\] marks nothing.*None"),
+    _m("protect images in a model of text", lambda w: w.patched("h2o", protect="image"), r"names no token of an image"),
     _m("protect of three dimensions", lambda w: w.patched("h2o", protect=torch.ones(1, 1, 4).bool()), r"3 dimensions: give"),
     _m("protect as a set", lambda w: w.patched("h2o", protect={3, 4}), r"protect=\{3, 4\} must be a boolean mask"),
     _m("protect as lists of several lengths", lambda w: w.patched("h2o", protect=[[True], [True] * 2]), r"must be a boolean"),

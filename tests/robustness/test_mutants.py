@@ -15,6 +15,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"the column kernel reads a key too many", "the forward kernel reads the place of a row too many"}
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
+SHELLS = "tests/arch/test_shells.py::test_tokens_of_images_are_protected_by_name_and_by_id"
 PARTS = "tests/oracle/test_oracle_parts.py"
 REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
@@ -302,6 +303,10 @@ MUTANTS = {
     "floor ignored": (
         "policies/allocation.py", "max(share(float(self.floor), budget), nominal)", "nominal",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
+    "tokens of images protected as text": (
+        "cache/passes.py", "invert=isinstance(protect, AllBut)", "invert=False", f"{SHELLS}[text-mistral3]"),
+    "ids that became embeddings forgotten": (
+        "hooks/decoder.py", "merged = state.merged.take(B, Q)", "merged = None", f"{SHELLS}[image-mistral3]"),
     "heads share by the selection's order": (
         "attention/compress.py", "        self.context.keep_BH1 = None  # heads share by score alone\n", "",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive+critical-all]"),
