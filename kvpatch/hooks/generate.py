@@ -11,6 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -275,11 +276,31 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
     return create_masks_for_generate
 
 
+_TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to generate_batch()
+
+
+def batches() -> Callable[..., Any]:
+    """Make generate_batch(), which takes a tokenizer for stop strings, as generate() does."""
+
+    def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+        given = _TOKENIZER.set(tokenizer)
+        try:
+            return type(self).generate_batch(self, *args, **kwargs)
+        finally:
+            _TOKENIZER.reset(given)
+
+    return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
+
+
 def continuous_batching(state: PatchState) -> Callable[..., Any]:
     """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it."""
 
     def init_continuous_batching(
-        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+        self: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        tokenizer: Any = None,
     ) -> Any:
         check_engine(transformers.__version__)
         if state.settings.record:
@@ -293,7 +314,8 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
         terms = engine.Terms(state.settings, state.max_positions, kv_bytes, _carried, state.prefixes)
-        return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints)
+        given = _TOKENIZER.get() if tokenizer is None else tokenizer
+        return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints, given)
 
     return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
 

@@ -19,6 +19,7 @@ from .generate import (
     BATCHED,
     KEPT_MANAGER,
     PREPARE,
+    batches,
     continuous_batching,
     end_continuous_batching,
     masks_for_generate,
@@ -98,6 +99,7 @@ class Installation:
         changes[PREPARE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE), state), generator)
         if not state.settings.transparent and hasattr(generator, BATCHED):
             changes[BATCHED] = MethodType(continuous_batching(state), generator)
+            changes["generate_batch"] = MethodType(batches(), generator)
             changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
             mark.undo.append(end_continuous_batching)
         for name in ("_compiled_call", "_last_compile_config"):  # compiled by generate(): dropped with the patch

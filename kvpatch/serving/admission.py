@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import KVPatchError
 from .pool import RequestPool
+from .stopping import StopStrings
 
 
 class Admission:
@@ -13,6 +17,8 @@ class Admission:
 
     cache: RequestPool
     starved_requests: list[Any]
+    block_new_requests: bool
+    finish_request: Callable[[str], None]
     max_positions: int | None = None
 
     def add_waiting_request(self, state: Any) -> None:
@@ -40,6 +46,13 @@ class Admission:
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *rest: Any) -> None:
         """Schedule at most a chunk of a prompt."""
         super()._schedule_request(state, request_tokens, min(token_budget, self.cache.chunk), *rest)  # type: ignore[misc]
+
+    def end_at(self, stops: StopStrings, state: Any) -> None:
+        """End a request whose new token completes a stop string; its output is delivered with this pass."""
+        if state.status is RequestStatus.DECODING and stops.end(state.initial_tokens + state.generated_tokens):
+            state.status = RequestStatus.FINISHED
+            self.finish_request(state.request_id)
+            self.block_new_requests = False
 
     def _limit(self, state: Any, positions: int) -> None:
         """End a request of unlimited length at the model's last position."""

@@ -1,12 +1,13 @@
 """transformers' continuous batching under a patch: a manager whose requests each have a budget.
 
-All names that transformers does not promise are imported or listed here; tests/serving/test_engine_names.py compares them with
-the installed version.
+All names that transformers does not promise are imported or listed here, but a request's status (admission.py);
+tests/serving/test_engine_names.py compares them with the installed version.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from ..errors import KVPatchError
 from ..policies.scopes import protect_tensor
 from .admission import Admission
 from .pool import RequestPool
+from .stopping import StopStrings
 
 _LOG = logging.getLogger("kvpatch.serving")
 CACHED = "_cached_continuous_batching_manager"  # the model's attribute that keeps a persistent manager
@@ -70,14 +72,17 @@ class BudgetManager(ContinuousBatchingManager):
     over = False  # the patch was removed
 
     def __init__(
-        self, model: Any, terms: Terms, generation_config: Any, config: ContinuousBatchingConfig, workload_hints: Any
+        self,
+        model: Any,
+        terms: Terms,
+        generation_config: Any,
+        config: ContinuousBatchingConfig,
+        workload_hints: Any,
+        tokenizer: Any,
     ) -> None:
         self.terms = terms
         _refuse(model, terms.settings)
-        if getattr(generation_config, "stop_strings", None):
-            _LOG.warning(
-                "[kvpatch] transformers' continuous batching ignores stop_strings: give stop tokens (eos_token_id)."
-            )
+        self.stops = _stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _without(config), workload_hints)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -109,6 +114,8 @@ class BudgetManager(ContinuousBatchingManager):
             cache=pool, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )
         scheduler.max_positions = self.terms.max_positions
+        if self.stops is not None:
+            pool.after_token = functools.partial(scheduler.end_at, self.stops)
         self._use_prefix_sharing = False
         return ContinuousBatchProcessor(
             cache=pool,
@@ -175,8 +182,12 @@ def manager_of(
     generation_config: Any = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
+    tokenizer: Any = None,
 ) -> BudgetManager:
-    """Return the model's persistent manager under this patch, or a new one: what init_continuous_batching() does."""
+    """Return the model's persistent manager under this patch, or a new one: what init_continuous_batching() does.
+
+    tokenizer: for stop strings.
+    """
     kept = vars(model).get(CACHED)
     if isinstance(kept, BudgetManager) and kept.terms.settings is terms.settings:
         return kept
@@ -186,7 +197,7 @@ def manager_of(
         generation_config.eos_token_id = -1
     config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
     config = config if isinstance(config, ContinuousBatchingConfig) else ContinuousBatchingConfig()
-    manager = BudgetManager(model, terms, generation_config, config, workload_hints)
+    manager = BudgetManager(model, terms, generation_config, config, workload_hints, tokenizer)
     _MANAGERS.setdefault(model, weakref.WeakSet()).add(manager)
     return manager
 
@@ -219,6 +230,18 @@ def _refuse(model: Any, settings: CacheSettings) -> None:
             "Continuous batching of a model under tensor parallelism (tp_plan) is not on a budget yet: use generate(), or load "
             "the model on one device."
         )
+
+
+def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStrings | None:
+    if not strings:
+        return None
+    if tokenizer is None:
+        _LOG.warning(
+            "[kvpatch] stop_strings without a tokenizer are ignored, as transformers' continuous batching ignores them: give "
+            "generate_batch() or init_continuous_batching() tokenizer=, or stop tokens (eos_token_id)."
+        )
+        return None
+    return StopStrings(tokenizer, strings)
 
 
 def _without(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:

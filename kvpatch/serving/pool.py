@@ -8,7 +8,7 @@ count: a request claims as many as it will ever hold when it is admitted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,7 @@ class RequestPool:
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. prefixes: of the patch; begins: those
-    that requests begin with, which wait or were admitted.
+    that requests begin with, which wait or were admitted. after_token: gets a request's state with its new token.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -56,6 +56,7 @@ class RequestPool:
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
         self.prefixes, self.begins = Prefixes(), dict[str, Prefix]()
+        self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
         self._coming: list[tuple[str, int, int]] = []
 
@@ -151,7 +152,9 @@ class RequestPool:
         return {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Do nothing: no block is shared."""
+        """Look at a request's new token: no block is shared, but some text ends with it."""
+        if self.after_token is not None:
+            self.after_token(state)
 
     # ---- several sequences of one prompt ----
 

@@ -4,11 +4,15 @@ import time
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import kvpatch
 from kvpatch.serving.pool import RequestPool
 from tests.helpers.serving import alone, batched, collect, engine, greedy, prompts, running, until
-from tests.helpers.tiny import make
+from tests.helpers.tiny import VOCAB, make
 
 POLICIES = (
     "window",
@@ -173,18 +177,59 @@ def test_sampling_and_stopping():
         assert one.generated_tokens == tokens[:end]
 
 
-def test_stop_strings_are_none_of_the_engine_s(caplog):
-    """transformers' continuous batching ignores them, with a patch and without; under a patch the log says so."""
+def letters():
+    """A tokenizer whose token i is one letter, `letter(i)`."""
+    tokenizer = Tokenizer(BPE({letter(i): i for i in range(VOCAB)}, []))
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def letter(token):
+    return chr(ord("a") + token)
+
+
+def stopping(*strings, **options):
+    config = greedy(**options)
+    config.stop_strings = list(strings)
+    return {"generation_config": config, "continuous_batching_config": engine()}
+
+
+def test_stop_strings_end_a_request_as_they_end_generate():
+    """A token, two tokens, and one that the prompt's last token begins; the blocks of what has ended are free."""
+    model, texts, tokenizer = make("llama_gqa"), prompts(), letters()
+    with kvpatch.patched(model, "h2o", 12):
+        free = [alone(model, ids) for ids in texts]
+        stops = ["".join(map(letter, tokens)) for tokens in (free[0][3:4], free[1][4:6], [texts[2][-1], free[2][0]])]
+        want = []
+        for ids in texts:
+            asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            found = model.generate(torch.tensor([ids]), stop_strings=stops, tokenizer=tokenizer, **asked)
+            want.append(found[0, len(ids) :].tolist())
+        lengths = [len(tokens) for tokens in want]
+        assert lengths[0] <= 4 and lengths[1] <= 6 and lengths[2] == 1, lengths
+        got = model.generate_batch(texts, **stopping(*stops), tokenizer=tokenizer)
+        assert [one.generated_tokens for one in got.values()] == want
+        assert all(one.is_finished() and one.error is None for one in got.values())
+        manager = model.init_continuous_batching(**stopping(*stops, sequences=2), tokenizer=tokenizer)
+        manager.start()
+        try:
+            names = [manager.add_request(texts[0], streaming=streaming, max_new_tokens=12) for streaming in (False, True)]
+            found = collect(manager, [name for one in names for name in (one, f"{one}__child#0")])
+            assert [one.generated_tokens for one in found.values()] == [want[0]] * 4
+            until(lambda: not manager.pool.claimed)
+        finally:
+            manager.stop(block=True, timeout=30)
+
+
+def test_stop_strings_without_a_tokenizer_are_ignored_and_the_log_says_so(caplog):
     model, texts = make("llama_gqa"), prompts((20, 33))
-    config = greedy()
-    config.stop_strings = ["a"]
-    given = {"generation_config": config, "continuous_batching_config": engine()}
+    given = stopping("a")
     plain = [one.generated_tokens for one in model.generate_batch(texts, **given).values()]
     assert plain == batched(model, texts) and not caplog.records
     with kvpatch.patched(model, "h2o", 12):
         want = [alone(model, ids) for ids in texts]
         assert [one.generated_tokens for one in model.generate_batch(texts, **given).values()] == want
-    assert "ignores stop_strings: give stop tokens" in caplog.text
+    assert "stop_strings without a tokenizer are ignored" in caplog.text
 
 
 def test_streams():
