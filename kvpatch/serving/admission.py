@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import RequestStatus
+import torch
 
 from ..errors import KVPatchError
 from .pool import RequestPool
-from .stopping import StopStrings
 
 
 class Admission:
@@ -47,10 +46,15 @@ class Admission:
         """Schedule at most a chunk of a prompt."""
         super()._schedule_request(state, request_tokens, min(token_budget, self.cache.chunk), *rest)  # type: ignore[misc]
 
-    def end_at(self, stops: StopStrings, state: Any) -> None:
-        """End a request whose new token completes a stop string; its output is delivered with this pass."""
-        if state.status is RequestStatus.DECODING and stops.end(state.initial_tokens + state.generated_tokens):
-            state.status = RequestStatus.FINISHED
+    def end_at(self, stops: Any, state: Any) -> None:
+        """End a request whose new token completes a stop string; its output is delivered with this pass.
+
+        stops: transformers' StopStringCriteria.
+        """
+        status, tokens = type(state.status), state.initial_tokens + state.generated_tokens
+        newest = torch.tensor([tokens[-stops.maximum_token_len :]])
+        if state.status is status.DECODING and bool(stops(newest, None)):
+            state.status = status.FINISHED
             self.finish_request(state.request_id)
             self.block_new_requests = False
 

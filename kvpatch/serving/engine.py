@@ -1,7 +1,7 @@
 """transformers' continuous batching under a patch: a manager whose requests each have a budget.
 
-All names that transformers does not promise are imported or listed here, but a request's status (admission.py);
-tests/serving/test_engine_names.py compares them with the installed version.
+All names that transformers does not promise are imported or listed here; tests/serving/test_engine_names.py compares them with
+the installed version.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     FIFOScheduler,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
@@ -32,7 +33,6 @@ from ..errors import KVPatchError
 from ..policies.scopes import protect_tensor
 from .admission import Admission
 from .pool import RequestPool
-from .stopping import StopStrings
 
 _LOG = logging.getLogger("kvpatch.serving")
 CACHED = "_cached_continuous_batching_manager"  # the model's attribute that keeps a persistent manager
@@ -232,7 +232,7 @@ def _refuse(model: Any, settings: CacheSettings) -> None:
         )
 
 
-def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStrings | None:
+def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
     if not strings:
         return None
     if tokenizer is None:
@@ -241,7 +241,7 @@ def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStrings | Non
             "generate_batch() or init_continuous_batching() tokenizer=, or stop tokens (eos_token_id)."
         )
         return None
-    return StopStrings(tokenizer, strings)
+    return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
 
 def _without(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
