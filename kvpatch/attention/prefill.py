@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -202,10 +203,11 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
     arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
-    if call.score.folds:
+    if call.score.folds is not None:
         call.cache.choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
         candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= newest(call) - observed)
-        slots.statistic("observed")[:, :, : slots.used] = torch_backend.window_folds(*arguments, candidate, call.score.fold)
+        found = torch_backend.window_folds(*arguments, candidate, call.score.fold, _JOINS[call.score.folds])
+        slots.statistic("observed")[:, :, : slots.used] = found
         return
     name, total = call.cache.choice.of("statistics", case), None
     if name != "torch":
@@ -213,6 +215,9 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     if total is None:
         total = torch_backend.window_sums(*arguments)
     slots.statistic("observed")[:, :, : slots.used] = total / observed.clamp(min=1)
+
+
+_JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.maximum, "sum": torch.add}
 
 
 def _note_queries(call: Call, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:

@@ -33,7 +33,7 @@ class PolicyEntry:
         name: as `--policy` takes it.
         use: when to take it, in a few words.
         paper: short name of the paper, "" for a baseline.
-        arxiv: its number on arXiv.
+        arxiv: its number on arXiv, or the address of a paper that is elsewhere.
         schedule: the policy's own.
         options: defaults of its options, those of COMMON only where they differ.
     """
@@ -48,7 +48,7 @@ class PolicyEntry:
     @property
     def link(self) -> str:
         """Address of the paper, or ""."""
-        return f"https://arxiv.org/abs/{self.arxiv}" if self.arxiv else ""
+        return self.arxiv and (self.arxiv if "/" in self.arxiv else f"https://arxiv.org/abs/{self.arxiv}")
 
 
 _WINDOW = {"window": 32, "kernel": 7, "pooling": "max"}
@@ -87,6 +87,8 @@ POLICIES = {entry.name: entry for entry in (
                 _WINDOW | {"beta": 20}),
     PolicyEntry("adakv", "as snapkv, with one budget per layer that its heads share", "AdaKV", "2407.11550", "prompt",
                 _WINDOW | {"floor": 0.2}),
+    PolicyEntry("dropkv", "the question is at the prompt's end: keeps what its last tokens' outputs would change without",
+                "DropKV", "https://openreview.net/forum?id=MqfNzH3TVH", "prompt", _WINDOW | {"pooling": "avg"}),
     PolicyEntry("key_norm", "attention costs too much to sum: keeps keys of small norm", "L2 norm", "2406.11430"),
     PolicyEntry("key_diff", "attention costs too much to sum: keeps keys unlike the mean key", "KeyDiff", "2504.15364"),
     PolicyEntry("cur", "attention costs too much to sum: keeps keys and values larger than their neighbours'", "CurDKV",

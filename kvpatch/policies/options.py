@@ -23,10 +23,11 @@ class PolicyOptions(TypedDict, total=False):
         dilation: tokens skipped between two of the pattern (dilated_window).
         heads: "layer" or "each" (tova).
         scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
-        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv), or tokens whose norms are compared
-            (cur).
-        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv, defensive_snapkv).
-        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, defensive_snapkv).
+        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv, dropkv), or tokens whose norms are
+            compared (cur).
+        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv, dropkv,
+            defensive_snapkv).
+        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, dropkv, defensive_snapkv).
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
         sketch: columns of the random matrix that keys are multiplied with (leverage).

@@ -10,6 +10,7 @@ from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
 from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .expected import ExpectedAttention
+from .outputs import OutputChange
 from .policy import Policy
 from .repeated import Repeated, RepeatedOutputs
 from .scopes import DeviationScope, Scope
@@ -154,6 +155,7 @@ POLICIES = _table(
     Policy("snapkv",          ObservationWindow(),    schedule="prompt", source="SnapKV"),
     Policy("pyramidkv",       ObservationWindow(),    schedule="prompt", source="PyramidKV", over_layers=Pyramid()),
     Policy("adakv",           ObservationWindow(),    schedule="prompt", source="AdaKV", over_heads=Adaptive()),
+    Policy("dropkv",          OutputChange(),         schedule="prompt", source="DropKV"),
     Policy("key_norm",        KeyNorm(),              source="L2-norm baseline"),
     Policy("key_diff",        KeyDiff(),              source="KeyDiff"),
     Policy("cur",             Cur(),                  Scope(sinks=4), source="CurDKV"),

@@ -65,6 +65,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": SNAPKV,
     "pyramidkv": {**SNAPKV, "wrap": ("pyramid",)},
     "adakv": {**SNAPKV, "wrap": ("adaptive",)},
+    "dropkv": {**SNAPKV, "score": "dropped", "pooling": "avg"},
     "critical_snapkv": {**SNAPKV, "wrap": ("critical",)},
     "critical_pyramidkv": {**SNAPKV, "wrap": ("pyramid", "critical")},
     "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
@@ -106,7 +107,8 @@ WRAPS: dict[str, dict[str, Any]] = {
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
-AT_THE_END = ("repeated", "observation", "defensive", "lag", "expected", "leverage")  # scores of a prompt's end alone
+OBSERVING = ("observation", "defensive", "dropped")
+AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage")  # scores of a prompt's end alone
 # scores that may be negative, or that a factor would make no sense of
 NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag")
 
@@ -237,6 +239,28 @@ def defensive(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, poo
             most = [max(pair) for pair in zip(most, pooled, strict=True)]
     least = sum(most) / len(most) if most else 0.0
     return {i: max(value, least) for i, value in zip(older, most, strict=True)}
+
+
+def dropped(
+    values: dict[int, Tensor], rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None
+) -> dict[int, float]:
+    """DropKV: the squared distance by which the output of a row moves when i is lost and the rest renormalized, summed over
+    the last w rows, averaged over the query heads, pooled among all that is held; of every held i but the newest w."""
+    s = dict.fromkeys(held, 0.0)
+    for row in rows[-w:] if w else []:
+        G = len(next(iter(row.a.values())))
+        for j in range(G):
+            output = sum((a[j] * values[i] for i, a in row.a.items()), torch.zeros(len(values[held[0]]), dtype=torch.float64))
+            for i, a in row.a.items():
+                move = a[j] / (1 - a[j] + 1e-6) * (output - values[i])
+                s[i] += float(move @ move) / G
+    numbers, half = [s[i] for i in held], kernel // 2
+    near = [numbers[max(0, at - half) : at + half + 1] for at in range(len(held))]
+    if pooling == "max":
+        numbers = [max(some) for some in near]
+    elif pooling == "avg":
+        numbers = [sum(some) / kernel for some in near]
+    return dict(zip(held[: len(held) - w], numbers, strict=False))
 
 
 def gumbel_softmax(row: Row, zeta: Callable[[int, int], float], tau: float) -> dict[int, float]:
@@ -544,7 +568,7 @@ class Oracle:
 
     def observes(self) -> int:
         """The query rows of the observation window."""
-        return self.options["window"] if self.options["score"] in ("observation", "defensive") else 0
+        return self.options["window"] if self.options["score"] in OBSERVING else 0
 
     def sinks(self, b: int) -> int:
         """The sinks, clamped so that they and the protected tokens fit the budget."""
@@ -610,9 +634,9 @@ class Oracle:
             case "gumbel" | "repeated":
                 summed = self.running if o["score"] == "gumbel" else self.repeated
                 return {i: summed[l][g].get(i, 0.0) for i in candidates}
-            case "observation" | "defensive":
-                held = sorted(self.keys[l][g])
-                score = {"observation": observation, "defensive": defensive}[o["score"]]
+            case "observation" | "defensive" | "dropped":
+                held, change = sorted(self.keys[l][g]), partial(dropped, self.values[l][g])
+                score = {"observation": observation, "defensive": defensive, "dropped": change}[o["score"]]
                 s = score(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: s[i] for i in candidates}
             case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage":

@@ -350,6 +350,19 @@ MUTANTS = {
     "pooling that leaks behind the candidates": (
         "policies/scores.py", "        pooled = pooled * candidate_NM[:, None, None]\n", "",
         f"{ORACLE}[llama_gqa-defensive_snapkv]"),
+    "the change of an output not squared": (
+        "policies/outputs.py", "(p_NLM / (1 - p_NLM + _EPS)).square()", "(p_NLM / (1 - p_NLM + _EPS))",
+        f"{ORACLE}[llama_gqa-dropkv]"),
+    "outputs without what the window itself gave": (
+        "policies/outputs.py", "v_NMD = rows.p_NGRM.double(), rows",
+        "v_NMD = (rows.p_NGRM * rows.candidate_NM[:, None, None]).double(), rows",
+        f"{ORACLE}[llama_gqa-dropkv]"),
+    "values of other tokens": (
+        "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
+        f"{ORACLE}[llama_gqa-dropkv]"),
+    "the greatest of several blocks' sums": (
+        "attention/prefill.py", '"sum": torch.add}', '"sum": torch.maximum}',
+        "tests/policies/test_scores.py::test_a_window_in_several_blocks_of_rows[dropkv]"),
     "the maximum over one query head": (
         "policies/scores.py", "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny))).amax((1, 2))",
         "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny)))[:, 0].amax(1)",

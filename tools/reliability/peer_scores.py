@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
                                  {"use_covariance": False, "epsilon": 0.01, "n_future_positions": 40}),
     "chunk_kv": ("chunk_kv", {"window": 40, "kernel": 5, "pooling": "avg"}, "ChunkKVPress",
                  {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
+    "dropkv": ("dropkv", {}, "DropKV", {}),
     "leverage": ("leverage", {"sketch": 6}, "LeverageScorePress", {"sketch_dimension": 6}),
     "kvzip": ("kvzip", {"chunk": 120, "instruction": ((5, 9, 11), (7, 13), (3,))}, "KVzipPress", {"chunk_size": 120}),
     "kvzip_plus": ("kvzip_plus", {"chunk": 300, "instruction": ((5, 9, 11), (7, 13), (3,))}, "KVzipPress",
@@ -130,7 +131,7 @@ def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
     if "press" in options:
         inner, its_own = options["press"]
         return getattr(kvpress, name)(**options | {"press": _made(inner, its_own, scores)})
-    press = getattr(kvpress, name)(RATIO, **options)
+    press = (_dropkv() if name == "DropKV" else getattr(kvpress, name))(RATIO, **options)
     own = press.score
 
     def score(*args: Any, **call: Any) -> Tensor:
@@ -139,6 +140,29 @@ def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
 
     press.score = score
     return press
+
+
+def _dropkv() -> Any:
+    """Return a press of DropKV's formula, as its authors proposed it to kvpress: no release has it."""
+    from kvpress import ScorerPress
+    from kvpress.utils import get_prerope_query_states
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    class DropKV(ScorerPress):  # type: ignore[misc]
+        def score(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor, attentions: Any, given: Any) -> Tensor:
+            W, G, s = 32, module.num_key_value_groups, keys.new_zeros(keys.shape[:3])
+            queries, _ = apply_rotary_pos_emb(get_prerope_query_states(module, hidden), keys, *given["position_embeddings"])
+            for h in range(queries.shape[1]):
+                k, v = keys[0, h // G], values[0, h // G]
+                for t in range(len(k) - W, len(k)):
+                    p = (k[: t + 1] @ queries[0, h, t] * module.scaling).softmax(0)
+                    moves = (p / (1 - p + 1e-6))[:, None] * (v[: t + 1] - p @ v[: t + 1])
+                    s[0, h // G, : t + 1] += moves.square().sum(1) / G
+            s = torch.nn.functional.avg_pool1d(s, 7, stride=1, padding=3)
+            s[..., -W:] = s.max() + 1
+            return s
+
+    return DropKV
 
 
 def _places(whole_HTD: Tensor, kept_HKD: Tensor) -> list[list[int]]:
