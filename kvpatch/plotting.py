@@ -44,6 +44,7 @@ _LOOKS = {
     "lag_kv": ("#6b6ecf", "d"),
     "chunk_kv": ("#ad494a", "^"),
     "leverage": ("#8c6d31", "D"),
+    "compactor": ("#bd9e39", "D"),
     "expected_attention": ("#637939", "D"),
     "kvzip": ("#31a354", "P"),
     "kvzip_plus": ("#006d2c", "P"),

@@ -16,6 +16,7 @@ from ..cache.modes import Reading
 from ..policies import sampling
 from ..policies.context import accumulator
 from ..policies.queries import Moments
+from . import local
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
 
@@ -53,6 +54,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
         if call.evicts and call.score.moments:
             _note_queries(call, q_BHGQD, positions_BQ)
+        if call.evicts and call.score.local:
+            local.note(call, q_BHGQD, k_BHQD, positions_BQ, past)
         call.cache.meter.count(before, during, during)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B, q_BHGQD)

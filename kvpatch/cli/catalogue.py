@@ -99,6 +99,8 @@ POLICIES = {entry.name: entry for entry in (
                 "2502.00299", "prompt", _WINDOW | {"size": 20, "together": True}),
     PolicyEntry("leverage", "attention costs too much to sum: keeps keys that span what the others do not", "Compactor",
                 "2507.08143", "prompt", {"sketch": 48}),
+    PolicyEntry("compactor", "questions come later: as leverage, and keeps what the tokens around look at", "Compactor",
+                "2507.08143", "prompt", {"sinks": 8, "recent": 4, "sketch": 48, "chunk": 256, "blend": 0.35}),
     PolicyEntry("expected_attention", "questions come later: keeps what queries like the prompt's will look at",
                 "Expected Attention", "2510.00636", "prompt", {"sinks": 4, "future": 512, "eps": 0.0, "covariance": True}),
     PolicyEntry("critical_snapkv", "as snapkv, and weighs attention with the size of the values",

@@ -30,9 +30,10 @@ class PolicyOptions(TypedDict, total=False):
         pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, dropkv, defensive_snapkv).
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
-        sketch: columns of the random matrix that keys are multiplied with (leverage).
+        sketch: columns of the random matrix that keys are multiplied with (leverage, compactor).
         instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives (kvzip, kvzip_plus).
-        chunk: tokens that are repeated at a time (kvzip, kvzip_plus).
+        chunk: tokens that are repeated at a time (kvzip, kvzip_plus), or that look at each other (compactor).
+        blend: weight of the keys' leverage (compactor).
         future: coming positions whose rotations are averaged (expected_attention).
         covariance: False takes the mean query alone (expected_attention).
         noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
@@ -67,6 +68,7 @@ class PolicyOptions(TypedDict, total=False):
     sketch: int
     instruction: Sequence[int] | Sequence[Sequence[int]]
     chunk: int
+    blend: int | float
     future: int
     covariance: bool
     noise: Literal["gumbel", "gaussian", "constant", "none"]

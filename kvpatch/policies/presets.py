@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
-from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
+from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .expected import ExpectedAttention
 from .outputs import OutputChange
 from .policy import Policy
@@ -162,6 +162,7 @@ POLICIES = _table(
     Policy("lag_kv",          LagKV(),                Scope(sinks=4), schedule="prompt", source="LagKV"),
     Policy("chunk_kv",        ObservationWindow(),    schedule="prompt", source="ChunkKV", selection=Chunked()),
     Policy("leverage",        Leverage(),             schedule="prompt", source="Compactor"),
+    Policy("compactor",       Compactor(),            Scope(sinks=8, recent=4), schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
 )
 # fmt: on

@@ -97,6 +97,11 @@ class Score:
         return 0
 
     @property
+    def local(self) -> int:
+        """Tokens of a chunk inside which a prompt's attention without a causal mask goes to the entry "local"; 0 for none."""
+        return 0
+
+    @property
     def lookahead(self) -> int | None:
         """Number of positions after the newest token whose rotation `value` needs; None if it needs none at all."""
         return None

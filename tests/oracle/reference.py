@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.reference_content import expected_attention, lagged, leverage, relative_norms, unlike_the_mean
+from tests.oracle.reference_content import (
+    compactor,
+    expected_attention,
+    lagged,
+    leverage,
+    local_attention,
+    relative_norms,
+    unlike_the_mean,
+)
 from tests.oracle.reference_models import Decoder, decoder_of
 from tests.oracle.reference_selection import adaptive, budget, chunked, pyramid, tokens, two_stage, worst
 
@@ -79,6 +87,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lag_kv": {"score": "lag", "schedule": "prompt", "sinks": 4, "lag": 128},
     "chunk_kv": {**SNAPKV, "wrap": ("chunked",)},
     "leverage": {"score": "leverage", "schedule": "prompt", "sketch": 48},
+    "compactor": {
+        "score": "compactor",
+        "schedule": "prompt",
+        "sinks": 8,
+        "recent": 4,
+        "sketch": 48,
+        "chunk": 256,
+        "blend": 0.35,
+    },
     "expected_attention": {
         "score": "expected",
         "schedule": "prompt",
@@ -108,9 +125,9 @@ WRAPS: dict[str, dict[str, Any]] = {
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
 OBSERVING = ("observation", "defensive", "dropped")
-AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage")  # scores of a prompt's end alone
+AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor")  # scores of a prompt's end alone
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag")
+NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag", "compactor")
 
 
 @dataclass
@@ -323,6 +340,7 @@ class Oracle:
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
         self.repeated: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # of second readings
+        self.local: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # attention inside chunks
         self.zeta: dict[tuple[int, int, int], float] = {}
         self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
         self.seen = 0  # tokens of the text so far
@@ -410,6 +428,11 @@ class Oracle:
         renumbered = self.options["positions"] == "renumbered"
         q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
         self.hidden[l] = h_TE
+        if self.options["score"] == "compactor" and self.step == 0:
+            for g in range(self.decoder.kv_heads):
+                queries = [q[h] for h in range(g * self.G, (g + 1) * self.G)]
+                size, begin = self.options["chunk"], self.options["sinks"]
+                self.local[l][g] |= local_attention(positions.tolist(), queries, k[g], begin, size)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
         scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
@@ -639,7 +662,7 @@ class Oracle:
                 score = {"observation": observation, "defensive": defensive, "dropped": change}[o["score"]]
                 s = score(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: s[i] for i in candidates}
-            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage":
+            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
@@ -655,12 +678,9 @@ class Oracle:
             case "cur":
                 return relative_norms({i: noted[i] for i in keys}, o["window"], o["combine"])
             case "leverage":
-                turned = self.decoder.rotations(l, self.seen)
-                plain = {i: torch.linalg.solve(turned[i].T, key) for i, key in keys.items()}
-                assert self.draw is not None
-                D, columns = self.decoder.D, o["sketch"]
-                numbers = [[self.draw("normal", l, g, d, j) for j in range(columns)] for d in range(D)]
-                return leverage(plain, torch.tensor(numbers, dtype=torch.float64) / math.sqrt(columns))
+                return self.leverage(l, g, list(keys))
+            case "compactor":
+                return self.compactor_scores(l, b)[g]
         begin = max(self.sinks(b), self.start if self.turns == "each" else 0)
         if o["score"] == "expected":
             heads, first = range(g * self.G, (g + 1) * self.G), self.seen - self.new
@@ -673,6 +693,27 @@ class Oracle:
         s, margin = lagged(keys, values, sum(1 for i in keys if i < begin), o["lag"])
         self.margin = min(self.margin, margin)
         return s
+
+    def leverage(self, l: int, g: int, among: list[int]) -> dict[int, float]:
+        """The leverage of held keys among some of them."""
+        turned = self.decoder.rotations(l, self.seen)
+        plain = {i: torch.linalg.solve(turned[i].T, self.keys[l][g][i]) for i in among}
+        assert self.draw is not None
+        D, columns = self.decoder.D, self.options["sketch"]
+        numbers = [[self.draw("normal", l, g, d, j) for j in range(columns)] for d in range(D)]
+        return leverage(plain, torch.tensor(numbers, dtype=torch.float64) / math.sqrt(columns))
+
+    def compactor_scores(self, l: int, b: int) -> list[dict[int, float]]:
+        """s[i] of each head's tokens behind the sinks and before the recent ones."""
+        begin = max(self.sinks(b), self.start if self.turns == "each" else 0)
+        last = self.newest - self.sizes(b)[1]
+        among = [[i for i in sorted(head) if begin <= i <= last] for head in self.keys[l]]
+        outliers = [self.leverage(l, g, own) for g, own in enumerate(among)]
+        return compactor(self.local[l], self.values[l], outliers, self.options["blend"])
+
+    def heads_together(self) -> bool:
+        """Scores look at all heads of a layer, so that they are computed before any head evicts."""
+        return "chunked" in self.options["wrap"] or self.options["score"] == "compactor"
 
     def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
         """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
@@ -712,7 +753,7 @@ class Oracle:
         if b is None or not due or self.over():
             return
         shares = self.head_budgets(l, b)
-        scored = self.scores_of_heads(l, b, [self.evictable(l, g, b) for g in range(K)]) if "chunked" in o["wrap"] else None
+        scored = self.scores_of_heads(l, b, [self.evictable(l, g, b) for g in range(K)]) if self.heads_together() else None
         for g, share in enumerate(shares):
             self.evict_head(l, g, b, share, scored[g] if scored else None)
         if "adaptive" in o["wrap"] and self.step == 0:
@@ -744,7 +785,7 @@ class Oracle:
             )
             self.margin = min(self.margin, margin)
             for (l, g), own, count in zip(heads, s, counts, strict=True):
-                self.evict_head(l, g, b_of[l], count, own if "chunked" in self.options["wrap"] else None)
+                self.evict_head(l, g, b_of[l], count, own if self.heads_together() else None)
         held = [len(self.keys[l][g]) for l, g in heads]
         extra = max(0, total - sum(held))
         for place, (l, g) in enumerate(heads):
@@ -908,7 +949,7 @@ def run_turns(
     """
     chosen = settings(policy, options, wrap)
     check_turns(turns, chosen["schedule"], len(text))
-    needs_draw = chosen["score"] in ("random", "leverage") or chosen.get("noise") in ("gumbel", "gaussian")
+    needs_draw = chosen["score"] in ("random", "leverage", "compactor") or chosen.get("noise") in ("gumbel", "gaussian")
     if needs_draw and draw is None:
         raise ValueError(f"{policy} needs draw=")
     first, whole = len(text[0][0]), sum(len(prompt) + len(continuation) for prompt, continuation in text)

@@ -28,7 +28,7 @@ def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
         cache = patch.new_cache()
         model(text(), past_key_values=cache)
     chosen = kvpatch.get_policy(policy).with_options(**options)  # a press gives what it protects a score above all others
-    sinks, window = chosen.scope.sinks, chosen.score.observed_rows
+    sinks, window = chosen.scope.sinks, chosen.score.observed_rows or chosen.scope.recent
     for layer, (own, peer) in enumerate(zip(mine, theirs, strict=True)):
         for head, scores in enumerate(peer):
             places = cache.positions(layer)[0, head]

@@ -39,10 +39,12 @@ def test_declarations():
     assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
     assert said["expected_attention"] == said["leverage"] == ("none", (), False, False, True, None, False, 0)
     assert [name for name, p in POLICIES.items() if p.score.reads_held] == [
-        "key_diff", "lag_kv", "leverage", "expected_attention",
+        "key_diff", "lag_kv", "leverage", "compactor", "expected_attention",
     ]  # fmt: skip
     assert [name for name, p in POLICIES.items() if p.score.moments] == ["expected_attention"]
-    assert [name for name, p in POLICIES.items() if p.score.lookahead is not None] == ["leverage", "expected_attention"]
+    looking_ahead = [name for name, p in POLICIES.items() if p.score.lookahead is not None]
+    assert looking_ahead == ["leverage", "compactor", "expected_attention"]
+    assert [name for name, p in POLICIES.items() if p.score.local] == ["compactor"]
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))

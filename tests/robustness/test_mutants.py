@@ -350,6 +350,20 @@ MUTANTS = {
     "pooling that leaks behind the candidates": (
         "policies/scores.py", "        pooled = pooled * candidate_NM[:, None, None]\n", "",
         f"{ORACLE}[llama_gqa-defensive_snapkv]"),
+    "local attention with a causal mask": (
+        "attention/local.py", "    total = (p *", "    p = p.tril()\n    total = (p *", f"{ORACLE}[llama_gqa-compactor]"),
+    "chunks counted from the prompt's first token": (
+        "attention/local.py", "call.score.local, call.policy.scope.sinks", "call.score.local, 0",
+        f"{ORACLE}[llama_gqa-compactor]"),
+    "rows of an incomplete chunk forgotten": (
+        "attention/local.py", "else rows.newest(size - 1, whole_B1)", "else None",
+        "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
+    "rows of a complete chunk counted again": (
+        "cache/modes.py", "positions.masked_fill(positions < start_B1, -1)", "positions",
+        "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
+    "standardized over all that is held": (
+        "policies/content.py", "among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)",
+        "among = position >= 0", f"{ORACLE}[llama_gqa-compactor]"),
     "the change of an output not squared": (
         "policies/outputs.py", "(p_NLM / (1 - p_NLM + _EPS)).square()", "(p_NLM / (1 - p_NLM + _EPS))",
         f"{ORACLE}[llama_gqa-dropkv]"),
