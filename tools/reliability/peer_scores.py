@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TABLE = Path(__file__).parents[2] / "tests/policies/peer_scores.json"
-TOKENS, RATIO = 280, 0.5
+TOKENS, RATIO, QUESTION = 280, 0.5, 32
 # kvpatch's policy and its options, and kvpress' press and its options
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "key_diff": ("key_diff", {}, "KeyDiffPress", {}),
@@ -32,6 +32,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
                                  {"use_covariance": False, "epsilon": 0.01, "n_future_positions": 40}),
     "chunk_kv": ("chunk_kv", {"window": 40, "kernel": 5, "pooling": "avg"}, "ChunkKVPress",
                  {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
+    "non-causal attention": ("compactor", {"blend": 0, "sinks": 0, "recent": 0, "chunk": 70, "sketch": 1}, "NonCausalAttnPress",
+                             {"chunk_size": 70}),
+    "observed attention": ("roco", {"recent": 0, "protected": 0, "schedule": "prompt"}, "ObservedAttentionPress", {}),
+    "finch": ("snapkv", {"kernel": 1, "pooling": None}, "FinchPress", {"normalize_scores": False, "rerotate_keys": False}),
+    "snapkv": ("snapkv", {"window": 64, "kernel": 5, "pooling": "avg"}, "SnapKVPress", {}),
+    "tova": ("tova", {"schedule": "prompt", "recent": 1}, "TOVAPress", {}),
+    "key_norm": ("key_norm", {"schedule": "prompt"}, "KnormPress", {}),
     "dropkv": ("dropkv", {}, "DropKV", {}),
     "leverage": ("leverage", {"sketch": 6}, "LeverageScorePress", {"sketch_dimension": 6}),
     "compactor": ("compactor", {"sketch": 6, "chunk": 67, "blend": 0.5}, "CompactorPress",
@@ -75,6 +82,9 @@ def main() -> None:
         kept, scores = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
         rounded = [[[float(f"{x:.9g}") for x in head] for head in one[0].tolist()] for one in scores]
         found[name] = {"kept": kept, "scores": rounded}
+    import kvpress
+
+    found["presses"] = sorted(name for name in kvpress.__all__ if name.endswith("Press"))
     lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items()]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -82,11 +92,16 @@ def main() -> None:
 def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor]]:
     """Return where the kept tokens stand, by layer and head, and the scores of each layer [1,H,T]."""
     scores: list[Tensor] = []
-    press, model = _made(name, options, scores), small_model()
+    press, model, ids = _made(name, options, scores), small_model(), text()
+    if name == "ObservedAttentionPress":
+        model.set_attn_implementation("eager")
+    if name == "FinchPress":  # the question behind a token that stands for nothing else
+        press.delimiter_token_id = 0
+        ids = torch.cat([ids[:, :-QUESTION], torch.zeros(1, 1, dtype=ids.dtype), ids[:, -QUESTION:]], 1)
     with torch.no_grad(), mock.patch.object(torch, "randn", lambda *shape, **_: sketch(shape)):
         whole = model(text()).past_key_values
         with press(model):
-            held = model(text()).past_key_values
+            held = model(ids).past_key_values
     return [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)], scores
 
 
