@@ -27,7 +27,9 @@ PRESSES = {
     "BlockPress": Press(
         call='"key_diff", k=512, block=256', note="any policy; the budget holds while the prompt is read"
     ),
-    "CAMPress": Press(note="It changes values of kept tokens by chance; every value here is the model's own."),
+    "CAMPress": Press(
+        note="It merges values by chance into the tokens that follow; `kvpatch.merged` merges by likeness, at a prompt's end."
+    ),
     "CapPress": Press(note="No policy has its score, a log-determinant of values weighted by a mean query."),
     "ChunkKVPress": Press(row="chunk_kv", note="around any score: `kvpatch.chunked(base)`; the budget is exact"),
     "ChunkPress": Press(note="It gives each chunk of the text a budget of its own; here all tokens of a head compete."),
@@ -71,7 +73,9 @@ PRESSES = {
     "LagKVPress": Press(row="lag_kv"),
     "LeverageScorePress": Press(row="leverage", note="scores are not standardized, which changes no ranking"),
     "LUKVPress": Press(note="It needs a table of keep rates of each head, measured on other texts."),
-    "MergingPress": Press(note="It changes values of kept tokens; every value here is the model's own."),
+    "MergingPress": Press(
+        call='"merged(snapkv)", k=0.5', note="around any score: `kvpatch.merged(base)`; no `merge_fraction`"
+    ),
     "NonCausalAttnPress": Press(
         call='"compactor", k=0.5, blend=0, sinks=0, recent=0', note="scores plus zero times leverage"
     ),

@@ -172,7 +172,7 @@ ARCHITECTURES = {
 }
 # fmt: on
 
-_COMBINED = re.compile(r"\s*(?:critical|adaptive|global_topk|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(?:critical|adaptive|global_topk|pyramid|chunked|merged)\((.+)\)\s*", re.IGNORECASE)
 
 
 def _registered() -> Collection[str]:

@@ -44,6 +44,7 @@ class PolicyOptions(TypedDict, total=False):
         damping: factor of the sum before each addition (keyformer).
         size: tokens of a chunk (chunk_kv, chunked).
         together: whether the heads of a layer keep the same chunks (chunk_kv, chunked).
+        threshold: least cosine of keys whose values are merged (merged).
         beta: ratio of the mean budget to the last layer's (pyramid).
         floor: share of the budget that every head receives (adaptive, global_topk).
         alpha: share of the budget that the first stage keeps (critical).
@@ -79,6 +80,7 @@ class PolicyOptions(TypedDict, total=False):
     damping: float
     size: int
     together: bool
+    threshold: float
     beta: int | float
     floor: int | float
     alpha: int | float

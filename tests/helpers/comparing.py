@@ -42,6 +42,7 @@ WRAPS = {
     "global_topk": kvpatch.policies.global_topk,
     "critical": kvpatch.policies.critical,
     "chunked": kvpatch.policies.chunked,
+    "merged": kvpatch.policies.merged,
 }
 
 

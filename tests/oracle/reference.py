@@ -32,7 +32,7 @@ from tests.oracle.reference_content import (
     unlike_the_mean,
 )
 from tests.oracle.reference_models import Decoder, decoder_of
-from tests.oracle.reference_selection import adaptive, budget, chunked, pyramid, tokens, two_stage, worst
+from tests.oracle.reference_selection import adaptive, budget, chunked, merged, pyramid, tokens, two_stage, worst
 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
@@ -122,6 +122,7 @@ WRAPS: dict[str, dict[str, Any]] = {
     "adaptive": {"floor": 0.2},
     "global_topk": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
+    "merged": {"threshold": 0.0, "schedule": "prompt"},
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
 OBSERVING = ("observation", "defensive", "dropped")
@@ -836,6 +837,12 @@ class Oracle:
         else:
             victims, margin = worst(s, excess, dead)
         self.margin = min(self.margin, margin)
+        if "merged" in o["wrap"]:
+            folded = {i for i in victims if not self.dead(l, i)}
+            keys = {i: key for i, key in self.keys[l][g].items() if i in folded or i not in victims}
+            values, margin = merged(keys, self.values[l][g], folded, o["threshold"])
+            self.values[l][g] |= values
+            self.margin = min(self.margin, margin)
         for i in victims:
             del self.keys[l][g][i], self.values[l][g][i]
 

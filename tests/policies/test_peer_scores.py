@@ -56,6 +56,11 @@ def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
             # of equal scores a press keeps any
             assert torch.equal(places, wanted) or policy in ("lag_kv", "key_norm")
             torch.testing.assert_close(scores[places].sort().values, scores[wanted].sort().values, atol=1e-7, rtol=1e-7)
+            if "values" in PEER[case]:
+                sizes = cache.layers[layer].values[0, head, : len(places)].norm(dim=-1)
+                sizes = sizes[cache.positions(layer)[0, head, : len(places)].argsort()]
+                wanted = torch.tensor(PEER[case]["values"][layer][head], dtype=sizes.dtype)
+                torch.testing.assert_close(sizes, wanted, atol=1e-5, rtol=1e-5)  # a press merges in float32
         own, peer = own[:, sinks : TOKENS - window], peer[:, sinks : TOKENS - window]
         if policy == "cur":  # a press divides by the sum of the head, sinks included
             own, peer = own / own.sum(-1, keepdim=True), peer / peer.sum(-1, keepdim=True)

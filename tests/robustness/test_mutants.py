@@ -364,6 +364,19 @@ MUTANTS = {
     "standardized over all that is held": (
         "policies/content.py", "among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)",
         "among = position >= 0", f"{ORACLE}[llama_gqa-compactor]"),
+    "merged into any token": (
+        "policies/merging.py", "target = index_BHK.shape[-1] - 1 - target", "target = target * 0",
+        f"{PARTS}::test_merged[h2o-merged]"),
+    "merged with the weight of another": (
+        "policies/merging.py", "size + size_BHK.gather(2, target) + _EPS", "2 * size + _EPS",
+        f"{PARTS}::test_merged[h2o-merged]"),
+    "merged where keys differ": (
+        "policies/merging.py", " | (most < self.threshold), 0.0)", ", 0.0)", f"{PARTS}::test_merged[snapkv-merged]"),
+    "merged: what was kept is merged too": (
+        "policies/merging.py", "live_BHT & (stays_BHT == 0)", "live_BHT", f"{PARTS}::test_merged[h2o-merged]"),
+    "merged values written to the first heads": (
+        "cache/layer.py", "rows, values = rows[real], values[real]", "rows, values = rows[: len(real)], values[real]",
+        f"{PARTS}::test_merged[roco-adaptive+merged]"),
     "the change of an output not squared": (
         "policies/outputs.py", "(p_NLM / (1 - p_NLM + _EPS)).square()", "(p_NLM / (1 - p_NLM + _EPS))",
         f"{ORACLE}[llama_gqa-dropkv]"),

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "tova": ("tova", {"schedule": "prompt", "recent": 1}, "TOVAPress", {}),
     "key_norm": ("key_norm", {"schedule": "prompt"}, "KnormPress", {}),
     "dropkv": ("dropkv", {}, "DropKV", {}),
+    "merged": ("merged(snapkv)", {"window": 40, "kernel": 5, "pooling": "avg"}, "MergingPress",
+               {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
     "leverage": ("leverage", {"sketch": 6}, "LeverageScorePress", {"sketch_dimension": 6}),
     "compactor": ("compactor", {"sketch": 6, "chunk": 67, "blend": 0.5}, "CompactorPress",
                   {"sketch_dimension": 6, "chunk_size": 67}),
@@ -79,9 +81,9 @@ def main() -> None:
     """Write the scores and the kept tokens of each press."""
     found: dict[str, Any] = {}
     for name, (_, _, press_name, options) in CASES.items():
-        kept, scores = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
+        kept, scores, *sizes = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
         rounded = [[[float(f"{x:.9g}") for x in head] for head in one[0].tolist()] for one in scores]
-        found[name] = {"kept": kept, "scores": rounded}
+        found[name] = {"kept": kept, "scores": rounded} | ({"values": sizes[0]} if press_name == "MergingPress" else {})
     import kvpress
 
     found["presses"] = sorted(name for name in kvpress.__all__ if name.endswith("Press"))
@@ -89,8 +91,8 @@ def main() -> None:
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor]]:
-    """Return where the kept tokens stand, by layer and head, and the scores of each layer [1,H,T]."""
+def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor], list[list[list[float]]]]:
+    """Return where the kept tokens stand, by layer and head, the scores of each layer [1,H,T], and the kept values' norms."""
     scores: list[Tensor] = []
     press, model, ids = _made(name, options, scores), small_model(), text()
     if name == "ObservedAttentionPress":
@@ -102,7 +104,11 @@ def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]],
         whole = model(text()).past_key_values
         with press(model):
             held = model(ids).past_key_values
-    return [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)], scores
+    sizes = []
+    for a, b in zip(whole.layers, held.layers, strict=True):
+        order = torch.cdist(b.keys[0], a.keys[0]).argmin(2).argsort(1)
+        sizes.append(b.values[0].norm(dim=-1).gather(1, order).tolist())
+    return [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)], scores, sizes
 
 
 class _Tokenizer:
