@@ -29,7 +29,7 @@ _HOME = {
     "patching": ("patch", "patched", "replay", "unpatch"),
     "policies": (
         "Policy", "Scope", "Score", "adaptive", "chunked", "critical", "get_policy", "global_topk", "list_policies",
-        "pyramid", "register_policy", "unregister_policy",
+        "merged", "pyramid", "register_policy", "unregister_policy",
     ),
     "report": ("Report",),
 }  # fmt: skip
@@ -55,6 +55,7 @@ __all__ = [
     "global_topk",
     "list_architectures",
     "list_policies",
+    "merged",
     "patch",
     "patched",
     "policies",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
         get_policy,
         global_topk,
         list_policies,
+        merged,
         pyramid,
         register_policy,
         unregister_policy,

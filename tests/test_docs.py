@@ -117,8 +117,9 @@ def test_every_policy_has_a_page_and_every_public_name_an_entry():
 
 def test_every_paper_has_a_link_and_an_entry():
     for name in kvpatch.list_policies():
-        links = set(re.findall(r"https://arxiv.org/abs/([\d.]+)", TEXT[f"policies/{name}.md"]))
-        entries = set(re.findall(r"(?:eprint += \{|arXiv:)([\d.]+)\}", TEXT[f"policies/{name}.md"]))
+        page = TEXT[f"policies/{name}.md"]
+        links = set(re.findall(r"\((?:https://arxiv.org/abs/|https://openreview.net/forum\?id=)([\w.]+)\)", page))
+        entries = set(re.findall(r"(?:eprint += \{|arXiv:|url +=.*\?id=)([\w.]+)\}", page))
         assert links == entries, name
         assert links or name == "full", name
 

@@ -11,7 +11,7 @@ from kvpatch.policies import POLICIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "SECURITY.md")
-# what a policy's source begins with, and its number on arXiv
+# what a policy's source begins with, and its number on arXiv, or where it is instead
 PAPERS = {
     "AdaKV": "2407.11550",
     "ChunkKV": "2502.00299",
@@ -19,6 +19,7 @@ PAPERS = {
     "CriticalKV": "2502.03805",
     "CurDKV": "2509.15038",
     "DefensiveKV": "2510.13334",
+    "DropKV": "https://openreview.net/forum?id=MqfNzH3TVH",
     "H2O": "2306.14048",
     "KVzip": "2505.23416",
     "KeyDiff": "2504.15364",
@@ -41,7 +42,7 @@ def test_the_citation_is_of_this_version_and_names_every_paper():
     assert citation["license"] == "Apache-2.0"
     assert citation["authors"] == [{"name": "The kvpatch authors"}]
     urls = [paper["url"] for paper in citation["references"]]
-    assert sorted(urls) == sorted(f"https://arxiv.org/abs/{number}" for number in PAPERS.values())
+    assert sorted(urls) == sorted(n if "/" in n else f"https://arxiv.org/abs/{n}" for n in PAPERS.values())
     assert all(paper["title"] and paper["authors"] and paper["year"] for paper in citation["references"])
 
 

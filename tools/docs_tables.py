@@ -13,7 +13,9 @@ from pathlib import Path
 import kvpatch
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.policies import POLICIES, Policy
+from tools import peer_presses
 from tools.bench.__main__ import read, tables
+from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
 BENCHMARKS = {
@@ -143,12 +145,24 @@ def bench(name: str) -> str:
     return tables(read(BENCHMARKS[name])).split("\n\n")[0].rstrip()
 
 
+def peers(_: str) -> str:
+    """Every press of kvpress, after their count."""
+    return f"{peer_presses.summary()}\n\n{markdown(('press', 'here', ''), peer_presses.table())}"
+
+
+def goldens(_: str) -> str:
+    """The presses whose scores a test compares."""
+    return ", ".join(dict.fromkeys(f"`{press}`" for _, _, press, _ in CASES.values() if press != "DropKV"))
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
     "architectures": architectures,
     "api": api,
     "bench": bench,
+    "peers": peers,
+    "goldens": goldens,
 }
 
 

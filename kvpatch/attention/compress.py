@@ -264,7 +264,7 @@ def _compress(
         kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
     if not now.final:  # the next block is appended
-        slots.allocate(index, kept, Layout([held + now.reserve]))
+        _move(call, index, kept, Layout([held + now.reserve]))
         return
     slots.keep_BH1 = _numbers(call, keep)[..., None].clone()  # the layer may write to its own
     every = call.policy.every
@@ -274,7 +274,7 @@ def _compress(
         slots.state.pop("observed", None)
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
-    slots.allocate(index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
+    _move(call, index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
     if evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
         slots.start_evicting(filling, counts=counts, goals=goals)
@@ -287,6 +287,20 @@ def _compress(
         slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], held), [held] * len(counts))
     else:
         slots.start_appending()
+
+
+def _move(call: Call, index: Tensor | None, kept: Tensor | None, layout: Layout) -> None:
+    """Move the kept tokens, with what is merged into their values."""
+    slots, merging = call.slots, call.policy.merging
+    values = None
+    if merging is not None and index is not None:
+        k, v = call.held()
+        with torch.set_grad_enabled(slots.graph is not None):
+            v = v if slots.graph is None else slots.graph[1]
+            values = merging.values(k, v, index, kept, call.live(newest(call)))
+    slots.allocate(index, kept, layout)
+    if values is not None:
+        slots.replace_values(values, kept)
 
 
 def _more(call: Call, tokens: int) -> int:

@@ -229,7 +229,7 @@ class Call:
             parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
-            held=self._held if score.reads_held else not_held,
+            held=self.held if score.reads_held else not_held,
             plain_keys=self._plain_keys if score.lookahead is not None else not_plain,
             coming=self._coming if score.moments else not_foreseen,
         )
@@ -249,7 +249,7 @@ class Call:
 
     def _plain_keys(self) -> Tensor:
         """Return the keys of the used slots without their rotation [B,H,T,D]."""
-        return self.rotated_back(self._held()[0], self._positions)
+        return self.rotated_back(self.held()[0], self._positions)
 
     def _coming(self, future: int) -> Queries:
         """Return the distribution of the queries at the next `future` positions of each row."""
@@ -263,10 +263,16 @@ class Call:
         queries = mode.queries.rotated(rotation, self.geometry.scale)
         return replace(queries, slopes_HG=self.geometry.slopes_HG)
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""
         slots = self.slots
         return slots.kv.dense(*slots.positions.shape[:2]).numbers(slots.used)
+
+    def live(self, newest_B11: Tensor) -> Tensor:
+        """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""
+        positions, sliding = self._positions, self.geometry.sliding
+        live = positions >= 0
+        return live if sliding is None else live & (newest_B11 + 1 - positions < sliding)
 
     @property
     def _positions(self) -> Tensor:

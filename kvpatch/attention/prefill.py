@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -15,6 +16,7 @@ from ..cache.modes import Reading
 from ..policies import sampling
 from ..policies.context import accumulator
 from ..policies.queries import Moments
+from . import local
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
 
@@ -52,6 +54,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
         if call.evicts and call.score.moments:
             _note_queries(call, q_BHGQD, positions_BQ)
+        if call.evicts and call.score.local:
+            local.note(call, q_BHGQD, k_BHQD, positions_BQ, past)
         call.cache.meter.count(before, during, during)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B, q_BHGQD)
@@ -201,10 +205,11 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
     arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
-    if call.score.folds:
+    if call.score.folds is not None:
         call.cache.choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
         candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= newest(call) - observed)
-        slots.statistic("observed")[:, :, : slots.used] = torch_backend.window_folds(*arguments, candidate, call.score.fold)
+        found = torch_backend.window_folds(*arguments, candidate, call.score.fold, _JOINS[call.score.folds])
+        slots.statistic("observed")[:, :, : slots.used] = found
         return
     name, total = call.cache.choice.of("statistics", case), None
     if name != "torch":
@@ -212,6 +217,9 @@ def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, ls
     if total is None:
         total = torch_backend.window_sums(*arguments)
     slots.statistic("observed")[:, :, : slots.used] = total / observed.clamp(min=1)
+
+
+_JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.maximum, "sum": torch.add}
 
 
 def _note_queries(call: Call, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:

@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..policies.context import accumulator
+from ..policies.context import Observed, accumulator
 from .entries import dot, mix
 from .protocol import Case, Geometry, Keys, Task
 
@@ -525,27 +525,34 @@ def window_folds(
     geometry: Geometry,
     lse_BHGW: Tensor | None,
     candidate_BHT: Tensor,
-    fold: Callable[[Tensor, Tensor], Tensor],
+    fold: Callable[[Observed], Tensor],
+    join: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return what `fold` makes of an observation window's rows per key, the greatest over all rows, [B,H,T].
+    """Return what `fold` makes of an observation window's rows per key, [B,H,T].
 
-    candidate_BHT: bool, keys before the window. fold: see Score.fold. The other arguments are those of `window_sums`.
+    candidate_BHT: bool, keys before the window. fold: see Score.fold; `join` joins its results of several blocks of rows. The
+    other arguments are those of `window_sums`.
     """
     B, H, _, W, _ = q_BHGWD.shape
     T = keys.k_BHTD.shape[2]
     order_NT = keys.positions_BHT.flatten(0, 1).argsort(-1)  # text order, empty slots first
     candidate_NT = candidate_BHT.flatten(0, 1).gather(-1, order_NT)
-    most_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
+    found_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
+    v_NTD = keys.v_BHTD.flatten(0, 1)
 
     def take(rows: Rows) -> None:
         own = slice(rows.n0, rows.n1)
         p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
-        p = p.gather(-1, order_NT[own, None, None].expand_as(p)) * candidate_NT[own, None, None]
-        most_NT[own] = torch.maximum(most_NT[own], fold(p, candidate_NT[own]))
+        p, order = p.gather(-1, order_NT[own, None, None].expand_as(p)), order_NT[own, :, None]
+
+        def values() -> Tensor:
+            return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))
+
+        found_NT[own] = join(found_NT[own], fold(Observed(p, candidate_NT[own], values)))
 
     ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
     observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, take, ends=ends)
-    return torch.empty_like(most_NT).scatter_(-1, order_NT, most_NT).view(B, H, T)
+    return torch.empty_like(found_NT).scatter_(-1, order_NT, found_NT).view(B, H, T)
 
 
 # ---- decode ----

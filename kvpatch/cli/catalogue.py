@@ -33,7 +33,7 @@ class PolicyEntry:
         name: as `--policy` takes it.
         use: when to take it, in a few words.
         paper: short name of the paper, "" for a baseline.
-        arxiv: its number on arXiv.
+        arxiv: its number on arXiv, or the address of a paper that is elsewhere.
         schedule: the policy's own.
         options: defaults of its options, those of COMMON only where they differ.
     """
@@ -48,7 +48,7 @@ class PolicyEntry:
     @property
     def link(self) -> str:
         """Address of the paper, or ""."""
-        return f"https://arxiv.org/abs/{self.arxiv}" if self.arxiv else ""
+        return self.arxiv and (self.arxiv if "/" in self.arxiv else f"https://arxiv.org/abs/{self.arxiv}")
 
 
 _WINDOW = {"window": 32, "kernel": 7, "pooling": "max"}
@@ -87,6 +87,8 @@ POLICIES = {entry.name: entry for entry in (
                 _WINDOW | {"beta": 20}),
     PolicyEntry("adakv", "as snapkv, with one budget per layer that its heads share", "AdaKV", "2407.11550", "prompt",
                 _WINDOW | {"floor": 0.2}),
+    PolicyEntry("dropkv", "the question is at the prompt's end: keeps what its last tokens' outputs would change without",
+                "DropKV", "https://openreview.net/forum?id=MqfNzH3TVH", "prompt", _WINDOW | {"pooling": "avg"}),
     PolicyEntry("key_norm", "attention costs too much to sum: keeps keys of small norm", "L2 norm", "2406.11430"),
     PolicyEntry("key_diff", "attention costs too much to sum: keeps keys unlike the mean key", "KeyDiff", "2504.15364"),
     PolicyEntry("cur", "attention costs too much to sum: keeps keys and values larger than their neighbours'", "CurDKV",
@@ -97,6 +99,8 @@ POLICIES = {entry.name: entry for entry in (
                 "2502.00299", "prompt", _WINDOW | {"size": 20, "together": True}),
     PolicyEntry("leverage", "attention costs too much to sum: keeps keys that span what the others do not", "Compactor",
                 "2507.08143", "prompt", {"sketch": 48}),
+    PolicyEntry("compactor", "questions come later: as leverage, and keeps what the tokens around look at", "Compactor",
+                "2507.08143", "prompt", {"sinks": 8, "recent": 4, "sketch": 48, "chunk": 256, "blend": 0.35}),
     PolicyEntry("expected_attention", "questions come later: keeps what queries like the prompt's will look at",
                 "Expected Attention", "2510.00636", "prompt", {"sinks": 4, "future": 512, "eps": 0.0, "covariance": True}),
     PolicyEntry("critical_snapkv", "as snapkv, and weighs attention with the size of the values",
@@ -168,7 +172,7 @@ ARCHITECTURES = {
 }
 # fmt: on
 
-_COMBINED = re.compile(r"\s*(?:critical|adaptive|global_topk|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(?:critical|adaptive|global_topk|pyramid|chunked|merged)\((.+)\)\s*", re.IGNORECASE)
 
 
 def _registered() -> Collection[str]:

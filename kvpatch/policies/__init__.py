@@ -2,6 +2,7 @@
 
 from .allocation import Adaptive, Global, Pyramid
 from .context import EvictionContext, NewTokens
+from .merging import Merge
 from .policy import Policy
 from .presets import (
     POLICIES,
@@ -11,6 +12,7 @@ from .presets import (
     get_policy,
     global_topk,
     list_policies,
+    merged,
     pyramid,
     register_policy,
     unregister_policy,
@@ -27,6 +29,7 @@ __all__ = [
     "DeviationScope",
     "EvictionContext",
     "Global",
+    "Merge",
     "NewTokens",
     "Policy",
     "Pyramid",
@@ -40,6 +43,7 @@ __all__ = [
     "get_policy",
     "global_topk",
     "list_policies",
+    "merged",
     "pyramid",
     "register_policy",
     "repeat_instruction",

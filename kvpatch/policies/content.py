@@ -14,6 +14,7 @@ from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
 from .context import EvictionContext, NewTokens, accumulator
+from .parallel import Parallel
 from .scores import Score
 
 
@@ -177,8 +178,11 @@ class Leverage(Score):
         check_count("sketch", self.sketch, "columns")
 
     def value(self, context: EvictionContext) -> Tensor:
-        keys = context.plain_keys()
-        real = (context.positions_BHT >= 0)[..., None]
+        return self._leverage(context, context.positions_BHT >= 0)
+
+    def _leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
+        """Return the leverage of keys among these tokens."""
+        keys, real = context.plain_keys(), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
         # in float32 large keys would swallow the ridge, and what is singular without it has no factor
@@ -197,6 +201,64 @@ class Leverage(Score):
 
 
 _RIDGE = 1e-2
+
+
+@dataclass(frozen=True)
+class Compactor(Leverage):
+    """Leverage of keys, blended with attention inside chunks [Compactor].
+
+    Candidates are the tokens that are neither sinks nor protected recent ones. The prompt behind the sinks is cut into chunks
+    of `chunk` tokens. c[i] = the sum over all rows t of i's chunk of softmax(q_t . k_j)_i, the softmax over all tokens j of the
+    chunk, later ones too; averaged over the query heads of the group. A token whose chunk was not read, such as a generated
+    one, has 0. A[i] = the mean of c[j] * ||v_j||_2 over i and its neighbours among the candidates (beyond them it is 0), and
+    L[i] = the leverage among the candidates (see Leverage). s[i] = z(A)[i] + blend * z(L)[i], z(x) = (x - mean) / standard
+    deviation over the candidates of all heads of the layer.
+
+    Differs from the paper: logits are not scaled, as in the authors' code for kvpress. That code blends by the share of tokens
+    that are evicted unless told otherwise, and fills its last chunk up with keys of logit 0.
+
+    Attributes:
+        chunk: tokens of a chunk.
+        blend: weight of the leverage.
+    """
+
+    chunk: int = 256
+    blend: float = 0.35
+    signed: ClassVar[bool] = True
+    is_weight: ClassVar[bool] = False
+
+    @property
+    def local(self) -> int:
+        return self.chunk
+
+    def check(self) -> None:
+        super().check()
+        check_count("chunk", self.chunk, "tokens")
+        if isinstance(self.blend, bool) or not isinstance(self.blend, int | float) or not 0 <= self.blend < math.inf:
+            raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        return {"local": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
+
+    def value(self, context: EvictionContext) -> Tensor:
+        position = context.positions_BHT
+        among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)
+        size = torch.linalg.vector_norm(context.held()[1], dim=-1, dtype=context.state["local"].dtype)
+        order, _ = text_order(position)
+        attended = (context.state["local"] * size).masked_fill(~among, 0.0).gather(-1, order)
+        attended = torch.empty_like(attended).scatter_(-1, order, F.avg_pool1d(attended, 3, stride=1, padding=1))
+        found = (_standard(one, among, context.parallel) for one in (attended, self._leverage(context, among)))
+        return next(found) + self.blend * next(found)
+
+
+def _standard(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
+    """Return numbers less their mean, over their standard deviation, of some tokens of all heads of each row."""
+    x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
+    among = everyone.heads(among_BHT.to(x.dtype), empty=0)
+    count, total = among.sum((1, 2), keepdim=True), everyone.heads(x, empty=0) * among
+    mean = total.sum((1, 2), keepdim=True) / count.clamp(min=1)
+    square = ((total - mean).square() * among).sum((1, 2), keepdim=True) / (count - 1).clamp(min=1)
+    return (x_BHT - mean) / square.sqrt().clamp_min(1e-6)
 
 
 def text_order(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:

@@ -220,3 +220,18 @@ class Block:
     tau: float | Tensor
     layer: int | Tensor
     seed: int
+
+
+@dataclass
+class Observed:
+    """Rows of an observation window, for Score.fold. Keys are in text order, empty slots first.
+
+    Attributes:
+        p_NGRM: their probabilities; zero in rows that do not count.
+        candidate_NM: bool, tokens before the window.
+        values: values() returns the values [N,M,D].
+    """
+
+    p_NGRM: Tensor
+    candidate_NM: Tensor
+    values: Callable[[], Tensor]

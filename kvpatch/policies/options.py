@@ -23,15 +23,17 @@ class PolicyOptions(TypedDict, total=False):
         dilation: tokens skipped between two of the pattern (dilated_window).
         heads: "layer" or "each" (tova).
         scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
-        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv), or tokens whose norms are compared
-            (cur).
-        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv, defensive_snapkv).
-        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, defensive_snapkv).
+        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv, dropkv), or tokens whose norms are
+            compared (cur).
+        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv, dropkv,
+            defensive_snapkv).
+        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, dropkv, defensive_snapkv).
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
-        sketch: columns of the random matrix that keys are multiplied with (leverage).
+        sketch: columns of the random matrix that keys are multiplied with (leverage, compactor).
         instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives (kvzip, kvzip_plus).
-        chunk: tokens that are repeated at a time (kvzip, kvzip_plus).
+        chunk: tokens that are repeated at a time (kvzip, kvzip_plus), or that look at each other (compactor).
+        blend: weight of the keys' leverage (compactor).
         future: coming positions whose rotations are averaged (expected_attention).
         covariance: False takes the mean query alone (expected_attention).
         noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
@@ -42,6 +44,7 @@ class PolicyOptions(TypedDict, total=False):
         damping: factor of the sum before each addition (keyformer).
         size: tokens of a chunk (chunk_kv, chunked).
         together: whether the heads of a layer keep the same chunks (chunk_kv, chunked).
+        threshold: least cosine of keys whose values are merged (merged).
         beta: ratio of the mean budget to the last layer's (pyramid).
         floor: share of the budget that every head receives (adaptive, global_topk).
         alpha: share of the budget that the first stage keeps (critical).
@@ -66,6 +69,7 @@ class PolicyOptions(TypedDict, total=False):
     sketch: int
     instruction: Sequence[int] | Sequence[Sequence[int]]
     chunk: int
+    blend: int | float
     future: int
     covariance: bool
     noise: Literal["gumbel", "gaussian", "constant", "none"]
@@ -76,6 +80,7 @@ class PolicyOptions(TypedDict, total=False):
     damping: float
     size: int
     together: bool
+    threshold: float
     beta: int | float
     floor: int | float
     alpha: int | float

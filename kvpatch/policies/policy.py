@@ -12,6 +12,7 @@ from ..errors import KVPatchError, named, suggest
 from . import own_code, rhythm
 from .allocation import Adaptive, Pyramid
 from .context import EvictionContext, NewTokens
+from .merging import Merge
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
@@ -39,6 +40,7 @@ class Policy:
         over_layers: Pyramid, or None for the same budget in every layer.
         over_heads: Adaptive or Global, or None for the same budget in every head.
         selection: TwoStage or Chunked, or None to keep the top tokens by score.
+        merging: Merge to fold evicted values into kept ones, or None to drop them.
 
     Raises:
         KVPatchError: a part of the wrong type, an option out of range, or parts that do not fit together.
@@ -57,6 +59,7 @@ class Policy:
     over_layers: Pyramid | None = None
     over_heads: Adaptive | None = None
     selection: Selection | None = None
+    merging: Merge | None = None
     every: int = 1
 
     def __post_init__(self) -> None:
@@ -89,6 +92,11 @@ class Policy:
             raise KVPatchError(
                 f"schedule={self.schedule!r}: policy {self.name!r} keeps whole chunks of a prompt, which a generated token is "
                 f"not part of; use schedule={' or '.join(map(repr, self.selection.schedules))}."
+            )
+        if self.merging is not None and self.schedule not in self.merging.schedules:
+            raise KVPatchError(
+                f"schedule={self.schedule!r}: policy {self.name!r} merges what a prompt's end evicts, and decode steps "
+                f"cannot; use schedule={' or '.join(map(repr, self.merging.schedules))}."
             )
         if self.weighs_values and not self.score.is_weight:
             raise KVPatchError(
@@ -203,4 +211,5 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
     ("over_layers", Pyramid, True),
     ("over_heads", Adaptive, True),
     ("selection", Selection, True),
+    ("merging", Merge, True),
 )

@@ -8,8 +8,10 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
-from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
+from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .expected import ExpectedAttention
+from .merging import Merge
+from .outputs import OutputChange
 from .policy import Policy
 from .repeated import Repeated, RepeatedOutputs
 from .scopes import DeviationScope, Scope
@@ -29,7 +31,7 @@ from .scores import (
 )
 from .selection import Chunked, TwoStage
 
-_COMBINED = re.compile(r"\s*(critical|adaptive|global_topk|pyramid|chunked)\((.+)\)\s*", re.IGNORECASE)
+_COMBINED = re.compile(r"\s*(critical|adaptive|global_topk|pyramid|chunked|merged)\((.+)\)\s*", re.IGNORECASE)
 
 # ---- combinations ----
 
@@ -115,6 +117,22 @@ def chunked(base: str | Policy, **options: Any) -> Policy:
     return _with("chunked", base, selection=Chunked(), schedule="prompt").with_options(**options)
 
 
+def merged(base: str | Policy, **options: Any) -> Policy:
+    """Fold the values that `base` evicts at a prompt's end into the kept tokens whose keys are most alike [MergingPress].
+
+    Args:
+        base: a policy or the name of one; its schedule becomes "prompt".
+        **options: threshold (see Merge), or options of the base.
+
+    Raises:
+        KVPatchError: an unknown option, or a base that never evicts.
+
+    Example:
+        kvpatch.patched(model, kvpatch.merged("key_norm"), k=0.3)
+    """
+    return _with("merged", base, merging=Merge(), schedule="prompt").with_options(**options)
+
+
 def _with(prefix: str, base: str | Policy, **part: Any) -> Policy:
     policy = base if isinstance(base, Policy) else get_policy(base)
     if not policy.score.evicts:
@@ -154,12 +172,14 @@ POLICIES = _table(
     Policy("snapkv",          ObservationWindow(),    schedule="prompt", source="SnapKV"),
     Policy("pyramidkv",       ObservationWindow(),    schedule="prompt", source="PyramidKV", over_layers=Pyramid()),
     Policy("adakv",           ObservationWindow(),    schedule="prompt", source="AdaKV", over_heads=Adaptive()),
+    Policy("dropkv",          OutputChange(),         schedule="prompt", source="DropKV"),
     Policy("key_norm",        KeyNorm(),              source="L2-norm baseline"),
     Policy("key_diff",        KeyDiff(),              source="KeyDiff"),
     Policy("cur",             Cur(),                  Scope(sinks=4), source="CurDKV"),
     Policy("lag_kv",          LagKV(),                Scope(sinks=4), schedule="prompt", source="LagKV"),
     Policy("chunk_kv",        ObservationWindow(),    schedule="prompt", source="ChunkKV", selection=Chunked()),
     Policy("leverage",        Leverage(),             schedule="prompt", source="Compactor"),
+    Policy("compactor",       Compactor(),            Scope(sinks=8, recent=4), schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
 )
 # fmt: on
@@ -175,7 +195,10 @@ for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defens
     POLICIES[_name] = Policy(_name, Defensive(), schedule="prompt", source="DefensiveKV", **_parts)
 
 
-_AROUND = {"critical": critical, "adaptive": adaptive, "global_topk": global_topk, "pyramid": pyramid, "chunked": chunked}
+_AROUND = {
+    "critical": critical, "adaptive": adaptive, "global_topk": global_topk, "pyramid": pyramid, "chunked": chunked,
+    "merged": merged,
+}  # fmt: skip
 
 
 def list_policies() -> tuple[str, ...]:

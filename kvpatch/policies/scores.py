@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
-from .context import Block, EvictionContext, NewTokens
+from .context import Block, EvictionContext, NewTokens, Observed
 from .selection import MAX_POSITION
 
 Rows = Literal["none", "window", "all"]
@@ -64,7 +64,8 @@ class Score:
         evicts: whether tokens are evicted at all.
         reads_held: whether `value` calls context.held(), so that each layer evicts by itself while decoding.
         rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
-        folds: whether `fold` says what the observation window's rows become, rather than their mean.
+        folds: "max" or "sum" if `fold` says what the observation window's rows become, and how the results of several blocks
+            of rows are joined; None if they become their mean.
 
     Example:
         @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Score:
     is_weight: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
     reads_held: ClassVar[bool] = False
-    folds: ClassVar[bool] = False
+    folds: ClassVar[Literal["max", "sum"] | None] = None
     rereads: ClassVar[bool] = False
 
     @property
@@ -93,6 +94,11 @@ class Score:
     @property
     def moments(self) -> int:
         """Moments of the prompt's queries that `value` needs: 0, 1 or 2."""
+        return 0
+
+    @property
+    def local(self) -> int:
+        """Tokens of a chunk inside which a prompt's attention without a causal mask goes to the entry "local"; 0 for none."""
         return 0
 
     @property
@@ -144,12 +150,8 @@ class Score:
         """
         return {}
 
-    def fold(self, p_NGRM: Tensor, candidate_NM: Tensor) -> Tensor:
-        """Return what some rows of the observation window are to each key [N,M]; over all rows the greatest counts.
-
-        p_NGRM: probabilities of the rows, keys in text order; 0 where not candidate. candidate_NM: bool, tokens before the
-        window.
-        """
+    def fold(self, rows: Observed) -> Tensor:
+        """Return what some rows of the observation window are to each key [N,M]."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -400,8 +402,12 @@ class ObservationWindow(Score):
         pooled = self._pooled(score.gather(-1, order), position.gather(-1, order), context)
         return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
+    def _counts(self, position: Tensor, context: EvictionContext) -> Tensor:
+        """Return the tokens whose scores are pooled, bool [B,H,T]."""
+        return (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
+
     def _pooled(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        candidate = (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
+        candidate = self._counts(position, context)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
         # F.max_pool1d pads with -inf; -inf also keeps padding tokens and the window's own tokens out of every maximum
@@ -427,9 +433,11 @@ class Defensive(ObservationWindow):
 
     kernel: int = 5
     pooling: str | None = "avg"
-    folds: ClassVar[bool] = True
+    folds: ClassVar[Literal["max", "sum"] | None] = "max"
 
-    def fold(self, p_NGRM: Tensor, candidate_NM: Tensor) -> Tensor:
+    def fold(self, rows: Observed) -> Tensor:
+        candidate_NM = rows.candidate_NM
+        p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:
             return p_NGRM.amax((1, 2))
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
@@ -440,7 +448,7 @@ class Defensive(ObservationWindow):
 
     def value(self, context: EvictionContext) -> Tensor:
         score, position = context.state["observed"], context.positions_BHT
-        candidate = (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
+        candidate = self._counts(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)
         return torch.maximum(score, mean)
 

@@ -71,7 +71,7 @@ def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
     agree(found)
     appends = policy.schedule == "prompt" or policy.name == "full"
     assert {"AppendingByTorch" if appends else "StackedByTorch"} >= set(taken) - {"Unbound"}
-    unbound = ("key_norm", "key_diff", "cur", "kvzip", "kvzip_plus", "layer_defensive")
+    unbound = ("key_norm", "key_diff", "cur", "kvzip", "kvzip_plus", "layer_defensive", "compactor")
     assert (set(taken) == {"Unbound"}) == (policy.name in unbound)
 
 

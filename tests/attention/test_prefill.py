@@ -30,14 +30,14 @@ def test_a_right_padded_forward_is_unchanged_at_its_tokens():
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("policy", [*SEVERAL, "snapkv", "expected_attention"])
+@pytest.mark.parametrize("policy", [*SEVERAL, "snapkv", "expected_attention", "compactor"])
 @pytest.mark.parametrize("name", FIVE)
 def test_a_prompt_in_chunks_evicts_at_its_end(name, policy):
     model, ids = make(name), prompt(2, 33)
     mask = left_pad(ids, [33, 24])
     kwargs = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     # the window is longer than the last piece, which has five tokens
-    options = {"window": 8, "kernel": 3} if policy == "snapkv" else {}
+    options = {"snapkv": {"window": 8, "kernel": 3}, "compactor": {"sketch": 5, "chunk": 10, "sinks": 3}}.get(policy, {})
     with kvpatch.patched(model, policy, 0.6, **options) as patch:
         want = model.generate(ids, **kwargs)
         held = [p.sort(-1).values for p in patch.report().positions]

@@ -20,7 +20,7 @@ def test_policies_are_those_of_the_registry():
         assert (entry.name, entry.schedule, entry.options) == (name, policy.schedule, changed)
         assert set(options) == {*entry.options, *catalogue.COMMON}
         assert entry.use
-        assert not entry.arxiv or re.fullmatch(r"\d{4}\.\d{5}", entry.arxiv)
+        assert not entry.arxiv or re.fullmatch(r"\d{4}\.\d{5}|https://openreview.net/forum\?id=\w+", entry.arxiv)
         assert bool(entry.paper) == bool(entry.arxiv)
         assert entry.paper.casefold() in policy.source.replace("-norm baseline", " norm").casefold() or name in {"random"}, name
 

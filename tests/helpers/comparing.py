@@ -22,7 +22,7 @@ ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict whe
 PLACED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.lookahead is not None)
 PLACED += tuple(name for name in EVICTING if kvpatch.get_policy(name).score.rereads)  # read behind the prompt
 # look at keys without their positions, so one token at two positions is a tie but for rounding
-UNPLACED = ("key_norm", "leverage")
+UNPLACED = ("key_norm", "leverage", "compactor")
 # look at keys alone, which may have no positions
 CONTENT = (*UNPLACED, "key_diff", "cur")
 # options that suit texts of some thirty tokens
@@ -32,6 +32,7 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "lag_kv": {"lag": 5},
     "expected_attention": {"future": 9},
     "leverage": {"sketch": 5},
+    "compactor": {"sketch": 5, "chunk": 7, "sinks": 3, "recent": 2},
     "kvzip": {"chunk": 11, "instruction": (3, 1)},
     "kvzip_plus": {"chunk": 11, "instruction": (3, 1)},
 }
@@ -41,6 +42,7 @@ WRAPS = {
     "global_topk": kvpatch.policies.global_topk,
     "critical": kvpatch.policies.critical,
     "chunked": kvpatch.policies.chunked,
+    "merged": kvpatch.policies.merged,
 }
 
 

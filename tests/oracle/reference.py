@@ -22,9 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.reference_content import expected_attention, lagged, leverage, relative_norms, unlike_the_mean
+from tests.oracle.reference_content import (
+    compactor,
+    expected_attention,
+    lagged,
+    leverage,
+    local_attention,
+    relative_norms,
+    unlike_the_mean,
+)
 from tests.oracle.reference_models import Decoder, decoder_of
-from tests.oracle.reference_selection import adaptive, budget, chunked, pyramid, tokens, two_stage, worst
+from tests.oracle.reference_selection import adaptive, budget, chunked, merged, pyramid, tokens, two_stage, worst
 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
@@ -65,6 +73,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": SNAPKV,
     "pyramidkv": {**SNAPKV, "wrap": ("pyramid",)},
     "adakv": {**SNAPKV, "wrap": ("adaptive",)},
+    "dropkv": {**SNAPKV, "score": "dropped", "pooling": "avg"},
     "critical_snapkv": {**SNAPKV, "wrap": ("critical",)},
     "critical_pyramidkv": {**SNAPKV, "wrap": ("pyramid", "critical")},
     "critical_adakv": {**SNAPKV, "wrap": ("adaptive", "critical")},
@@ -78,6 +87,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lag_kv": {"score": "lag", "schedule": "prompt", "sinks": 4, "lag": 128},
     "chunk_kv": {**SNAPKV, "wrap": ("chunked",)},
     "leverage": {"score": "leverage", "schedule": "prompt", "sketch": 48},
+    "compactor": {
+        "score": "compactor",
+        "schedule": "prompt",
+        "sinks": 8,
+        "recent": 4,
+        "sketch": 48,
+        "chunk": 256,
+        "blend": 0.35,
+    },
     "expected_attention": {
         "score": "expected",
         "schedule": "prompt",
@@ -104,11 +122,13 @@ WRAPS: dict[str, dict[str, Any]] = {
     "adaptive": {"floor": 0.2},
     "global_topk": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
+    "merged": {"threshold": 0.0, "schedule": "prompt"},
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
-AT_THE_END = ("repeated", "observation", "defensive", "lag", "expected", "leverage")  # scores of a prompt's end alone
+OBSERVING = ("observation", "defensive", "dropped")
+AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor")  # scores of a prompt's end alone
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag")
+NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag", "compactor")
 
 
 @dataclass
@@ -239,6 +259,28 @@ def defensive(rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, poo
     return {i: max(value, least) for i, value in zip(older, most, strict=True)}
 
 
+def dropped(
+    values: dict[int, Tensor], rows: Sequence[Row], held: Sequence[int], w: int, kernel: int, pooling: str | None
+) -> dict[int, float]:
+    """DropKV: the squared distance by which the output of a row moves when i is lost and the rest renormalized, summed over
+    the last w rows, averaged over the query heads, pooled among all that is held; of every held i but the newest w."""
+    s = dict.fromkeys(held, 0.0)
+    for row in rows[-w:] if w else []:
+        G = len(next(iter(row.a.values())))
+        for j in range(G):
+            output = sum((a[j] * values[i] for i, a in row.a.items()), torch.zeros(len(values[held[0]]), dtype=torch.float64))
+            for i, a in row.a.items():
+                move = a[j] / (1 - a[j] + 1e-6) * (output - values[i])
+                s[i] += float(move @ move) / G
+    numbers, half = [s[i] for i in held], kernel // 2
+    near = [numbers[max(0, at - half) : at + half + 1] for at in range(len(held))]
+    if pooling == "max":
+        numbers = [max(some) for some in near]
+    elif pooling == "avg":
+        numbers = [sum(some) / kernel for some in near]
+    return dict(zip(held[: len(held) - w], numbers, strict=False))
+
+
 def gumbel_softmax(row: Row, zeta: Callable[[int, int], float], tau: float) -> dict[int, float]:
     """Keyformer: f[t, i] = softmax over i of (x[t, i] + zeta) / tau, averaged over the group.
 
@@ -299,6 +341,7 @@ class Oracle:
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
         self.repeated: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # of second readings
+        self.local: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # attention inside chunks
         self.zeta: dict[tuple[int, int, int], float] = {}
         self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
         self.seen = 0  # tokens of the text so far
@@ -386,6 +429,11 @@ class Oracle:
         renumbered = self.options["positions"] == "renumbered"
         q, k, v = self.decoder.unplaced(l, h_TE) if renumbered else self.decoder.project(l, h_TE, positions)
         self.hidden[l] = h_TE
+        if self.options["score"] == "compactor" and self.step == 0:
+            for g in range(self.decoder.kv_heads):
+                queries = [q[h] for h in range(g * self.G, (g + 1) * self.G)]
+                size, begin = self.options["chunk"], self.options["sinks"]
+                self.local[l][g] |= local_attention(positions.tolist(), queries, k[g], begin, size)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
         scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
@@ -544,7 +592,7 @@ class Oracle:
 
     def observes(self) -> int:
         """The query rows of the observation window."""
-        return self.options["window"] if self.options["score"] in ("observation", "defensive") else 0
+        return self.options["window"] if self.options["score"] in OBSERVING else 0
 
     def sinks(self, b: int) -> int:
         """The sinks, clamped so that they and the protected tokens fit the budget."""
@@ -610,12 +658,12 @@ class Oracle:
             case "gumbel" | "repeated":
                 summed = self.running if o["score"] == "gumbel" else self.repeated
                 return {i: summed[l][g].get(i, 0.0) for i in candidates}
-            case "observation" | "defensive":
-                held = sorted(self.keys[l][g])
-                score = {"observation": observation, "defensive": defensive}[o["score"]]
+            case "observation" | "defensive" | "dropped":
+                held, change = sorted(self.keys[l][g]), partial(dropped, self.values[l][g])
+                score = {"observation": observation, "defensive": defensive, "dropped": change}[o["score"]]
                 s = score(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: s[i] for i in candidates}
-            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage":
+            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
@@ -631,12 +679,9 @@ class Oracle:
             case "cur":
                 return relative_norms({i: noted[i] for i in keys}, o["window"], o["combine"])
             case "leverage":
-                turned = self.decoder.rotations(l, self.seen)
-                plain = {i: torch.linalg.solve(turned[i].T, key) for i, key in keys.items()}
-                assert self.draw is not None
-                D, columns = self.decoder.D, o["sketch"]
-                numbers = [[self.draw("normal", l, g, d, j) for j in range(columns)] for d in range(D)]
-                return leverage(plain, torch.tensor(numbers, dtype=torch.float64) / math.sqrt(columns))
+                return self.leverage(l, g, list(keys))
+            case "compactor":
+                return self.compactor_scores(l, b)[g]
         begin = max(self.sinks(b), self.start if self.turns == "each" else 0)
         if o["score"] == "expected":
             heads, first = range(g * self.G, (g + 1) * self.G), self.seen - self.new
@@ -649,6 +694,27 @@ class Oracle:
         s, margin = lagged(keys, values, sum(1 for i in keys if i < begin), o["lag"])
         self.margin = min(self.margin, margin)
         return s
+
+    def leverage(self, l: int, g: int, among: list[int]) -> dict[int, float]:
+        """The leverage of held keys among some of them."""
+        turned = self.decoder.rotations(l, self.seen)
+        plain = {i: torch.linalg.solve(turned[i].T, self.keys[l][g][i]) for i in among}
+        assert self.draw is not None
+        D, columns = self.decoder.D, self.options["sketch"]
+        numbers = [[self.draw("normal", l, g, d, j) for j in range(columns)] for d in range(D)]
+        return leverage(plain, torch.tensor(numbers, dtype=torch.float64) / math.sqrt(columns))
+
+    def compactor_scores(self, l: int, b: int) -> list[dict[int, float]]:
+        """s[i] of each head's tokens behind the sinks and before the recent ones."""
+        begin = max(self.sinks(b), self.start if self.turns == "each" else 0)
+        last = self.newest - self.sizes(b)[1]
+        among = [[i for i in sorted(head) if begin <= i <= last] for head in self.keys[l]]
+        outliers = [self.leverage(l, g, own) for g, own in enumerate(among)]
+        return compactor(self.local[l], self.values[l], outliers, self.options["blend"])
+
+    def heads_together(self) -> bool:
+        """Scores look at all heads of a layer, so that they are computed before any head evicts."""
+        return "chunked" in self.options["wrap"] or self.options["score"] == "compactor"
 
     def norms(self, l: int, g: int, candidates: list[int]) -> dict[int, float]:
         """N[i]: the mean, over the query heads of the group, of ||v[i] W_O||, W_O the rows of that query head."""
@@ -688,7 +754,7 @@ class Oracle:
         if b is None or not due or self.over():
             return
         shares = self.head_budgets(l, b)
-        scored = self.scores_of_heads(l, b, [self.evictable(l, g, b) for g in range(K)]) if "chunked" in o["wrap"] else None
+        scored = self.scores_of_heads(l, b, [self.evictable(l, g, b) for g in range(K)]) if self.heads_together() else None
         for g, share in enumerate(shares):
             self.evict_head(l, g, b, share, scored[g] if scored else None)
         if "adaptive" in o["wrap"] and self.step == 0:
@@ -720,7 +786,7 @@ class Oracle:
             )
             self.margin = min(self.margin, margin)
             for (l, g), own, count in zip(heads, s, counts, strict=True):
-                self.evict_head(l, g, b_of[l], count, own if "chunked" in self.options["wrap"] else None)
+                self.evict_head(l, g, b_of[l], count, own if self.heads_together() else None)
         held = [len(self.keys[l][g]) for l, g in heads]
         extra = max(0, total - sum(held))
         for place, (l, g) in enumerate(heads):
@@ -771,6 +837,12 @@ class Oracle:
         else:
             victims, margin = worst(s, excess, dead)
         self.margin = min(self.margin, margin)
+        if "merged" in o["wrap"]:
+            folded = {i for i in victims if not self.dead(l, i)}
+            keys = {i: key for i, key in self.keys[l][g].items() if i in folded or i not in victims}
+            values, margin = merged(keys, self.values[l][g], folded, o["threshold"])
+            self.values[l][g] |= values
+            self.margin = min(self.margin, margin)
         for i in victims:
             del self.keys[l][g][i], self.values[l][g][i]
 
@@ -884,7 +956,7 @@ def run_turns(
     """
     chosen = settings(policy, options, wrap)
     check_turns(turns, chosen["schedule"], len(text))
-    needs_draw = chosen["score"] in ("random", "leverage") or chosen.get("noise") in ("gumbel", "gaussian")
+    needs_draw = chosen["score"] in ("random", "leverage", "compactor") or chosen.get("noise") in ("gumbel", "gaussian")
     if needs_draw and draw is None:
         raise ValueError(f"{policy} needs draw=")
     first, whole = len(text[0][0]), sum(len(prompt) + len(continuation) for prompt, continuation in text)

@@ -80,6 +80,41 @@ def expected_attention(
     return {i: (s[i] + eps) * float(values[i].norm()) for i in keys}
 
 
+def local_attention(positions: list[int], queries: list[Tensor], keys: Tensor, begin: int, size: int) -> dict[int, float]:
+    """c[i]: what the tokens of i's chunk give i, each a softmax of q . k over the whole chunk, averaged over the query heads.
+    Chunks have `size` places, the first one at `begin`. queries: [T, D] of each query head of the group."""
+    c: dict[int, float] = {}
+    for number in {(t - begin) // size for t in positions if t >= begin}:
+        rows = [row for row, t in enumerate(positions) if t >= begin and (t - begin) // size == number]
+        for row in rows:
+            c[positions[row]] = 0.0
+        for q in queries:
+            for row in rows:
+                a = torch.softmax(torch.stack([q[row] @ keys[other] for other in rows]), 0).tolist()
+                for other, share in zip(rows, a, strict=True):
+                    c[positions[other]] += share / len(queries)
+    return c
+
+
+def compactor(
+    attended: list[dict[int, float]], values: list[dict[int, Tensor]], outliers: list[dict[int, float]], blend: float
+) -> list[dict[int, float]]:
+    """Compactor: of each head of a layer, standardized pooled attention times ||v|| plus `blend` times standardized leverage.
+    outliers: leverage of the candidates of each head."""
+    pooled = []
+    for g, own in enumerate(outliers):
+        held = sorted(own)
+        w = [attended[g].get(i, 0.0) * float(values[g][i].norm()) for i in held]
+        pooled.append({i: sum(w[max(0, at - 1) : at + 2]) / 3 for at, i in enumerate(held)})
+    parts = []
+    for scores in (pooled, outliers):
+        numbers = [x for head in scores for x in head.values()]
+        mean = sum(numbers) / len(numbers)
+        spread = math.sqrt(sum((x - mean) ** 2 for x in numbers) / max(1, len(numbers) - 1))
+        parts.append([{i: (x - mean) / max(spread, 1e-6) for i, x in head.items()} for head in scores])
+    return [{i: A[i] + blend * L[i] for i in A} for A, L in zip(*parts, strict=True)]
+
+
 def leverage(keys: dict[int, Tensor], sketch: Tensor) -> dict[int, float]:
     """Leverage of unrotated keys: s[i] = x_i (X^T X + 0.01 I)^-1 x_i, X the centred keys times the sketch [D, columns]."""
     mean = sum(keys.values(), torch.zeros(len(sketch), dtype=torch.float64)) / len(keys)

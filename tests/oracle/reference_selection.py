@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from torch import Tensor
+
 EPSILON = 1e-6  # a share of 0.29 of 100 tokens is 29, though 0.29 * 100 is 28.999...
 
 Dead = Callable[[int], bool]
@@ -105,6 +107,24 @@ def chunked(s: Sequence[dict[int, float]], size: int, together: bool, live: Call
         means = {chunk: math.fsum(values) / len(values) for chunk, values in of.items()}
         result.append({i: means.get(i // size, 0.0) for i in own})
     return result
+
+
+def merged(
+    keys: dict[int, Tensor], values: dict[int, Tensor], gone: set[int], threshold: float
+) -> tuple[dict[int, Tensor], float]:
+    """The values of what stays once those of `gone` are folded into them, and the smallest gap between two cosines."""
+    stays, margin = sorted(set(keys) - gone), math.inf
+    total, weight = {t: values[t] for t in stays}, dict.fromkeys(stays, 1.0)
+    for e in sorted(gone):
+        cosines = {t: float(keys[e] @ keys[t] / (keys[e].norm() * keys[t].norm())) for t in stays}
+        best = max(stays, key=lambda t: (cosines[t], t))
+        margin = min([margin, *(cosines[best] - c for t, c in cosines.items() if t != best and c != cosines[best])])
+        margin = min(margin, abs(cosines[best] - threshold))
+        if cosines[best] >= threshold:
+            size, its = float(values[e].norm()), float(values[best].norm())
+            w = max(cosines[best], 0.0) * size / (size + its + 1e-6)
+            total[best], weight[best] = total[best] + w * values[e], weight[best] + w
+    return {t: total[t] / weight[t] for t in stays}, margin
 
 
 def two_stage(

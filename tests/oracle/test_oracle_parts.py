@@ -101,6 +101,23 @@ def test_chunks(policy, wrap, options):
         certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
 
 
+MERGED = [
+    ("h2o", ("merged",), {}),
+    ("snapkv", ("merged",), {"window": 5, "kernel": 3, "threshold": 0.6}),
+    ("roco", ("adaptive", "merged"), {"recent": 3}),
+    ("h2o", ("global_topk", "merged"), {}),
+    ("roco", ("merged",), {"recent": 3, "block": 9}),
+    ("cur", ("critical", "merged"), {"window": 4}),
+    ("snapkv", ("chunked", "merged"), {"window": 5, "size": 4, "block": 12}),
+]
+
+
+@pytest.mark.parametrize(("policy", "wrap", "options"), MERGED, ids=[f"{p}-{'+'.join(w)}" for p, w, _ in MERGED])
+def test_merged(policy, wrap, options):
+    for name, pads in (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("gptj", (0, 4))):
+        certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
+
+
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 def test_float32(wrap):
     certain("llama_gqa", "h2o", 0.4, wrap=wrap, dtype=torch.float32)

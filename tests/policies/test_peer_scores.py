@@ -1,6 +1,7 @@
 """Scores and kept tokens are those of NVIDIA kvpress' own code, as `make peer-scores` wrote them down."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,26 @@ import torch
 import kvpatch
 from kvpatch.attention import compress
 from kvpatch.policies import content
+from tools.peer_presses import PRESSES, counts
 from tools.reliability.peer_scores import CASES, RATIO, TABLE, TOKENS, sketch, small_model, text
 
 PEER = json.loads(TABLE.read_text())
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_table_names_every_press_and_builds_what_it_says():
+    assert sorted(PRESSES) == [name for name in PEER["presses"] if name not in ("BasePress", "ScorerPress")]
+    policies = {press.row for press in PRESSES.values() if press.row}
+    assert policies <= set(kvpatch.list_policies())
+    assert all(press.note for press in PRESSES.values() if not press.row)
+    for press in PRESSES.values():
+        if press.call:
+            eval(f"kvpatch.patch(small_model(), {press.call})").remove()
+
+
+def test_the_readme_counts_the_presses():
+    rows, options, _ = counts()
+    assert f"{rows} of the {len(PRESSES)} presses" in README and f"{options} more" in README
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +46,21 @@ def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
         cache = patch.new_cache()
         model(text(), past_key_values=cache)
     chosen = kvpatch.get_policy(policy).with_options(**options)  # a press gives what it protects a score above all others
-    sinks, window = chosen.scope.sinks, chosen.score.observed_rows
+    sinks, window = chosen.scope.sinks, chosen.scope.recent
+    if chosen.score.protects_window:
+        window = chosen.score.observed_rows
     for layer, (own, peer) in enumerate(zip(mine, theirs, strict=True)):
         for head, scores in enumerate(peer):
             places = cache.positions(layer)[0, head]
             places, wanted = places[places >= 0].sort().values, torch.tensor(PEER[case]["kept"][layer][head])
             # of equal scores a press keeps any
-            assert torch.equal(places, wanted) or policy == "lag_kv"
-            assert torch.equal(scores[places].sort().values, scores[wanted].sort().values)
+            assert torch.equal(places, wanted) or policy in ("lag_kv", "key_norm")
+            torch.testing.assert_close(scores[places].sort().values, scores[wanted].sort().values, atol=1e-7, rtol=1e-7)
+            if "values" in PEER[case]:
+                sizes = cache.layers[layer].values[0, head, : len(places)].norm(dim=-1)
+                sizes = sizes[cache.positions(layer)[0, head, : len(places)].argsort()]
+                wanted = torch.tensor(PEER[case]["values"][layer][head], dtype=sizes.dtype)
+                torch.testing.assert_close(sizes, wanted, atol=1e-5, rtol=1e-5)  # a press merges in float32
         own, peer = own[:, sinks : TOKENS - window], peer[:, sinks : TOKENS - window]
         if policy == "cur":  # a press divides by the sum of the head, sinks included
             own, peer = own / own.sum(-1, keepdim=True), peer / peer.sum(-1, keepdim=True)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import kvpatch
+from kvpatch.attention import compress
+from kvpatch.backends import torch_backend
 from kvpatch.policies import POLICIES, Score, content, scores
 from kvpatch.policies.context import EvictionContext, Limits, NewTokens
 from tests.helpers.contexts import small_context
@@ -37,15 +39,18 @@ def test_declarations():
     assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
     assert said["expected_attention"] == said["leverage"] == ("none", (), False, False, True, None, False, 0)
     assert [name for name, p in POLICIES.items() if p.score.reads_held] == [
-        "key_diff", "lag_kv", "leverage", "expected_attention",
+        "key_diff", "lag_kv", "leverage", "compactor", "expected_attention",
     ]  # fmt: skip
     assert [name for name, p in POLICIES.items() if p.score.moments] == ["expected_attention"]
-    assert [name for name, p in POLICIES.items() if p.score.lookahead is not None] == ["leverage", "expected_attention"]
+    looking_ahead = [name for name, p in POLICIES.items() if p.score.lookahead is not None]
+    assert looking_ahead == ["leverage", "compactor", "expected_attention"]
+    assert [name for name, p in POLICIES.items() if p.score.local] == ["compactor"]
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
-    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 9
-    assert [name for name, p in POLICIES.items() if p.score.folds] == ["defensive_snapkv", "layer_defensive"]
+    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 10
+    folds = {name: p.score.folds for name, p in POLICIES.items() if p.score.folds}
+    assert folds == {"dropkv": "sum", "defensive_snapkv": "max", "layer_defensive": "max"}
     assert [name for name, p in POLICIES.items() if p.score.rereads] == ["kvzip", "kvzip_plus"]
     assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
 
@@ -155,3 +160,16 @@ def test_the_last_row_s_attention_is_added_up_by_position_where_heads_hold_other
         context.state = {"observed": torch.tensor([[[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]])}
         got = scores.Last().value(context)[0].flatten().tolist()
         assert [(2 * a, b) for a, b in zip(got, itertools.chain(*want), strict=True) if b is not None and 2 * a != b] == []
+
+
+@pytest.mark.parametrize("policy", ["dropkv", "defensive_snapkv"])
+def test_a_window_in_several_blocks_of_rows(policy, monkeypatch):
+    found = []
+    monkeypatch.setattr(compress, "_watch", lambda call, value: found.append(value.clone()))
+    for entries in (torch_backend.CPU_BLOCK, 1):  # all rows at once, and 16
+        monkeypatch.setattr(torch_backend, "CPU_BLOCK", entries)
+        model = make("llama_gqa")
+        with torch.no_grad(), kvpatch.patched(model, policy, 50, window=40):
+            model(prompt(1, 60))
+    at_once, in_blocks = found[: len(found) // 2], found[len(found) // 2 :]
+    torch.testing.assert_close(in_blocks, at_once)

@@ -355,6 +355,46 @@ MUTANTS = {
     "pooling that leaks behind the candidates": (
         "policies/scores.py", "        pooled = pooled * candidate_NM[:, None, None]\n", "",
         f"{ORACLE}[llama_gqa-defensive_snapkv]"),
+    "local attention with a causal mask": (
+        "attention/local.py", "    total = (p *", "    p = p.tril()\n    total = (p *", f"{ORACLE}[llama_gqa-compactor]"),
+    "chunks counted from the prompt's first token": (
+        "attention/local.py", "call.score.local, call.policy.scope.sinks", "call.score.local, 0",
+        f"{ORACLE}[llama_gqa-compactor]"),
+    "rows of an incomplete chunk forgotten": (
+        "attention/local.py", "else rows.newest(size - 1, whole_B1)", "else None",
+        "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
+    "rows of a complete chunk counted again": (
+        "cache/modes.py", "positions.masked_fill(positions < start_B1, -1)", "positions",
+        "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
+    "standardized over all that is held": (
+        "policies/content.py", "among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)",
+        "among = position >= 0", f"{ORACLE}[llama_gqa-compactor]"),
+    "merged into any token": (
+        "policies/merging.py", "target = index_BHK.shape[-1] - 1 - target", "target = target * 0",
+        f"{PARTS}::test_merged[h2o-merged]"),
+    "merged with the weight of another": (
+        "policies/merging.py", "size + size_BHK.gather(2, target) + _EPS", "2 * size + _EPS",
+        f"{PARTS}::test_merged[h2o-merged]"),
+    "merged where keys differ": (
+        "policies/merging.py", " | (most < self.threshold), 0.0)", ", 0.0)", f"{PARTS}::test_merged[snapkv-merged]"),
+    "merged: what was kept is merged too": (
+        "policies/merging.py", "live_BHT & (stays_BHT == 0)", "live_BHT", f"{PARTS}::test_merged[h2o-merged]"),
+    "merged values written to the first heads": (
+        "cache/layer.py", "rows, values = rows[real], values[real]", "rows, values = rows[: len(real)], values[real]",
+        f"{PARTS}::test_merged[roco-adaptive+merged]"),
+    "the change of an output not squared": (
+        "policies/outputs.py", "(p_NLM / (1 - p_NLM + _EPS)).square()", "(p_NLM / (1 - p_NLM + _EPS))",
+        f"{ORACLE}[llama_gqa-dropkv]"),
+    "outputs without what the window itself gave": (
+        "policies/outputs.py", "v_NMD = rows.p_NGRM.double(), rows",
+        "v_NMD = (rows.p_NGRM * rows.candidate_NM[:, None, None]).double(), rows",
+        f"{ORACLE}[llama_gqa-dropkv]"),
+    "values of other tokens": (
+        "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
+        f"{ORACLE}[llama_gqa-dropkv]"),
+    "the greatest of several blocks' sums": (
+        "attention/prefill.py", '"sum": torch.add}', '"sum": torch.maximum}',
+        "tests/policies/test_scores.py::test_a_window_in_several_blocks_of_rows[dropkv]"),
     "the maximum over one query head": (
         "policies/scores.py", "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny))).amax((1, 2))",
         "return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny)))[:, 0].amax(1)",

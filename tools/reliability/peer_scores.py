@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TABLE = Path(__file__).parents[2] / "tests/policies/peer_scores.json"
-TOKENS, RATIO = 280, 0.5
+TOKENS, RATIO, QUESTION = 280, 0.5, 32
 # kvpatch's policy and its options, and kvpress' press and its options
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "key_diff": ("key_diff", {}, "KeyDiffPress", {}),
@@ -32,7 +32,21 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
                                  {"use_covariance": False, "epsilon": 0.01, "n_future_positions": 40}),
     "chunk_kv": ("chunk_kv", {"window": 40, "kernel": 5, "pooling": "avg"}, "ChunkKVPress",
                  {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
+    "non-causal attention": ("compactor", {"blend": 0, "sinks": 0, "recent": 0, "chunk": 70, "sketch": 1}, "NonCausalAttnPress",
+                             {"chunk_size": 70}),
+    "observed attention": ("roco", {"recent": 0, "protected": 0, "schedule": "prompt"}, "ObservedAttentionPress", {}),
+    "finch": ("snapkv", {"kernel": 1, "pooling": None}, "FinchPress", {"normalize_scores": False, "rerotate_keys": False}),
+    "snapkv": ("snapkv", {"window": 64, "kernel": 5, "pooling": "avg"}, "SnapKVPress", {}),
+    "tova": ("tova", {"schedule": "prompt", "recent": 1}, "TOVAPress", {}),
+    "key_norm": ("key_norm", {"schedule": "prompt"}, "KnormPress", {}),
+    "dropkv": ("dropkv", {}, "DropKV", {}),
+    "merged": ("merged(snapkv)", {"window": 40, "kernel": 5, "pooling": "avg"}, "MergingPress",
+               {"press": ("SnapKVPress", {"window_size": 40, "kernel_size": 5})}),
     "leverage": ("leverage", {"sketch": 6}, "LeverageScorePress", {"sketch_dimension": 6}),
+    "compactor": ("compactor", {"sketch": 6, "chunk": 67, "blend": 0.5}, "CompactorPress",
+                  {"sketch_dimension": 6, "chunk_size": 67}),
+    "compactor, blended": ("compactor", {"sketch": 6, "chunk": 134, "blend": 0.8}, "CompactorPress",
+                           {"sketch_dimension": 6, "chunk_size": 134, "blending": 0.8}),
     "kvzip": ("kvzip", {"chunk": 120, "instruction": ((5, 9, 11), (7, 13), (3,))}, "KVzipPress", {"chunk_size": 120}),
     "kvzip_plus": ("kvzip_plus", {"chunk": 300, "instruction": ((5, 9, 11), (7, 13), (3,))}, "KVzipPress",
                    {"chunk_size": 300, "kvzip_plus_normalization": True}),
@@ -67,22 +81,34 @@ def main() -> None:
     """Write the scores and the kept tokens of each press."""
     found: dict[str, Any] = {}
     for name, (_, _, press_name, options) in CASES.items():
-        kept, scores = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
+        kept, scores, *sizes = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
         rounded = [[[float(f"{x:.9g}") for x in head] for head in one[0].tolist()] for one in scores]
-        found[name] = {"kept": kept, "scores": rounded}
+        found[name] = {"kept": kept, "scores": rounded} | ({"values": sizes[0]} if press_name == "MergingPress" else {})
+    import kvpress
+
+    found["presses"] = sorted(name for name in kvpress.__all__ if name.endswith("Press"))
     lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items()]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor]]:
-    """Return where the kept tokens stand, by layer and head, and the scores of each layer [1,H,T]."""
+def _evicted(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]], list[Tensor], list[list[list[float]]]]:
+    """Return where the kept tokens stand, by layer and head, the scores of each layer [1,H,T], and the kept values' norms."""
     scores: list[Tensor] = []
-    press, model = _made(name, options, scores), small_model()
+    press, model, ids = _made(name, options, scores), small_model(), text()
+    if name == "ObservedAttentionPress":
+        model.set_attn_implementation("eager")
+    if name == "FinchPress":  # the question behind a token that stands for nothing else
+        press.delimiter_token_id = 0
+        ids = torch.cat([ids[:, :-QUESTION], torch.zeros(1, 1, dtype=ids.dtype), ids[:, -QUESTION:]], 1)
     with torch.no_grad(), mock.patch.object(torch, "randn", lambda *shape, **_: sketch(shape)):
         whole = model(text()).past_key_values
         with press(model):
-            held = model(text()).past_key_values
-    return [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)], scores
+            held = model(ids).past_key_values
+    sizes = []
+    for a, b in zip(whole.layers, held.layers, strict=True):
+        order = torch.cdist(b.keys[0], a.keys[0]).argmin(2).argsort(1)
+        sizes.append(b.values[0].norm(dim=-1).gather(1, order).tolist())
+    return [_places(a.keys[0], b.keys[0]) for a, b in zip(whole.layers, held.layers, strict=True)], scores, sizes
 
 
 class _Tokenizer:
@@ -130,7 +156,7 @@ def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
     if "press" in options:
         inner, its_own = options["press"]
         return getattr(kvpress, name)(**options | {"press": _made(inner, its_own, scores)})
-    press = getattr(kvpress, name)(RATIO, **options)
+    press = (_dropkv() if name == "DropKV" else getattr(kvpress, name))(RATIO, **options)
     own = press.score
 
     def score(*args: Any, **call: Any) -> Tensor:
@@ -139,6 +165,29 @@ def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
 
     press.score = score
     return press
+
+
+def _dropkv() -> Any:
+    """Return a press of DropKV's formula, as its authors proposed it to kvpress: no release has it."""
+    from kvpress import ScorerPress
+    from kvpress.utils import get_prerope_query_states
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    class DropKV(ScorerPress):  # type: ignore[misc]
+        def score(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor, attentions: Any, given: Any) -> Tensor:
+            W, G, s = 32, module.num_key_value_groups, keys.new_zeros(keys.shape[:3])
+            queries, _ = apply_rotary_pos_emb(get_prerope_query_states(module, hidden), keys, *given["position_embeddings"])
+            for h in range(queries.shape[1]):
+                k, v = keys[0, h // G], values[0, h // G]
+                for t in range(len(k) - W, len(k)):
+                    p = (k[: t + 1] @ queries[0, h, t] * module.scaling).softmax(0)
+                    moves = (p / (1 - p + 1e-6))[:, None] * (v[: t + 1] - p @ v[: t + 1])
+                    s[0, h // G, : t + 1] += moves.square().sum(1) / G
+            s = torch.nn.functional.avg_pool1d(s, 7, stride=1, padding=3)
+            s[..., -W:] = s.max() + 1
+            return s
+
+    return DropKV
 
 
 def _places(whole_HTD: Tensor, kept_HKD: Tensor) -> list[list[int]]:

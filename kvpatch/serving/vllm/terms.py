@@ -132,6 +132,7 @@ def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
         (not score.evicts, "it evicts nothing, as vLLM does without kvpatch"),
         (policy.over_heads is not None, "its heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
         (policy.over_model, "its layers share one budget by their scores, and a page has one size: use 'snapkv'"),
+        (policy.merging is not None, "it changes values, which vLLM's pages then hold: use the policy inside merged(...)"),
         (score.across_layers, "with shared=True its layers share a score: use shared=False"),
         (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
         (policy.every > 1, "every= lets tokens wait, and a request's pages are claimed for its budget: leave it out"),

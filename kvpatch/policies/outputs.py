@@ -1,0 +1,48 @@
+"""The score of what attention gives out: how far the outputs of an observation window move if one token is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .context import EvictionContext, Observed
+from .scores import ObservationWindow
+
+_EPS = 1e-6  # of 1 - a, which is 0 where a row attends to one token alone
+
+
+@dataclass(frozen=True)
+class OutputChange(ObservationWindow):
+    """Change of an observation window's outputs if a token is lost [DropKV].
+
+    Without token i the other probabilities of row t grow by 1 / (1 - a[t,i]), so that its output o_t moves by
+    a[t,i] / (1 - a[t,i]) (o_t - v_i). s[i] = the sum of the squared lengths of these moves over the last `window` rows t of the
+    prompt, averaged over the query heads of the group, then pooled over neighbouring tokens, those of the window included.
+
+    Differs from the paper: nothing that is known; pooling, and 1e-6 in the denominator, are those of the authors' code.
+
+    Attributes:
+        window: query rows in the observation window.
+        kernel: odd number of neighbouring tokens that are pooled.
+        pooling: "avg", "max", or None for no pooling.
+    """
+
+    pooling: str | None = "avg"
+    folds: ClassVar[Literal["max", "sum"] | None] = "sum"
+
+    def fold(self, rows: Observed) -> Tensor:
+        # differences of large numbers where a row looks at little else
+        p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()
+        out_NLD, p_NLM = p_NGRM @ v_NMD[:, None], p_NGRM.flatten(1, 2)
+        out_NLD = out_NLD.flatten(1, 2)
+        weight_NML = (p_NLM / (1 - p_NLM + _EPS)).square().transpose(1, 2)
+        own = weight_NML.sum(-1) * v_NMD.square().sum(-1)
+        both = ((weight_NML @ out_NLD) * v_NMD).sum(-1)
+        other = (weight_NML @ out_NLD.square().sum(-1, keepdim=True)).squeeze(-1)
+        return ((own - 2 * both + other).clamp_min(0) / p_NGRM.shape[1]).to(rows.p_NGRM.dtype)
+
+    def _counts(self, position: Tensor, context: EvictionContext) -> Tensor:
+        return torch.ge(position, 0)
