@@ -117,7 +117,7 @@ class CacheSettings:
         budget, policy = self.budget.tokens(layer, n), self.policy
         if policy.over_layers is None or not policy.score.evicts:
             return budget
-        least = policy.score.observed_rows + 1 if policy.score.protects_window else 1
+        least = policy.score.protected_rows + 1
         most = None if policy.schedule == "decode" else n
         return policy.over_layers.split(budget, len(self.budgeted), least, most)[self.budgeted.index(layer)]
 

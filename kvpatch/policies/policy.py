@@ -70,10 +70,11 @@ class Policy:
             meant = suggest(self.schedule, SCHEDULES)
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
-            raise KVPatchError(
-                f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
-                f"generated token does not have; use schedule={' or '.join(map(repr, self.score.schedules))}."
-            )
+            why = "scores tokens by what decode steps attend to, which a prompt does not have"
+            if "prompt" in self.score.schedules:
+                why = "scores tokens by the prompt's last rows, which a generated token does not have"
+            use = " or ".join(map(repr, self.score.schedules))
+            raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
         if self.over_heads is not None and self.schedule not in self.over_heads.schedules:
             raise KVPatchError(
@@ -160,6 +161,11 @@ class Policy:
     def over_model(self) -> bool:
         """Tell whether the heads of all layers share one budget, so that no layer evicts before the last has read a prompt."""
         return self.over_heads is not None and self.over_heads.over_layers
+
+    @property
+    def reads_held(self) -> bool:
+        """Tell whether score or scope read keys and values of what is held, so that each layer evicts by itself."""
+        return self.score.reads_held or self.scope.reads_held or self.score.recent_queries > 0
 
     @property
     def weighs_values(self) -> bool:

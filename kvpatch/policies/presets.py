@@ -9,10 +9,11 @@ from typing import Any
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
 from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
+from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
 from .policy import Policy
 from .repeated import Repeated, RepeatedOutputs
-from .scopes import DeviationScope, Scope
+from .scopes import DeviationScope, RangeScope, Scope
 from .scores import (
     Accumulated,
     AccumulatedQuantized,
@@ -161,6 +162,10 @@ POLICIES = _table(
     Policy("chunk_kv",        ObservationWindow(),    schedule="prompt", source="ChunkKV", selection=Chunked()),
     Policy("leverage",        Leverage(),             schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
+    Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
+    Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
+    Policy("r_kv",            Redundancy(),           source="R-KV", every=128),
+    Policy("vase",            SampledAttention(),     RangeScope(sinks=4), source="VaSE", every=64),
 )
 # fmt: on
 for _base in ("snapkv", "pyramidkv", "adakv"):

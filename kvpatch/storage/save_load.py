@@ -26,6 +26,7 @@ from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
 from ..errors import KVPatchError
 from ..policies.context import SIZES, Limits
+from ..policies.queries import Recent
 from . import contents, schema
 from .header import InvalidError, entries, parse, read
 
@@ -61,6 +62,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         own |= {"keys": layer.kv.keys, "values": layer.kv.values}
         own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
+        own |= {} if layer.recent is None else {f"recent.{name}": tensor for name, tensor in vars(layer.recent).items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         counts = {name: getattr(layer.mode, name) for name in layer.mode.saved}
         beside = {"mode": layer.mode.name, "dtype": str(layer.dtype), **counts}
@@ -170,6 +172,8 @@ def _fill(
         layer.kv = reading(keys, values, layer.bits)
     else:
         layer.kv = slots.restored(keys, values, head_offsets, codecs(layer.bits, shape.key, shape.value, layer.dtype))
+    last = {name.removeprefix("recent."): tensors.pop(name) for name in list(tensors) if name.startswith("recent.")}
+    layer.recent = Recent(**last) if last else None
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
