@@ -13,6 +13,7 @@ from torch import Tensor
 from ..backends.entries import FULL
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget
+from ..policies.calibration import Calibration
 from ..policies.parallel import WHOLE, Parallel
 from .notices import Notices
 
@@ -145,8 +146,15 @@ class CacheSettings:
 def _described(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values."""
     parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
-    options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
+    options = {name: _plain(value) for name, value in policy.options().items()}
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON has it."""
+    if isinstance(value, Calibration):
+        return value.digest
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _flat(described: dict[str, Any]) -> dict[str, Any]:

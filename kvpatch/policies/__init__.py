@@ -1,6 +1,7 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
 from .allocation import Adaptive, Global, Pyramid
+from .calibration import Calibration
 from .context import EvictionContext, NewTokens
 from .policy import Policy
 from .presets import (
@@ -16,13 +17,14 @@ from .presets import (
     unregister_policy,
 )
 from .repeated import repeat_instruction
-from .scopes import DeviationScope, Scope
+from .scopes import DeviationScope, RangeScope, Scope
 from .scores import Score
 from .selection import Chunked, Selection, TwoStage
 
 __all__ = [
     "POLICIES",
     "Adaptive",
+    "Calibration",
     "Chunked",
     "DeviationScope",
     "EvictionContext",
@@ -30,6 +32,7 @@ __all__ = [
     "NewTokens",
     "Policy",
     "Pyramid",
+    "RangeScope",
     "Scope",
     "Score",
     "Selection",

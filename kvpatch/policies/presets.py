@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
+from .calibration import QueryFilter
 from .content import Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
@@ -162,6 +163,7 @@ POLICIES = _table(
     Policy("chunk_kv",        ObservationWindow(),    schedule="prompt", source="ChunkKV", selection=Chunked()),
     Policy("leverage",        Leverage(),             schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
+    Policy("q_filter",        QueryFilter(),          source="Q-Filters"),
     Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
     Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
     Policy("r_kv",            Redundancy(),           source="R-KV", every=128),

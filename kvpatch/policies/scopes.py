@@ -48,6 +48,7 @@ class Scope:
     turns: str = "all"
     statistics: ClassVar[tuple[str, ...]] = ()
     reads_held: ClassVar[bool] = False  # whether `mask` calls context.held()
+    ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
@@ -94,8 +95,8 @@ class Scope:
         rows = budget if score.recent_queries else rows  # these are not of the prompt alone
         observed = min(score.protected_rows, free, rows) if score.protects_window else score.observed_rows
         recent = min(share(self.recent, budget), free)
-        deviation = min(share(self.deviation, budget), free - recent)
         newest = max(recent, observed) if score.protects_window else recent
+        deviation = min(share(self.deviation, budget), free - newest)
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
@@ -104,14 +105,14 @@ class Scope:
         Shares of the budget are not sizes of the user's; `protect=` is refused rather than cut.
         """
         sinks = min(self.sinks, budget)
-        newest = min(share(self.recent, budget), budget - sinks)
         window = score.protected_rows
+        newest = min(max(share(self.recent, budget), window), budget - sinks)
         # each with what is protected beside it
         for name, size, beside in (
             ("sinks", self.sinks, 0),
             ("window", window, sinks),
             ("recent", self.recent, sinks),
-            ("protected", self.deviation, sinks + newest),
+            (self.ranked, self.deviation, sinks + newest),
         ):
             if isinstance(size, int) and size > budget - beside:
                 yield name, size, budget - beside, beside + size + 1
@@ -181,6 +182,7 @@ class RangeScope(Scope):
 
     ranges: int | float = 0.25
     reads_held: ClassVar[bool] = True
+    ranked: ClassVar[str] = "ranges"
 
     def check(self) -> None:
         super().check()

@@ -64,6 +64,7 @@ class Score:
         evicts: whether tokens are evicted at all.
         reads_held: whether `value` calls context.held() or .plain_keys(), so that each layer evicts by itself while decoding.
         notes: whether `note` keeps account of what each decode step attends to.
+        calibrated: whether it needs a `calibration` (calibration.py).
         rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
         folds: whether `fold` says what the observation window's rows become, rather than their mean.
 
@@ -85,6 +86,7 @@ class Score:
     reads_held: ClassVar[bool] = False
     folds: ClassVar[bool] = False
     notes: ClassVar[bool] = False
+    calibrated: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
 
     @property

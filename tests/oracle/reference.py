@@ -87,6 +87,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "eps": 0.0,
         "covariance": True,
     },
+    "q_filter": {"score": "projection", "calibration": None},
     "raas": {"score": "last_use", "schedule": "decode", "alpha": 1e-4},
     "lazy": {"score": "recurrence", "schedule": "decode", "alpha": 1e-4, "recent": 128, "every": 128},
     "r_kv": {"score": "redundancy", "every": 128, "window": 8, "kernel": 7, "pooling": "max", "weight": 0.1, "alike": 0.5},
@@ -123,7 +124,7 @@ AT_THE_END = ("repeated", "observation", "defensive", "lag", "expected", "levera
 LATER = ("last_use", "recurrence")  # of generated tokens alone
 RECENT = ("redundancy", "sampled")  # by the last queries, of the prompt or generated
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag", *LATER, *RECENT)
+NO_WEIGHTS = ("recency", "lattice", "key_norm", "projection", "key_diff", "lag", *LATER, *RECENT)
 
 
 @dataclass
@@ -583,8 +584,8 @@ class Oracle:
             fixed = (set(range(self.sinks(b))) | read) - self.earlier()
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
-        r = min(tokens(o.get("protected", o.get("ranges", 0)), b), room - recent)
         w = min(tokens(self.observes(), b), room, b if o["score"] in RECENT else self.new)
+        r = min(tokens(o.get("protected", o.get("ranges", 0)), b), room - max(recent, w))
         return fixed, recent, r, w
 
     def evictable(self, l: int, g: int, b: int) -> list[int]:
@@ -648,7 +649,7 @@ class Oracle:
             case "redundancy" | "sampled":
                 s = self.recent_scores(l, g, self.sizes(b)[3])
                 return {i: s[i] for i in candidates}
-            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage":
+            case "key_norm" | "projection" | "key_diff" | "cur" | "lag" | "expected" | "leverage":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
@@ -664,9 +665,10 @@ class Oracle:
 
     def recent_logits(self, l: int, g: int, t: int, older: list[int]) -> list[dict[int, float]]:
         """x[t, i] of the older tokens that the query of t may see, for each query head of the group, with queries and keys at
-        their places of now."""
+        their places of now: renumbered, a query's is counted back from the newest token's."""
         held, renumbered = sorted(self.keys[l][g]), self.options["positions"] == "renumbered"
         place = {i: rank if renumbered else i for rank, i in enumerate(held)}
+        place[t] = max(0, len(held) - 1 - (self.newest - t)) if renumbered else t
 
         def placed(vector: Tensor, i: int) -> Tensor:
             if not renumbered:
@@ -685,10 +687,10 @@ class Oracle:
         return x
 
     def recent_scores(self, l: int, g: int, w: int) -> dict[int, float]:
-        """s[i] of the held tokens but the newest w, by the queries of these."""
+        """s[i] of the held tokens before the text's last w, by the queries of these."""
         o, held = self.options, sorted(self.keys[l][g])
-        older = held[: len(held) - w]
-        x = [self.recent_logits(l, g, t, older) for t in held[len(held) - w :]]
+        older = [i for i in held if i <= self.newest - w]
+        x = [self.recent_logits(l, g, t, older) for t in range(max(0, self.newest - w + 1), self.newest + 1)]
         a = pooled(looked_at(x, older, most=o["score"] == "redundancy"), o["kernel"], o["pooling"])
         shares = dict(zip(older, a, strict=True))
         if o["score"] == "sampled":
@@ -705,6 +707,9 @@ class Oracle:
         match o["score"]:
             case "key_norm":
                 return {i: -math.sqrt((noted[i][0] ** 2).sum().item()) for i in keys}
+            case "projection":
+                direction = o["calibration"].directions[l][g].double()
+                return {i: float(noted[i][0] @ direction) for i in keys}
             case "key_diff":
                 return unlike_the_mean(keys)
             case "cur":

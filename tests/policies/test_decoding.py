@@ -6,25 +6,18 @@ import torch
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies.queries import Recent
-from tests.helpers.comparing import DECODING, certain
+from tests.helpers.comparing import DECODING, SMALL_STEPS, certain
 from tests.helpers.joined import Loop
-from tests.helpers.running import go_on, kept
+from tests.helpers.running import go_on, kept, steps
 from tests.helpers.tiny import force, left_pad, make, prompt, sound
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-# k, and options under which some twenty steps evict several times
-SMALL = {
-    "raas": (4, {"alpha": 0.05}),
-    "lazy": (5, {"alpha": 0.05, "recent": 1, "every": 3}),
-    "r_kv": (9, {"window": 3, "kernel": 3, "every": 3}),
-    "vase": (9, {"window": 3, "kernel": 3, "every": 3, "sinks": 1}),
-}
+K = {"raas": 4, "lazy": 5, "r_kv": 9, "vase": 9}
 RECALLING = tuple(name for name in DECODING if kvpatch.get_policy(name).score.recent_queries)
 
 
-def patched(model, policy, **more):
-    k, options = SMALL[policy]
-    return kvpatch.patched(model, policy, k, **options, **more)
+def patched(model, policy):
+    return kvpatch.patched(model, policy, K[policy], **SMALL_STEPS[policy])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +72,7 @@ def test_beams(model, policy):
     with patched(model, policy):
         both = model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=14, do_sample=False, pad_token_id=0)
         for row, n in enumerate((18, 12)):
-            alone = model.generate(ids[row : row + 1, 18 - n :], num_beams=3, max_new_tokens=14, do_sample=False, pad_token_id=0)
+            alone = model.generate(ids[row : row + 1, 18 - n :], num_beams=3, max_new_tokens=14, do_sample=False)
             assert both[row, 18:].tolist() == alone[0, n:].tolist()
 
 
@@ -98,29 +91,28 @@ def test_a_prompt_in_pieces_is_the_prompt(model, policy):
 
 
 OTHERWISE = [
-    ("r_kv", {"block": 7}), ("vase", {"block": 7}), ("r_kv", {"positions": "renumbered"}), ("vase", {"positions": "renumbered"}),
-    ("r_kv", {"bits": 8}), ("vase", {"bits": 4}), ("raas", {"positions": "renumbered"}), ("vase", {"sinks": 3, "ranges": 1}),
+    ("r_kv", {"block": 7}), ("vase", {"block": 7}), ("r_kv", {"positions": "renumbered"}),
+    ("vase", {"positions": "renumbered"}), ("r_kv", {"bits": 8}), ("vase", {"bits": 4}),
+    ("raas", {"positions": "renumbered"}), ("vase", {"sinks": 3, "ranges": 1}),
     ("r_kv", {"window": 30}), ("vase", {"window": 40, "pooling": None}), ("lazy", {"recent": 0}), ("r_kv", {"pooling": None}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "more"), OTHERWISE, ids=[f"{policy}-{more}" for policy, more in OTHERWISE])
 def test_as_the_oracle_has_it(policy, more):
-    k, options = SMALL[policy]
     for name in ("llama_gqa", "mpt") if "positions" in more else ("llama_gqa",):
-        certain(name, policy, k, steps=14, **options | more)
+        certain(name, policy, K[policy], steps=14, **SMALL_STEPS[policy] | more)
 
 
 @pytest.mark.parametrize("policy", DECODING)
 def test_float32(policy):
-    k, options = SMALL[policy]
-    certain("llama_gqa", policy, k, steps=14, dtype=torch.float32, **options)
+    certain("llama_gqa", policy, K[policy], steps=14, dtype=torch.float32, **SMALL_STEPS[policy])
 
 
 def test_a_later_prompt_goes_on_with_the_last_queries(model):
     """Shorter than the window: its first queries are those of the turn before."""
     for policy in RECALLING:
-        with patched(model, policy, sinks=2) as patch:
+        with patched(model, policy) as patch:
             cache = patch.new_cache()
             force(model, prompt(1, 15), prompt(1, 6, seed=3), cache=cache)
             model(prompt(1, 2, seed=5), past_key_values=cache)
@@ -148,22 +140,27 @@ def test_recent_queries_by_hand():
     assert torch.equal(whole.q_BHGWD, before) and whole.positions_BW.tolist() == [[6, 4, 5], [3, 4, 2]]
 
 
-def test_what_is_said_twice():
-    """R-KV: of two equal keys the older one goes, and with alike=None neither before the other."""
-    for alike, gone in ((0.5, 3), (None, None)):
+def test_what_is_said_again():
+    """R-KV: of three equal keys the oldest is the most redundant and the newest the least; alike=None tells none apart."""
+    keys = torch.eye(6)[None, None].clone()
+    keys[0, 0, 2:5] = keys[0, 0, 2]
+    positions, order = torch.arange(6)[None, None], torch.tensor([3, 0, 5, 4, 1, 2])  # slots are in no order
+    for alike in (0.5, None):
         score = kvpatch.get_policy("r_kv").with_options(alike=alike).score
-        keys = torch.eye(6)[None, None].clone()
-        keys[0, 0, 4] = keys[0, 0, 3]
-        positions = torch.arange(6)[None, None]
-        context = type("Context", (), {"positions_BHT": positions, "held": lambda self, k=keys: (k, k)})()
-        likeness = score._redundancy(context)[0, 0]
-        assert float(likeness.sum()) == pytest.approx(1.0)
-        assert (likeness.argmax() == gone) if gone is not None else likeness[3] == likeness[4] > likeness[0]
+        held = keys[:, :, order]
+        context = type("Context", (), {"positions_BHT": positions[..., order], "held": lambda self, k=held: (k, k)})()
+        likeness = dict(zip(order.tolist(), score._redundancy(context)[0, 0].tolist(), strict=True))
+        assert sum(likeness.values()) == pytest.approx(1.0)
+        if alike is None:
+            assert likeness[2] == likeness[3] == likeness[4] > likeness[0] == likeness[5]
+        else:
+            assert likeness[2] > likeness[3] > likeness[4] == likeness[0]
 
 
 BAD = [
     ("raas", {"alpha": 1.0}, r"alpha=1.0 must be in \[0, 1\)"), ("r_kv", {"weight": -0.1}, "weight=-0.1 must be in"),
-    ("r_kv", {"alike": 3}, "alike=3 must be a cosine"), ("r_kv", {"window": 0}, "window=0"), ("vase", {"kernel": 4}, "kernel=4"),
+    ("r_kv", {"alike": 3}, "alike=3 must be a cosine"), ("r_kv", {"window": 0}, "window=0"),
+    ("vase", {"kernel": 4}, "kernel=4"),
     ("vase", {"ranges": 1.5}, "ranges=1.5 is more than the whole budget"), ("vase", {"pooling": "min"}, "pooling='min'"),
     ("raas", {"schedule": "both"}, "'raas' scores tokens by what decode steps attend to.*use schedule='decode'"),
     ("r_kv", {"schedule": "prompt"}, "use schedule='decode' or 'both'"),
@@ -190,3 +187,13 @@ def test_a_waiting_step_scores_nothing(model, monkeypatch):
         with patched(model, policy):
             force(model, prompt(1, 20), prompt(1, 12, seed=2))
         assert len(calls) == 2 * (1 + 4), "two layers: at the prompt's end, and at every third of twelve steps"
+
+
+@pytest.mark.parametrize("policy", ["raas", *RECALLING])
+def test_a_compiled_step_computes_the_same(policy):
+    one = kvpatch.get_policy(policy).with_options(**SMALL_STEPS[policy] | {"every": 1})
+    model, ids, fed = make("llama_gqa"), prompt(2, 24), prompt(2, 5, seed=2)
+    want, held = steps(model, one, ids, fed, backend="torch")
+    got, same = steps(model, one, ids, fed, backend="torch", compiled=True)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert torch.equal(held[0], same[0])
