@@ -288,12 +288,13 @@ class Call:
         slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
         assert slots.recent is not None and slots.limits is not None
         q, rows, observed = slots.recent.q_BHGWD, slots.recent.positions_BW, slots.limits.observed
-        k, v = self._held()
-        keys = Keys(k, v, self._positions, holes=slots.holes, past=slots.used, ordered=False)
-        candidate = (self._positions >= 0) & (self._positions <= newest[:, None] - observed)
+        (k, v), positions = self._held(), self._positions
+        candidate = (positions >= 0) & (positions <= newest[:, None] - observed)
         if self.settings.renumbered:
+            keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
             q, keys = self.renumber(q, keys, rows, behind_BQ=newest - rows)
-        x = window_logits(q, keys, rows, geometry)
+            k, positions = keys.k_BHTD, keys.positions_BHT
+        x = window_logits(q, k, positions, rows, geometry)
         seen = candidate[:, :, None, None]
         if geometry.sliding is not None:
             seen = seen & (rows[:, None, None, :, None] - self._positions[:, :, None, None] < geometry.sliding)

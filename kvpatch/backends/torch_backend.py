@@ -547,13 +547,15 @@ def window_folds(
     return torch.empty_like(most_NT).scatter_(-1, order_NT, most_NT).view(B, H, T)
 
 
-def window_logits(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry) -> Tensor:
+def window_logits(
+    q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry
+) -> Tensor:
     """Return the logits [B,H,G,W,T] of queries at positions `rows_BW`, without masks, in the dtype of scores."""
     dtype = accumulator(q_BHGWD.dtype)
-    x = (q_BHGWD.to(dtype) * geometry.scale) @ keys.k_BHTD.to(dtype).transpose(-1, -2)[:, :, None]
+    x = (q_BHGWD.to(dtype) * geometry.scale) @ k_BHTD.to(dtype).transpose(-1, -2)[:, :, None]
     if geometry.slopes_HG is not None:
         slopes = geometry.slopes_HG[None, :, :, None, None].to(dtype)
-        x = x + _alibi(slopes, keys.positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None], geometry)
+        x = x + _alibi(slopes, positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None], geometry)
     return _capped(x, geometry)
 
 

@@ -100,7 +100,7 @@ def shape(about, tensors):
 
 
 BAD = [
-    (lambda about, t: about.update(format="kvpatch cache 4"), f"not of this version of kvpatch .{FORMAT}"),
+    (lambda about, t: about.update(format="kvpatch cache 4"), f"not of this version of kvpatch ..{FORMAT}"),
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
     (lambda about, t: about.update(layers=[0, 0]), "its layers are"),
