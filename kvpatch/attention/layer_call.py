@@ -286,10 +286,11 @@ class Call:
     def _looks(self, newest_B11: Tensor) -> Looks:
         """Return the logits of the layer's last queries."""
         slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
-        assert slots.recent is not None and slots.limits is not None
-        q, rows, observed = slots.recent.q_BHGWD, slots.recent.positions_BW, slots.limits.observed
+        assert slots.recent is not None
+        # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
+        q, rows = slots.recent.q_BHGWD, slots.recent.positions_BW
         (k, v), positions = self._held(), self._positions
-        candidate = (positions >= 0) & (positions <= newest[:, None] - observed)
+        candidate = (positions >= 0) & (positions <= newest[:, None] - rows.shape[1])
         if self.settings.renumbered:
             keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
             q, keys = self.renumber(q, keys, rows, behind_BQ=newest - rows)
@@ -300,7 +301,7 @@ class Call:
             seen = seen & (rows[:, None, None, :, None] - self._positions[:, :, None, None] < geometry.sliding)
         # the least number rather than -inf: a query that sees no candidate is not NaN
         x = x.masked_fill(~seen, torch.finfo(x.dtype).min)
-        return Looks(x, (rows >= 0) & (rows > newest - observed[:, 0]), candidate)
+        return Looks(x, candidate)
 
     def _held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""

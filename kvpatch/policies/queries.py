@@ -131,23 +131,19 @@ class Recent:
 
 @dataclass
 class Looks:
-    """Logits of the last queries, for the tokens before the observation window.
+    """Logits of the last queries, for the tokens before these queries' own.
 
     Attributes:
         x_BHGWT: logits; the least number of their dtype where the token is no candidate, or is outside the sliding window.
-        counted_BW: bool, queries that count: as many as the observation window has tokens.
-        candidate_BHT: bool, tokens before the window.
+        candidate_BHT: bool, the tokens before.
     """
 
     x_BHGWT: Tensor
-    counted_BW: Tensor
     candidate_BHT: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Return the mean over the queries that count, 0 for tokens that are no candidates, [B,H,T]."""
-        counted = self.counted_BW[:, None, :, None]
-        total = p_BHWT.masked_fill(~counted, 0.0).sum(2) / counted.sum(2).clamp(min=1)
-        return total.masked_fill(~self.candidate_BHT, 0.0)
+        """Return the mean over the queries, 0 for tokens that are no candidates, [B,H,T]."""
+        return p_BHWT.mean(2).masked_fill(~self.candidate_BHT, 0.0)
 
 
 def mean_rotation(rotate: Callable[[Tensor, Tensor], Tensor], places_BF: Tensor, like: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def context_of(text, window, protected):
     return EvictionContext(
         layer=0, seed=0, positions_BHT=positions, newest_B11=newest, recent_B11=newest - window, state={},
         limits=Limits.of([(0, window, 0, protected, window, 0)], torch.device("cpu")), group=G, sliding=None, empty=False,
-        held=lambda: (keys, values), recent=lambda: Looks(x, torch.ones(1, window, dtype=torch.bool), candidate),
+        held=lambda: (keys, values), recent=lambda: Looks(x, candidate),
     )  # fmt: skip
 
 

@@ -130,6 +130,8 @@ def test_recent_queries_by_hand():
     whole = empty.read(q, positions)
     assert whole.positions_BW.tolist() == [[6, 4, 5], [3, 4, 2]]
     assert whole.q_BHGWD.flatten(1).tolist() == [[6, 4, 5], [12, 13, 11]]
+    few = Recent.none(3, q[:1], torch.float32).read(q[:1, :, :, :4], torch.tensor([[-1, -1, 0, 1]]))
+    assert few.positions_BW.tolist() == [[0, 1, -1]] and few.q_BHGWD.flatten().tolist()[:2] == [2, 3]
     pieces = empty.read(q[:, :, :, :3], positions[:, :3]).read(q[:, :, :, 3:], positions[:, 3:])
     assert torch.equal(pieces.q_BHGWD, whole.q_BHGWD) and torch.equal(pieces.positions_BW, whole.positions_BW)
     before = whole.q_BHGWD.clone()

@@ -38,9 +38,9 @@ MUTANTS = {
     "the last queries stay where rows move": (
         "cache/layer.py", "self.recent = None if self.recent is None else self.recent.map_rows(change)", "pass",
         f"{DECODES}_rows_come_and_go_and_are_saved[r_kv]"),
-    "queries before the observation window count": (
-        "attention/layer_call.py", "(rows >= 0) & (rows > newest - observed[:, 0])", "rows >= 0",
-        f"{DECODES}_as_the_oracle_has_it[r_kv-{{'window': 30}}]"),
+    "the last queries look at their own tokens": (
+        "attention/layer_call.py", "(positions <= newest[:, None] - rows.shape[1])", "(positions <= newest[:, None])",
+        f"{STEPS}-vase-6]"),
     "the greatest logit of the group is its first head's": (
         "policies/decoding.py", "looks.x_BHGWT.amax(2).softmax(-1)", "looks.x_BHGWT[:, :, 0].softmax(-1)", f"{STEPS}-r_kv-5]"),
     "a key is like itself": (
