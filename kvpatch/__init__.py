@@ -32,6 +32,7 @@ _HOME = {
         "merged", "pyramid", "register_policy", "unregister_policy",
     ),
     "report": ("Report",),
+    "storage.calibration": ("load_calibration",),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -55,6 +56,7 @@ __all__ = [
     "global_topk",
     "list_architectures",
     "list_policies",
+    "load_calibration",
     "merged",
     "patch",
     "patched",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
         unregister_policy,
     )
     from .report import Report
+    from .storage.calibration import load_calibration
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:

@@ -50,6 +50,11 @@ _LOOKS = {
     "kvzip_plus": ("#006d2c", "P"),
     "defensive_snapkv": ("#e6550d", "v"),
     "layer_defensive": ("#a63603", "v"),
+    "q_filter": ("#cedb9c", "D"),
+    "raas": ("#756bb1", "s"),
+    "lazy": ("#9e9ac8", "s"),
+    "r_kv": ("#ce6dbd", "X"),
+    "vase": ("#de9ed6", "X"),
 }
 _OTHERS = ("#843c39", "#7b4173", "#a55194")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"

@@ -27,12 +27,17 @@ PAPERS = {
     "L2-norm baseline": "2406.11430",
     "LagKV": "2504.04704",
     "Expected Attention": "2510.00636",
+    "LazyEviction": "2506.15969",
     "PyramidKV": "2406.02069",
+    "Q-Filters": "2503.02812",
+    "R-KV": "2505.24133",
+    "RaaS": "2502.11147",
     "RoCo": "2402.06262",
     "ScissorHands": "2305.17118",
     "SnapKV": "2404.14469",
     "StreamingLLM": "2309.17453",
     "TOVA": "2401.06104",
+    "VaSE": "2606.03928",
 }
 
 

@@ -32,7 +32,7 @@ GROUPS = {
     "Caches": ("EvictingCache", "Prefix"),
     "Policies": (
         "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "global_topk",
-        "pyramid", "Policy", "Score", "Scope",
+        "pyramid", "load_calibration", "Policy", "Score", "Scope",
     ),
     "Architectures": ("list_architectures", "register_arch", "unregister_arch", "Adapter", "InterfaceAdapter"),
     "Checks and errors": ("check_model", "KVPatchError"),

@@ -272,6 +272,7 @@ def _compress(
     roomy = call.cache.request.room is not None
     if not evicts:
         slots.state.pop("observed", None)
+        slots.recent = None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
     _move(call, index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))

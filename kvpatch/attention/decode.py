@@ -34,6 +34,8 @@ def attend(
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
         entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
+        if call.recalls and call.slots.mode.evicts:
+            call.slots.remember(q_BHGD.detach(), positions_B1)
     done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t, stack) if name == "triton" else None
     if done is not None:
         (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
@@ -89,6 +91,8 @@ def _end(
     """Add the new token's probabilities to the scores and name the slots for the next token, unless kernels have."""
     if p_BHGT is not None:
         _observe(call, p_BHGT, positions_BHT, newest_B11, t)
+    if call.score.notes and call.observes:
+        call.score.note(call.eviction_context(newest_B11, t))
     if named:
         call.slots.forget_places()
     elif call.evicting:

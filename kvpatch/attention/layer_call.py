@@ -13,14 +13,23 @@ from torch import Tensor
 from ..arch.bound import BoundAdapter
 from ..backends.entries import EXACT
 from ..backends.protocol import Case, Geometry, Keys, Task
-from ..backends.torch_backend import Rows
+from ..backends.torch_backend import Rows, window_logits
 from ..backends.value_norms import projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.modes import Reading
 from ..cache.state import TextState
-from ..policies.context import Block, EvictionContext, NewTokens, accumulator, not_foreseen, not_held, not_plain
-from ..policies.queries import Queries
+from ..policies.context import (
+    Block,
+    EvictionContext,
+    NewTokens,
+    accumulator,
+    not_foreseen,
+    not_held,
+    not_plain,
+    not_recalled,
+)
+from ..policies.queries import Looks, Queries
 from ..policies.selection import TwoStage
 from ..policies.statistics import STATISTICS
 
@@ -44,6 +53,7 @@ class Call:
         self.policy = self.settings.policies[layer]
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
+        self.recalls = self.evicts and self.score.recent_queries > 0
         self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
@@ -175,18 +185,26 @@ class Call:
             value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
 
-    def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> tuple[Tensor, Keys]:
+    def renumber(
+        self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, behind_BQ: Tensor | None = None
+    ) -> tuple[Tensor, Keys]:
         """Return queries and keys with the positions that attention uses.
 
         With renumbered positions, a token's position is its rank among the tokens that its head holds: keys are cached without
-        positions and get them here, as do the queries.
+        positions and get them here, as do the queries. behind_BQ: tokens after each query, all of them held; None if
+        the queries are those of the new tokens.
         """
         if not self.settings.renumbered:
             return q_BHGQD, keys
         positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
         ranks = _ranks(positions) if keys.holes or not keys.ordered else positions
         # the new tokens were written last, or are a decode step's newest
-        own = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True)) if Q == 1 else ranks[..., -Q:]
+        if behind_BQ is not None:
+            own = (ranks.amax(-1, keepdim=True) - behind_BQ[:, None]).clamp(min=0)
+        elif Q == 1:
+            own = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True))
+        else:
+            own = ranks[..., -Q:]
         if self.geometry.slopes_HG is not None:
             # distances in ranks, counted back from the newest token's position
             behind = ranks.amax(-1, keepdim=True) - ranks
@@ -229,9 +247,10 @@ class Call:
             parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
             norms=self._stored_norms,
-            held=self.held if score.reads_held else not_held,
+            held=self.held if self.policy.reads_held else not_held,
             plain_keys=self._plain_keys if score.lookahead is not None else not_plain,
             coming=self._coming if score.moments else not_foreseen,
+            recent=functools.partial(self._looks, newest_B11) if score.recent_queries else not_recalled,
         )
 
     def note_deaths(self, newest_B11: Tensor) -> None:
@@ -262,6 +281,26 @@ class Call:
             rotation = now.once("mean rotation", like.device, mean)[:, None]
         queries = mode.queries.rotated(rotation, self.geometry.scale)
         return replace(queries, slopes_HG=self.geometry.slopes_HG)
+
+    def _looks(self, newest_B11: Tensor) -> Looks:
+        """Return the logits of the layer's last queries."""
+        slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
+        assert slots.recent is not None
+        # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
+        q, rows = slots.recent.q_BHGWD, slots.recent.positions_BW
+        (k, v), positions = self.held(), self._positions
+        candidate = (positions >= 0) & (positions <= newest[:, None] - rows.shape[1])
+        if self.settings.renumbered:
+            keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
+            q, keys = self.renumber(q, keys, rows, behind_BQ=newest - rows)
+            k, positions = keys.k_BHTD, keys.positions_BHT
+        x = window_logits(q, k, positions, rows, geometry)
+        seen = candidate[:, :, None, None]
+        if geometry.sliding is not None:
+            seen = seen & (rows[:, None, None, :, None] - self._positions[:, :, None, None] < geometry.sliding)
+        # the least number rather than -inf: a query that sees no candidate is not NaN
+        x = x.masked_fill(~seen, torch.finfo(x.dtype).min)
+        return Looks(x, candidate)
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""

@@ -43,6 +43,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
         slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
+    if call.recalls:
+        slots.recall(call.score.recent_queries, q_BHGQD.detach(), positions_BQ)
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
     if not call.evicts or call.policy.rows != "all":

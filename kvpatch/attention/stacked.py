@@ -71,7 +71,7 @@ class LayerStack:
         """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
         first, settings = cache.layers[0], cache.settings
         score = settings.policy.score
-        if not all(settings.evicts) or score.across_layers or score.reads_held or any(settings.bounds):
+        if not all(settings.evicts) or score.across_layers or settings.policy.reads_held or any(settings.bounds):
             return None
         if len(cache.layers) * first.positions.numel() * call.group > BUFFER:
             return None

@@ -555,6 +555,18 @@ def window_folds(
     return torch.empty_like(found_NT).scatter_(-1, order_NT, found_NT).view(B, H, T)
 
 
+def window_logits(
+    q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry
+) -> Tensor:
+    """Return the logits [B,H,G,W,T] of queries at positions `rows_BW`, without masks, in the dtype of scores."""
+    dtype = accumulator(q_BHGWD.dtype)
+    x = (q_BHGWD.to(dtype) * geometry.scale) @ k_BHTD.to(dtype).transpose(-1, -2)[:, :, None]
+    if geometry.slopes_HG is not None:
+        slopes = geometry.slopes_HG[None, :, :, None, None].to(dtype)
+        x = x + _alibi(slopes, positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None], geometry)
+    return _capped(x, geometry)
+
+
 # ---- decode ----
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..policies.context import Limits
+from ..policies.queries import Recent
 from . import slots
 from .compatibility import check
 from .growth import plan, slack
@@ -135,6 +136,8 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         new.limits = limits.of([part.limits for part in parts if part.limits is not None])
     if all(part.keep_BH1 is not None for part in parts):
         new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
+    if all(part.recent is not None for part in parts):
+        new.recent = Recent.cat([part.recent for part in parts if part.recent is not None])
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
         new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]

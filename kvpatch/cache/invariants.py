@@ -137,6 +137,8 @@ class _LayerState:
             rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")
             must(not layer.mode.slotted, "slots that are written to are not in text order")
+        if layer.recent is not None:
+            self._recent(layer.recent.positions_BW)
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
         rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype)
@@ -149,6 +151,12 @@ class _LayerState:
             self._appended()
         if isinstance(mode, Filling):
             self._filling(mode)
+
+    def _recent(self, positions_BW: Tensor) -> None:
+        """Check that the last queries are those of tokens that were seen, each in its own column."""
+        width, known = positions_BW.shape[1], positions_BW >= 0
+        own = (positions_BW % width == torch.arange(width, device=positions_BW.device)) | (positions_BW == -1)
+        must(own & (positions_BW < self.seen_B11[:, 0]) & known.any(), "the last queries are not those that were seen")
 
     def _appended(self) -> None:
         """Check a layer whose tokens are appended after the used columns."""
@@ -183,8 +191,9 @@ class _LayerState:
         must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
         if layer.holes:
             must(layer.used == len(self.column), "unused columns between slots")
-            filled = 0 if layer.every > 1 and not mode.filling else int((keep_BH - self.held_BH).max())
-            must(filled <= mode.filling <= int(keep_BH.max()), "filling is wrong")
+            missing = int((keep_BH - self.held_BH).max())
+            below = missing >= layer.every  # else all may have evicted, some more lately than others
+            must((missing if below else 0) <= mode.filling <= int(keep_BH.max()), "filling is wrong")
         else:
             full = mode.filling == 0 and not mode.growing
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")

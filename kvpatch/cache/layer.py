@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..backends.entries import FULL
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
+from ..policies.queries import Recent
 from ..policies.rhythm import moves, waits
 from . import slots
 from .growth import Layout, capacities, slack
@@ -58,6 +59,7 @@ class SlotLayer(CacheLayerMixin):
         self.holes = False
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.limits: Limits | None = None
+        self.recent: Recent | None = None  # the last queries, if the score reads them
         # entries computed ahead, and the number of columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         # derived from the shape and from free_BH, and stored with what it was derived from
@@ -150,6 +152,7 @@ class SlotLayer(CacheLayerMixin):
         self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
         self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
+        self.recent = None if self.recent is None else self.recent.map_rows(change)
         self.undo_log.clear()
         self.ahead = None
 
@@ -234,6 +237,19 @@ class SlotLayer(CacheLayerMixin):
             if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
+
+    def recall(self, width: int, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:
+        """Keep the last `width` queries, after those of a prompt or a piece of it."""
+        if self.recent is None:
+            self.recent = Recent.none(width, q_BHGQD, self.dtype)
+        self.recent = self.recent.read(q_BHGQD, positions_BQ)
+
+    def remember(self, q_BHGD: Tensor, positions_B1: Tensor) -> None:
+        """Keep a decode step's query in place of the oldest one, and record in the undo log what stood there."""
+        assert self.recent is not None
+        old = self.recent.step(q_BHGD, positions_B1, undone=bool(self.undo_log))
+        if old is not None:
+            self.undo_log[-1].query = old
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
         """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""

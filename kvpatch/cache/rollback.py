@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..policies.queries import Recent
 from .modes import Mode
 from .slots import Slots
 
@@ -23,6 +24,7 @@ class Recorded(Protocol):
     positions: Tensor
     state: dict[str, Tensor]
     kv: Slots
+    recent: Recent | None
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
@@ -33,7 +35,7 @@ class Undo:
     """Entry of the undo log: the data that one decode step overwrote.
 
     slot: key and value in each head's free slot. moved: columns [B,H,M] that an eviction of several tokens has overwritten or
-    left to the next ones, with their keys and values.
+    left to the next ones, with their keys and values. query: column, query and position that a step's own have replaced.
     """
 
     used: int
@@ -43,6 +45,7 @@ class Undo:
     state: dict[str, Tensor]
     shared: Tensor | None
     moved: tuple[Tensor, Tensor, Tensor] | None = None
+    query: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def record(layer: Recorded, shared: Tensor | None) -> Undo:
@@ -71,4 +74,6 @@ def restore(layer: Recorded, undo: Undo) -> Tensor | None:
     if undo.moved is not None:
         columns, k, v = undo.moved
         layer.kv.write_at(layer.kv.rows_of(columns), k, v)
+    if undo.query is not None and layer.recent is not None:
+        layer.recent.write(*undo.query)
     return undo.shared

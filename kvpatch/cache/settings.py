@@ -13,6 +13,7 @@ from torch import Tensor
 from ..backends.entries import FULL
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget
+from ..policies.calibration import Calibration
 from ..policies.parallel import WHOLE, Parallel
 from .notices import Notices
 
@@ -117,7 +118,7 @@ class CacheSettings:
         budget, policy = self.budget.tokens(layer, n), self.policy
         if policy.over_layers is None or not policy.score.evicts:
             return budget
-        least = policy.score.observed_rows + 1 if policy.score.protects_window else 1
+        least = policy.score.protected_rows + 1
         most = None if policy.schedule == "decode" else n
         return policy.over_layers.split(budget, len(self.budgeted), least, most)[self.budgeted.index(layer)]
 
@@ -145,8 +146,15 @@ class CacheSettings:
 def _described(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values."""
     parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
-    options = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in policy.options().items()}
+    options = {name: _plain(value) for name, value in policy.options().items()}
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON has it."""
+    if isinstance(value, Calibration):
+        return value.digest
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _flat(described: dict[str, Any]) -> dict[str, Any]:

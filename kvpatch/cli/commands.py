@@ -1,4 +1,4 @@
-"""The app of `kvpatch`: demo, generate, check, compare, serve, policies, architectures. Needs the extra `cli`.
+"""The app of `kvpatch`: demo, generate, check, compare, calibrate, serve, policies, architectures. Needs the extra `cli`.
 
 Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from . import options as given
+from .calibrate_command import calibrate
 from .catalogue import ARCHITECTURES, POLICIES
 from .model_commands import check, compare, generate
 from .options import parse_options
@@ -98,5 +99,5 @@ def demo(
         run(out, model, json)
 
 
-for command in (generate, check, compare, serve):
+for command in (generate, check, compare, calibrate, serve):
     app.command()(command)

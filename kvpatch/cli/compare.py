@@ -19,6 +19,7 @@ from ..policies import Policy, get_policy
 from . import compare_view as view
 from .compare_view import CHANCE
 from .loading import Source, encode, parse_k
+from .options import calibrated
 from .output import console, note, print_json, progress, waiting
 
 LEAST = 8
@@ -202,7 +203,7 @@ def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
             )
     chosen = {}
     for name, policy in ({CHANCE: get_policy(CHANCE)} | asked).items():
-        given = {"generation_length": new} | options
+        given = {"generation_length": new} | calibrated(options)
         chosen[name] = policy.with_options(**{key: given[key] for key in policy.options() if key in given})
     return chosen
 

@@ -113,7 +113,16 @@ def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> An
     check_policy(name, options)
     from ..policies import get_policy
 
-    return get_policy(name).with_options(schedule, **options)
+    return get_policy(name).with_options(schedule, **calibrated(options))
+
+
+def calibrated(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the calibration in place of its file. Raises KVPatchError if that cannot be read."""
+    if "calibration" not in options:
+        return options
+    from ..storage.calibration import load_calibration
+
+    return options | {"calibration": load_calibration(str(options["calibration"]))}
 
 
 def parse_bits(text: str) -> tuple[int, ...]:

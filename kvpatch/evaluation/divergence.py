@@ -183,7 +183,7 @@ def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
         budget = cache.settings.tokens(index, n)
         if layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
-        observed, recent = score.observed_rows if score.protects_window else 0, share(scope.recent, budget)
+        observed, recent = score.protected_rows, share(scope.recent, budget)
         newest, limits = "window" if observed > recent else "recent", layer.limits
         asked = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
         left = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}

@@ -151,6 +151,13 @@ def settings_of(
             f"positions='renumbered' does not go with policy {policy.name!r}, which reads a prompt a second time behind "
             "itself: use positions='original'."
         )
+    if policy.score.calibrated:
+        target.check_calibration(policy)
+        if renumbered:
+            raise KVPatchError(
+                f"positions='renumbered' does not go with policy {policy.name!r}, whose calibration is of keys at original "
+                "positions: use positions='original'."
+            )
     if policy.score.lookahead is not None:
         target.check_rotations(policy)
         if renumbered:

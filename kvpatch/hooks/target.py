@@ -143,6 +143,30 @@ class Target:
                     f"{adapter.why_not}: use another policy, such as 'key_diff' or 'snapkv'."
                 )
 
+    def check_calibration(self, policy: Policy) -> None:
+        """Raise KVPatchError unless the calibration of a policy's score is of this model."""
+        calibration = vars(policy.score)["calibration"]
+        if calibration is None:
+            raise KVPatchError(
+                f"policy {policy.name!r} needs a calibration of this model: run `kvpatch calibrate --model NAME --text FILE -o "
+                "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
+            )
+        own = self.identity()
+        for name in dict.fromkeys((*calibration.model, *own)):
+            if calibration.model.get(name) != own.get(name):
+                raise KVPatchError(
+                    f"calibration= is of another model: {name} is {calibration.model.get(name)!r} there and {own.get(name)!r} "
+                    "here. Run `kvpatch calibrate` on this model, in this dtype."
+                )
+        wanted = {index: (shape.heads * self.parallel.size, shape.key) for index, shape in enumerate(self.shapes())}
+        for layer, bound in enumerate(self.bounds()):
+            found = calibration.directions.get(layer)
+            if bound is None and (found is None or tuple(found.shape) != wanted[layer]):
+                raise KVPatchError(
+                    f"calibration= has {'nothing' if found is None else list(found.shape)} for layer {layer} where "
+                    f"{list(wanted[layer])} belongs: calibrate this model anew."
+                )
+
     def identity(self) -> dict[str, Any]:
         """Describe what a saved cache must agree with: shapes, dtype, and a hash of a few values of every parameter."""
         digest = hashlib.sha256()

@@ -1,6 +1,7 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
 
 from .allocation import Adaptive, Global, Pyramid
+from .calibration import Calibration
 from .context import EvictionContext, NewTokens
 from .merging import Merge
 from .policy import Policy
@@ -18,13 +19,14 @@ from .presets import (
     unregister_policy,
 )
 from .repeated import repeat_instruction
-from .scopes import DeviationScope, Scope
+from .scopes import DeviationScope, RangeScope, Scope
 from .scores import Score
 from .selection import Chunked, Selection, TwoStage
 
 __all__ = [
     "POLICIES",
     "Adaptive",
+    "Calibration",
     "Chunked",
     "DeviationScope",
     "EvictionContext",
@@ -33,6 +35,7 @@ __all__ = [
     "NewTokens",
     "Policy",
     "Pyramid",
+    "RangeScope",
     "Scope",
     "Score",
     "Selection",

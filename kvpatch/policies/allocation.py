@@ -83,6 +83,7 @@ class Adaptive:
 
     floor: int | float = 0.2
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "both")
+    only_then: ClassVar[str] = "divides its budget over heads where the prompt ends, but this schedule keeps the prompt whole"
     over_layers: ClassVar[bool] = False  # whether the heads of all layers share one budget
 
     def check(self) -> None:

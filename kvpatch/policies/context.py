@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
-from .queries import Queries
+from .queries import Looks, Queries
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -41,6 +41,11 @@ def not_plain() -> Tensor:
 def not_foreseen(future: int) -> Queries:
     """Raise KVPatchError: the score has not declared that it reads queries."""
     raise KVPatchError("context.coming(future) is there if the score says moments = 1 (the mean) or 2 (and the covariance).")
+
+
+def not_recalled() -> Looks:
+    """Raise KVPatchError: the score has not declared that it reads the last queries."""
+    raise KVPatchError("context.recent() is there if the score says recent_queries = 1 or more.")
 
 
 def at_hand(tensor: Tensor) -> bool:
@@ -75,8 +80,9 @@ class EvictionContext:
             `lookahead`.
         coming: coming(future) returns the distribution of the queries at the next `future` positions. Only for a score with
             `moments`.
+        recent: recent() returns the logits of the last queries. Only for a score with `recent_queries`.
         held: held() returns keys and values [B,H,T,D] of all slots; those of empty ones may be anything. Only for a score with
-            `reads_held`.
+            `reads_held` or `recent_queries`, or a scope with `reads_held`.
         watch: gets the values of the score [B,H,T], at the end of a prompt and under strict=True; else None.
     """
 
@@ -97,6 +103,7 @@ class EvictionContext:
     held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
     plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)
     coming: Callable[[int], Queries] = field(default=not_foreseen, repr=False)
+    recent: Callable[[], Looks] = field(default=not_recalled, repr=False)
     watch: Callable[[Tensor], None] | None = None
     _rows_seen: Tensor | None = field(default=None, repr=False)
     _mean: Tensor | None = field(default=None, repr=False)

@@ -32,6 +32,7 @@ class Merge:
 
     threshold: float = 0.0
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+    only_then: ClassVar[str] = "merges what a prompt's end evicts, and decode steps cannot"
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
@@ -23,11 +23,10 @@ class PolicyOptions(TypedDict, total=False):
         dilation: tokens skipped between two of the pattern (dilated_window).
         heads: "layer" or "each" (tova).
         scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
-        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv, dropkv), or tokens whose norms are
-            compared (cur).
-        kernel: odd number of neighbouring tokens that are pooled (snapkv, pyramidkv, adakv, chunk_kv, dropkv,
-            defensive_snapkv).
-        pooling: "max", "avg" or None (snapkv, pyramidkv, adakv, chunk_kv, dropkv, defensive_snapkv).
+        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv, dropkv, r_kv, vase), or tokens whose
+            norms are compared (cur).
+        kernel: odd number of neighbouring tokens that are pooled (those with an observation window).
+        pooling: "max", "avg" or None (those with an observation window).
         combine: "product", "mean", "key" or "value" (cur).
         lag: tokens of a partition (lag_kv).
         sketch: columns of the random matrix that keys are multiplied with (leverage, compactor).
@@ -47,7 +46,12 @@ class PolicyOptions(TypedDict, total=False):
         threshold: least cosine of keys whose values are merged (merged).
         beta: ratio of the mean budget to the last layer's (pyramid).
         floor: share of the budget that every head receives (adaptive, global_topk).
-        alpha: share of the budget that the first stage keeps (critical).
+        alpha: share of the budget that the first stage keeps (critical), or attention above which a step uses a token (raas,
+            lazy).
+        weight: share of the attention in the score (r_kv).
+        alike: cosine above which a key repeats another; None counts all (r_kv).
+        calibration: what load_calibration() returns (q_filter).
+        ranges: tokens protected by the range of their values, a number or a share of the budget (vase).
         eps: weight of the norm for tokens without attention (critical, expected_attention).
         norm: 1 or 2, norm of the projected values (critical).
     """
@@ -84,5 +88,9 @@ class PolicyOptions(TypedDict, total=False):
     beta: int | float
     floor: int | float
     alpha: int | float
+    weight: float
+    alike: float | None
+    calibration: Any
+    ranges: int | float
     eps: float
     norm: Literal[1, 2]

@@ -73,38 +73,28 @@ class Policy:
             meant = suggest(self.schedule, SCHEDULES)
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
-            raise KVPatchError(
-                f"schedule={self.schedule!r}: policy {self.name!r} scores tokens by the prompt's last rows, which a "
-                f"generated token does not have; use schedule={' or '.join(map(repr, self.score.schedules))}."
-            )
+            why = "scores tokens by what decode steps attend to, which a prompt does not have"
+            if "prompt" in self.score.schedules:
+                why = "scores tokens by the prompt's last rows, which a generated token does not have"
+            use = " or ".join(map(repr, self.score.schedules))
+            raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
-        if self.over_heads is not None and self.schedule not in self.over_heads.schedules:
-            raise KVPatchError(
-                f"schedule={self.schedule!r}: policy {self.name!r} divides its budget over heads where the prompt ends, but "
-                "this schedule keeps the prompt whole; use schedule='prompt' or 'both'."
-            )
+        for part in (self.over_heads, self.selection, self.merging):
+            if part is not None and self.schedule not in part.schedules:
+                use = " or ".join(map(repr, part.schedules))
+                raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {part.only_then}; use schedule={use}.")
         if self.scope.turns != "all" and self.schedule != "prompt":
             raise KVPatchError(
                 f"turns={self.scope.turns!r} says what later prompts of a chat count, which schedule={self.schedule!r} does "
                 "not allow, for its budget holds all the time; use schedule='prompt'."
-            )
-        if self.selection is not None and self.schedule not in self.selection.schedules:
-            raise KVPatchError(
-                f"schedule={self.schedule!r}: policy {self.name!r} keeps whole chunks of a prompt, which a generated token is "
-                f"not part of; use schedule={' or '.join(map(repr, self.selection.schedules))}."
-            )
-        if self.merging is not None and self.schedule not in self.merging.schedules:
-            raise KVPatchError(
-                f"schedule={self.schedule!r}: policy {self.name!r} merges what a prompt's end evicts, and decode steps "
-                f"cannot; use schedule={' or '.join(map(repr, self.merging.schedules))}."
             )
         if self.weighs_values and not self.score.is_weight:
             raise KVPatchError(
                 f"Two-stage selection multiplies scores with norms, but the score of policy {self.name!r} is no weight: it "
                 "may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv."
             )
-        for part in self._parts():
-            part.check()
+        for one in self._parts():
+            one.check()
         check_names(self.statistics, self.name)
 
     def _parts(self) -> list[Any]:
@@ -168,6 +158,11 @@ class Policy:
     def over_model(self) -> bool:
         """Tell whether the heads of all layers share one budget, so that no layer evicts before the last has read a prompt."""
         return self.over_heads is not None and self.over_heads.over_layers
+
+    @property
+    def reads_held(self) -> bool:
+        """Tell whether score or scope read keys and values of what is held, so that each layer evicts by itself."""
+        return self.score.reads_held or self.scope.reads_held or self.score.recent_queries > 0
 
     @property
     def weighs_values(self) -> bool:

@@ -8,13 +8,15 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
+from .calibration import QueryFilter
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
+from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
 from .merging import Merge
 from .outputs import OutputChange
 from .policy import Policy
 from .repeated import Repeated, RepeatedOutputs
-from .scopes import DeviationScope, Scope
+from .scopes import DeviationScope, RangeScope, Scope
 from .scores import (
     Accumulated,
     AccumulatedQuantized,
@@ -181,6 +183,11 @@ POLICIES = _table(
     Policy("leverage",        Leverage(),             schedule="prompt", source="Compactor"),
     Policy("compactor",       Compactor(),            Scope(sinks=8, recent=4), schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
+    Policy("q_filter",        QueryFilter(),          source="Q-Filters"),
+    Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
+    Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
+    Policy("r_kv",            Redundancy(),           source="R-KV", every=128),
+    Policy("vase",            SampledAttention(),     RangeScope(sinks=4), source="VaSE", every=64),
 )
 # fmt: on
 for _base in ("snapkv", "pyramidkv", "adakv"):

@@ -1,11 +1,12 @@
-"""Moments of queries: what scores that foresee attention know of a prompt's queries."""
+"""Queries that scores know: moments of a prompt's, and the last ones of a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -71,6 +72,78 @@ class Queries:
     mean_BHGD: Tensor
     covariance_BHGDD: Tensor | None
     slopes_HG: Tensor | None = None
+
+
+@dataclass
+class Recent:
+    """The last W queries of a layer. The query at position p lies in column p modulo W, so that no counter says where.
+
+    Attributes:
+        q_BHGWD: the queries as attention used them; without positions if these are renumbered.
+        positions_BW: their positions, int64; -1 where there is none yet.
+    """
+
+    q_BHGWD: Tensor
+    positions_BW: Tensor
+
+    @classmethod
+    def none(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
+        """Return a record of no queries."""
+        (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
+        positions = torch.full((B, width), -1, dtype=torch.long, device=device)
+        return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
+
+    def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
+        """Return the record after a prompt, or a piece of one; -1 in `positions_BQ` is padding."""
+        W = self.positions_BW.shape[1]
+        positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
+        q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
+        known = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - W)
+        column = torch.where(known, positions % W, W)  # a column more, which is cut off again
+        wide = Recent(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
+        wide.write(column, q, positions)
+        return Recent(wide.q_BHGWD[:, :, :, :W].contiguous(), wide.positions_BW[:, :W].contiguous())
+
+    def write(self, column_BQ: Tensor, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:
+        """Write queries into their columns, in place."""
+        at = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
+        self.q_BHGWD.scatter_(3, at, q_BHGQD.to(self.q_BHGWD.dtype))
+        self.positions_BW.scatter_(1, column_BQ, positions_BQ)
+
+    def step(self, q_BHGD: Tensor, positions_B1: Tensor, undone: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Write a decode step's query; return what `write` needs to undo that, if it may be undone."""
+        column, old = positions_B1 % self.positions_BW.shape[1], None
+        if undone:
+            at = column[:, None, None, :, None].expand(*q_BHGD.shape[:3], 1, q_BHGD.shape[-1])
+            old = column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
+        self.write(column, q_BHGD[:, :, :, None], positions_B1)
+        return old
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Recent:
+        """Apply `change`, which acts along the batch axis, to both tensors."""
+        return Recent(change(self.q_BHGWD), change(self.positions_BW))
+
+    @classmethod
+    def cat(cls, parts: Sequence[Recent]) -> Recent:
+        """Concatenate the rows of several records."""
+        return cls(torch.cat([part.q_BHGWD for part in parts]), torch.cat([part.positions_BW for part in parts]))
+
+
+@dataclass
+class Looks:
+    """Logits of the last queries, for the tokens before these queries' own.
+
+    Attributes:
+        x_BHGWT: logits; the least number of their dtype where the token is no candidate, or is outside the sliding window.
+        candidate_BHT: bool, the tokens before.
+    """
+
+    x_BHGWT: Tensor
+    candidate_BHT: Tensor
+
+    def mean(self, p_BHWT: Tensor) -> Tensor:
+        """Return the mean over the queries, 0 for tokens that are no candidates, [B,H,T]."""
+        return p_BHWT.mean(2).masked_fill(~self.candidate_BHT, 0.0)
 
 
 def mean_rotation(rotate: Callable[[Tensor, Tensor], Tensor], places_BF: Tensor, like: Tensor) -> Tensor:

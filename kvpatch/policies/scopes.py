@@ -13,7 +13,7 @@ from ..errors import KVPatchError
 from .budgets import share
 from .context import EvictionContext
 from .scores import Score
-from .selection import in_top, score_keys
+from .selection import LAST, in_top, score_keys
 
 TURNS = ("all", "each", "first")
 
@@ -50,6 +50,8 @@ class Scope:
     protect: Any = None
     turns: str = "all"
     statistics: ClassVar[tuple[str, ...]] = ()
+    reads_held: ClassVar[bool] = False  # whether `mask` calls context.held()
+    ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
@@ -63,7 +65,7 @@ class Scope:
 
     @property
     def deviation(self) -> int | float:
-        """Size of the set protected by standard deviation, r in RoCo: tokens or a share of the budget; here 0."""
+        """Size of the set protected by rank, r in RoCo: tokens or a share of the budget; here 0."""
         return 0
 
     def limits(
@@ -93,10 +95,11 @@ class Scope:
         while first - start + sum(p >= first for p in own) > budget:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in own)
-        observed = min(score.observed_rows, free, rows) if score.protects_window else score.observed_rows
+        rows = budget if score.recent_queries else rows  # these are not of the prompt alone
+        observed = min(score.protected_rows, free, rows) if score.protects_window else score.observed_rows
         recent = min(share(self.recent, budget), free)
-        deviation = min(share(self.deviation, budget), free - recent)
         newest = max(recent, observed) if score.protects_window else recent
+        deviation = min(share(self.deviation, budget), free - newest)
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
@@ -105,14 +108,14 @@ class Scope:
         Shares of the budget are not sizes of the user's; `protect=` is refused rather than cut.
         """
         sinks = min(self.sinks, budget)
-        newest = min(share(self.recent, budget), budget - sinks)
-        window = score.observed_rows if score.protects_window else 0
+        window = score.protected_rows
+        newest = min(max(share(self.recent, budget), window), budget - sinks)
         # each with what is protected beside it
         for name, size, beside in (
             ("sinks", self.sinks, 0),
             ("window", window, sinks),
             ("recent", self.recent, sinks),
-            ("protected", self.deviation, sinks + newest),
+            (self.ranked, self.deviation, sinks + newest),
         ):
             if isinstance(size, int) and size > budget - beside:
                 yield name, size, budget - beside, beside + size + 1
@@ -165,6 +168,42 @@ class DeviationScope(Scope):
             keys = keys.masked_fill(position < limits.prompt, -1)
         steady, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
         return steady if others is None else steady | others
+
+
+@dataclass(frozen=True)
+class RangeScope(Scope):
+    """Protection, besides that of Scope, of the tokens whose values have the largest range [VaSE].
+
+    range[i] = max(v_i) - min(v_i) over the channels of the value. The top tokens are chosen among all that are not newest ones;
+    the sinks are the first of them.
+
+    Differs from the paper: nothing.
+
+    Attributes:
+        ranges: protected tokens (int) or their share of the budget (float), the sinks among them.
+    """
+
+    ranges: int | float = 0.25
+    reads_held: ClassVar[bool] = True
+    ranked: ClassVar[str] = "ranges"
+
+    def check(self) -> None:
+        super().check()
+        check_size("ranges", self.ranges)
+
+    @property
+    def deviation(self) -> int | float:
+        return self.ranges
+
+    def mask(self, context: EvictionContext) -> Tensor | None:
+        position, limits, values = context.positions_BHT, context.limits, context.held()[1]
+        keys = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
+        if limits.any_first:
+            keys = keys.masked_fill(position < limits.first, LAST)
+        # an empty slot's position is -1
+        keys = keys.masked_fill((position > context.recent_B11) | (position < limits.prompt.clamp(min=0)), -1)
+        wide, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
+        return wide if others is None else wide | others
 
 
 @dataclass(frozen=True)

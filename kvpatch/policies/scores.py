@@ -62,7 +62,9 @@ class Score:
         is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
             them.
         evicts: whether tokens are evicted at all.
-        reads_held: whether `value` calls context.held(), so that each layer evicts by itself while decoding.
+        reads_held: whether `value` calls context.held() or .plain_keys(), so that each layer evicts by itself while decoding.
+        notes: whether `note` keeps account of what each decode step attends to.
+        calibrated: whether it needs a `calibration` (calibration.py).
         rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
         folds: "max" or "sum" if `fold` says what the observation window's rows become, and how the results of several blocks
             of rows are joined; None if they become their mean.
@@ -84,12 +86,24 @@ class Score:
     evicts: ClassVar[bool] = True
     reads_held: ClassVar[bool] = False
     folds: ClassVar[Literal["max", "sum"] | None] = None
+    notes: ClassVar[bool] = False
+    calibrated: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
 
     @property
     def observed_rows(self) -> int:
         """Number of last query rows that `rows == "window"` needs."""
         return 0
+
+    @property
+    def recent_queries(self) -> int:
+        """Number of last queries, of prompts and decode steps, whose attention `value` reads (context.recent())."""
+        return 0
+
+    @property
+    def protected_rows(self) -> int:
+        """Number of newest tokens that stay because their queries are those of the observation window."""
+        return max(self.observed_rows, self.recent_queries) if self.protects_window else 0
 
     @property
     def moments(self) -> int:
@@ -149,6 +163,10 @@ class Score:
         The entry "noise" [B,H,Q,G] holds exp(noise), at least 0, which weights the probabilities in the statistic "gumbel".
         """
         return {}
+
+    def note(self, context: EvictionContext) -> None:
+        """Change entries of the state, in place, for a decode step whose attention is context.state["observed"] [B,H,T]."""
+        raise NotImplementedError
 
     def fold(self, rows: Observed) -> Tensor:
         """Return what some rows of the observation window are to each key [N,M]."""
@@ -354,6 +372,14 @@ class Last(Score):
         return everyone.own((total / H).gather(-1, bins).view_as(last))[..., :S]
 
 
+def check_pooling(kernel: object, pooling: object) -> None:
+    """Raise KVPatchError unless scores can be pooled so."""
+    if type(kernel) is not int or not 1 <= kernel <= MAX_POSITION or kernel % 2 == 0:
+        raise KVPatchError(f"kernel={kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay.")
+    if pooling not in ("max", "avg", None):
+        raise KVPatchError(f"pooling={pooling!r} must be 'max', 'avg' or None.")
+
+
 @dataclass(frozen=True)
 class ObservationWindow(Score):
     """Attention of an observation window [SnapKV; CriticalKV Algorithm 2].
@@ -385,12 +411,7 @@ class ObservationWindow(Score):
 
     def check(self) -> None:
         check_count("window", self.window, "rows")
-        if type(self.kernel) is not int or not 1 <= self.kernel <= MAX_POSITION or self.kernel % 2 == 0:
-            raise KVPatchError(
-                f"kernel={self.kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay."
-            )
-        if self.pooling not in ("max", "avg", None):
-            raise KVPatchError(f"pooling={self.pooling!r} must be 'max', 'avg' or None.")
+        check_pooling(self.kernel, self.pooling)
 
     def value(self, context: EvictionContext) -> Tensor:
         score, position = context.state["observed"], context.positions_BHT

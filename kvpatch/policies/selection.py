@@ -118,11 +118,12 @@ class Selection:
     """Base class of selections: from scores and protection to the kept set.
 
     Attributes:
-        schedules: schedules under which the selection is defined.
+        schedules: schedules under which the selection is defined. only_then: what it does that others do not allow.
         weighs_values: whether it reads `context.norms` and takes scores for weights.
     """
 
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
+    only_then: ClassVar[str] = ""
     weighs_values: ClassVar[bool] = False
 
     def check(self) -> None:
@@ -162,6 +163,7 @@ class Chunked(Selection):
     size: int = 20
     together: bool = True
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+    only_then: ClassVar[str] = "keeps whole chunks of a prompt, which a generated token is not part of"
 
     def check(self) -> None:
         if type(self.size) is not int or not 1 <= self.size <= MAX_POSITION:

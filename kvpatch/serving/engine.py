@@ -223,7 +223,7 @@ def _refuse(model: Any, settings: CacheSettings) -> None:
     if settings.policy.every > 1:
         raise KVPatchError(
             f"every={settings.policy.every}: in continuous batching requests come and go between the steps that would evict. "
-            "Leave every out, or use generate()."
+            "Give every=1, or use generate()."
         )
     if getattr(model, "_device_mesh", None) is not None:
         raise KVPatchError(

@@ -5,11 +5,7 @@ The file names its model, policy and budget and carries a checksum; a file that 
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
-import uuid
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,10 @@ from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
 from ..errors import KVPatchError
 from ..policies.context import SIZES, Limits
+from ..policies.queries import Recent
 from . import contents, schema
+from .file import checksum as _checksum
+from .file import write as _write
 from .header import InvalidError, entries, parse, read
 
 FORMAT = "kvpatch cache 4"
@@ -61,6 +60,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         own |= {"keys": layer.kv.keys, "values": layer.kv.values}
         own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
+        own |= {} if layer.recent is None else {f"recent.{name}": tensor for name, tensor in vars(layer.recent).items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         counts = {name: getattr(layer.mode, name) for name in layer.mode.saved}
         beside = {"mode": layer.mode.name, "dtype": str(layer.dtype), **counts}
@@ -75,42 +75,6 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         "layers": layers,
     }
     return tensors, about
-
-
-def _write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a file and rename it to its name once it is complete and on the disk; an earlier file stays until then."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    goal = Path(path)
-    part = goal.with_name(f".{goal.name}.{uuid.uuid4().hex}.part")
-    try:
-        if goal.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        try:
-            save_file(tensors, part, metadata=metadata)
-            _to_disk(part)
-            os.replace(part, goal)
-        finally:
-            part.unlink(missing_ok=True)
-        _to_disk(goal.parent)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise KVPatchError(
-            f"The cache was not saved to {path}: {reason}. Give the name of a file in a folder that exists, where you may "
-            "write and there is room."
-        ) from error
-
-
-def _to_disk(path: Path) -> None:
-    """Flush a file or folder to the disk, so that it survives a power failure."""
-    if os.name == "nt" and path.is_dir():
-        return  # folders cannot be opened
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @writable
@@ -170,6 +134,8 @@ def _fill(
         layer.kv = reading(keys, values, layer.bits)
     else:
         layer.kv = slots.restored(keys, values, head_offsets, codecs(layer.bits, shape.key, shape.value, layer.dtype))
+    last = {name.removeprefix("recent."): tensors.pop(name) for name in list(tensors) if name.startswith("recent.")}
+    layer.recent = Recent(**last) if last else None
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
@@ -237,14 +203,6 @@ def _about(text: str, path: Path) -> dict[str, Any]:
         if not isinstance(about[name], dict):
             raise InvalidError(f"its {name} is no table")
     return about
-
-
-def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:

@@ -164,6 +164,9 @@ class _Layer:
             self._tensor(left, "state.norm", wide, shape)
         if score.observed_rows and (evicting or f"{self.index}.state.observed" in left):
             self._tensor(left, "state.observed", wide, shape)
+        if score.recent_queries and evicting:
+            self._tensor(left, "recent.q_BHGWD", (dtype,), (self.B, self.H, self.group, score.recent_queries, self.sizes[0]))
+            self._tensor(left, "recent.positions_BW", (torch.int64,), (self.B, score.recent_queries))
         if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
             self._tensor(left, "state.protect", (torch.bool,), shape)
 

@@ -12,7 +12,10 @@ from tests.oracle import reference
 
 MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
-EVICTING = tuple(name for name in kvpatch.list_policies() if name != "full")
+# look at what decode steps do: a prompt is the first of their tokens at most, and they have tests of their own
+DECODING = tuple(name for name in kvpatch.list_policies() if "prompt" not in kvpatch.get_policy(name).score.schedules)
+CALIBRATED = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).score.calibrated)
+EVICTING = tuple(name for name in kvpatch.list_policies() if name not in ("full", *DECODING, *CALIBRATED))
 # no layer evicts before all have read the prompt: no blocks, and no generated token in the prompt's pass
 WAITING = tuple(name for name in EVICTING if kvpatch.get_policy(name).over_model)
 WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_window)
@@ -35,6 +38,13 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "compactor": {"sketch": 5, "chunk": 7, "sinks": 3, "recent": 2},
     "kvzip": {"chunk": 11, "instruction": (3, 1)},
     "kvzip_plus": {"chunk": 11, "instruction": (3, 1)},
+}
+# and such as make texts of that length evict several times while they are generated
+SMALL_STEPS = {
+    "raas": {"alpha": 0.05},
+    "lazy": {"alpha": 0.05, "recent": 1, "every": 3},
+    "r_kv": {"window": 3, "kernel": 3, "every": 3},
+    "vase": {"window": 3, "kernel": 3, "every": 3, "sinks": 1},
 }
 WRAPS = {
     "pyramid": kvpatch.policies.pyramid,

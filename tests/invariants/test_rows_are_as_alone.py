@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import kvpatch
 from tests.helpers import joined, sequences
-from tests.helpers.comparing import CONTENT, EVICTING, SMALL, WINDOWED, combined, distinct
+from tests.helpers.comparing import CONTENT, DECODING, EVICTING, SMALL, SMALL_STEPS, WINDOWED, combined, distinct
 from tests.helpers.joined import Loop, do, scenario
 from tests.helpers.marks import slow_but
 from tests.helpers.running import RAGGED, kept, run, uneven
@@ -93,10 +93,10 @@ def test_any_sequence_of_one_cache(path, chosen, rows, n, deeds):
         sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
-@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "tova", "adakv"), kvpatch.list_policies()))
+@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "tova", "adakv"), ["full", *EVICTING, *DECODING]))
 def test_joined_rows_of_every_policy_and_architecture(policy):
     """Joined, dropped and added between steps, each row gives what it gives alone; rows of one budget, and of their own."""
-    options = dict(SMALL.get(policy, {}))
+    options = SMALL.get(policy, {}) | SMALL_STEPS.get(policy, {})
     if policy == "keyformer":
         options["generation_length"] = 9
     for index, name in enumerate(FIVE, kvpatch.list_policies().index(policy)):

@@ -31,6 +31,7 @@ from tests.oracle.reference_content import (
     relative_norms,
     unlike_the_mean,
 )
+from tests.oracle.reference_decoding import looked_at, pooled, recurrence, redundancy, uses
 from tests.oracle.reference_models import Decoder, decoder_of
 from tests.oracle.reference_selection import adaptive, budget, chunked, merged, pyramid, tokens, two_stage, worst
 
@@ -104,6 +105,19 @@ POLICIES: dict[str, dict[str, Any]] = {
         "eps": 0.0,
         "covariance": True,
     },
+    "q_filter": {"score": "projection", "calibration": None},
+    "raas": {"score": "last_use", "schedule": "decode", "alpha": 1e-4},
+    "lazy": {"score": "recurrence", "schedule": "decode", "alpha": 1e-4, "recent": 128, "every": 128},
+    "r_kv": {"score": "redundancy", "every": 128, "window": 8, "kernel": 7, "pooling": "max", "weight": 0.1, "alike": 0.5},
+    "vase": {
+        "score": "sampled",
+        "every": 64,
+        "sinks": 4,
+        "ranges": 0.25,
+        "window": 64,
+        "kernel": 5,
+        "pooling": "avg",
+    },
 }
 EVERY_POLICY: dict[str, Any] = {
     "sinks": 0,
@@ -127,8 +141,10 @@ WRAPS: dict[str, dict[str, Any]] = {
 }
 OBSERVING = ("observation", "defensive", "dropped")
 AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor")  # scores of a prompt's end alone
+LATER = ("last_use", "recurrence")  # of generated tokens alone
+RECENT = ("redundancy", "sampled")  # by the last queries, of the prompt or generated
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("recency", "lattice", "key_norm", "key_diff", "lag", "compactor")
+NO_WEIGHTS = ("recency", "lattice", "key_norm", "projection", "key_diff", "lag", "compactor", *LATER, *RECENT)
 
 
 @dataclass
@@ -335,6 +351,8 @@ class Oracle:
         self.noted: list[list[dict[int, tuple[Tensor, Tensor]]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.rounded: list[list[set[int]]] = [[set() for _ in range(K)] for _ in range(L)]
         self.rows: list[list[list[Row]]] = [[[] for _ in range(K)] for _ in range(L)]
+        # every query so far, of each query head, at its position
+        self.asked: list[list[dict[int, Tensor]]] = [[{} for _ in range(self.H)] for _ in range(L)]
         # queries of the last pass without positions, [H, T, D], of each layer
         self.hidden: list[Tensor] = [torch.empty(0)] * L
         # Keyformer's running scores; with shared=True every layer adds to, and decides by, the same ones.
@@ -451,6 +469,8 @@ class Oracle:
                 keys = torch.stack([self.keys[l][g][i] for i in seen])
                 values = torch.stack([self.values[l][g][i] for i in seen])
                 query = {h: q[h, index] for h in heads}
+                for h in heads:
+                    self.asked[l][h][t] = q[h, index]
                 if renumbered:
                     at, last_at = [place[i] for i in seen], [place[t]]
                     keys = self.decoder.rotate(keys, cos[at], sin[at])
@@ -592,7 +612,7 @@ class Oracle:
 
     def observes(self) -> int:
         """The query rows of the observation window."""
-        return self.options["window"] if self.options["score"] in OBSERVING else 0
+        return self.options["window"] if self.options["score"] in (*OBSERVING, *RECENT) else 0
 
     def sinks(self, b: int) -> int:
         """The sinks, clamped so that they and the protected tokens fit the budget."""
@@ -612,17 +632,26 @@ class Oracle:
             fixed = (set(range(self.sinks(b))) | read) - self.earlier()
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
-        r = min(tokens(o.get("protected", 0), b), room - recent)
-        w = min(tokens(self.observes(), b), room, self.new)
+        w = min(tokens(self.observes(), b), room, b if o["score"] in RECENT else self.new)
+        r = min(tokens(o.get("protected", o.get("ranges", 0)), b), room - max(recent, w))
         return fixed, recent, r, w
 
     def evictable(self, l: int, g: int, b: int) -> list[int]:
-        """The scope: outside the fixed tokens, the newest, and RoCo's top r' by standard deviation."""
+        """The scope: outside the fixed tokens, the newest, and RoCo's top r' by standard deviation, or VaSE's by the range of
+        the values, of which the sinks are the first."""
         fixed, recent, r, w = self.sizes(b)
         held = sorted(self.keys[l][g])
         newest = set(held[len(held) - max(recent, w) :])
         top: set[int] = set()
-        if r > 0:
+        if "ranges" in self.options and r > 0:
+            wide = {i: float(max(v) - min(v)) for i, v in self.values[l][g].items() if i not in self.outside(l, g) | newest}
+            sinks = {i for i in wide if i < self.sinks(b)} if self.options["schedule"] != "decode" else set()
+            rest, margin = worst(
+                {i: spread for i, spread in wide.items() if i not in sinks}, min(len(wide) - len(sinks), len(wide) - r)
+            )
+            self.margin = min(self.margin, margin)
+            top = set(wide) - rest
+        elif r > 0:
             ranked = [i for i in held if i not in self.outside(l, g)]
             std = {i: deviation(self.rows[l][g], i, partial(self.times, l)) for i in ranked}
             rest, margin = worst(std, len(std) - r)
@@ -630,7 +659,7 @@ class Oracle:
             top = set(ranked) - rest
         return [i for i in held if i not in fixed | self.outside(l, g) | newest | top]
 
-    def scores(self, l: int, g: int, b: int, candidates: list[int]) -> dict[int, float]:
+    def scores(self, l: int, g: int, b: int, candidates: list[int]) -> dict[int, float]:  # noqa: C901
         """s[i] of every candidate."""
         o, rows, times = self.options, self.rows[l][g], partial(self.times, l)
         match o["score"]:
@@ -663,10 +692,62 @@ class Oracle:
                 score = {"observation": observation, "defensive": defensive, "dropped": change}[o["score"]]
                 s = score(rows, held, self.sizes(b)[3], o["kernel"], o["pooling"])
                 return {i: s[i] for i in candidates}
-            case "key_norm" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
+            case "last_use" | "recurrence":
+                return self.scores_of_uses(rows, candidates)
+            case "redundancy" | "sampled":
+                s = self.recent_scores(l, g, self.sizes(b)[3])
+                return {i: s[i] for i in candidates}
+            case "key_norm" | "projection" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
+
+    def scores_of_uses(self, rows: Sequence[Row], candidates: list[int]) -> dict[int, float]:
+        """s[i] of generated tokens, which generated tokens alone can use."""
+        s = {}
+        for i in candidates:
+            steps, closest = uses([(row.t, row.group) for row in rows], i, self.options["alpha"])
+            s[i] = float(steps[-1]) if self.options["score"] == "last_use" else recurrence(steps, self.newest)
+            self.margin = min(self.margin, closest)
+        return s
+
+    def recent_logits(self, l: int, g: int, t: int, older: list[int]) -> list[dict[int, float]]:
+        """x[t, i] of the older tokens that the query of t may see, for each query head of the group, with queries and keys at
+        their places of now: renumbered, a query's is counted back from the newest token's."""
+        held, renumbered = sorted(self.keys[l][g]), self.options["positions"] == "renumbered"
+        place = {i: rank if renumbered else i for rank, i in enumerate(held)}
+        place[t] = max(0, len(held) - 1 - (self.newest - t)) if renumbered else t
+
+        def placed(vector: Tensor, i: int) -> Tensor:
+            if not renumbered:
+                return vector
+            cos, sin = self.decoder.tables(l, torch.arange(len(held)))
+            return self.decoder.rotate(vector[None], cos[[place[i]]], sin[[place[i]]])[0]
+
+        window, cap, x = self.decoder.reach(l), self.decoder.softcap(l), []
+        for h in range(g * self.G, (g + 1) * self.G):
+            query, own = placed(self.asked[l][h][t], t), {}
+            for i in [i for i in older if window is None or t - i < window]:
+                product = float(placed(self.keys[l][g][i], i) @ query) * self.decoder.scale(l)
+                product += self.decoder.slope(h) * (place[i] - place[t])
+                own[i] = product if cap is None else cap * math.tanh(product / cap)
+            x.append(own)
+        return x
+
+    def recent_scores(self, l: int, g: int, w: int) -> dict[int, float]:
+        """s[i] of the held tokens before the text's last w, by the queries of these."""
+        o, held = self.options, sorted(self.keys[l][g])
+        older = [i for i in held if i <= self.newest - w]
+        x = [self.recent_logits(l, g, t, older) for t in range(max(0, self.newest - w + 1), self.newest + 1)]
+        a = pooled(looked_at(x, older, most=o["score"] == "redundancy"), o["kernel"], o["pooling"])
+        shares = dict(zip(older, a, strict=True))
+        if o["score"] == "sampled":
+            assert self.draw is not None
+            unseen = 1e-300
+            return {i: math.log(max(a, unseen)) + self.draw("gumbel", l, g, self.newest, i) for i, a in shares.items()}
+        like, margin = redundancy({i: self.keys[l][g][i] for i in held}, o["alike"])
+        self.margin = min(self.margin, margin)
+        return {i: o["weight"] * a - (1 - o["weight"]) * like[i] for i, a in shares.items()}
 
     def content_scores(self, l: int, g: int, b: int) -> dict[int, float]:
         """s[i] of every held token, from keys, values and queries themselves."""
@@ -674,6 +755,9 @@ class Oracle:
         match o["score"]:
             case "key_norm":
                 return {i: -math.sqrt((noted[i][0] ** 2).sum().item()) for i in keys}
+            case "projection":
+                direction = o["calibration"].directions[l][g].double()
+                return {i: float(noted[i][0] @ direction) for i in keys}
             case "key_diff":
                 return unlike_the_mean(keys)
             case "cur":
@@ -866,6 +950,8 @@ def settings(policy: str, given: dict[str, Any], wrap: Sequence[str] = ()) -> di
     if unknown:
         raise ValueError(f"{policy} has no option {sorted(unknown)}")
     allowed = ("prompt",) if options["score"] in AT_THE_END else ("prompt", "decode", "both")
+    allowed = ("decode",) if options["score"] in LATER else allowed
+    allowed = ("both", "decode") if options["score"] in RECENT else allowed
     if given.get("schedule", allowed[0]) not in allowed:
         raise ValueError(f"schedule={given['schedule']!r}: {policy} takes {allowed}")
     for name, values in (
@@ -956,7 +1042,8 @@ def run_turns(
     """
     chosen = settings(policy, options, wrap)
     check_turns(turns, chosen["schedule"], len(text))
-    needs_draw = chosen["score"] in ("random", "leverage", "compactor") or chosen.get("noise") in ("gumbel", "gaussian")
+    random = ("random", "leverage", "compactor", "sampled")
+    needs_draw = chosen["score"] in random or chosen.get("noise") in ("gumbel", "gaussian")
     if needs_draw and draw is None:
         raise ValueError(f"{policy} needs draw=")
     first, whole = len(text[0][0]), sum(len(prompt) + len(continuation) for prompt, continuation in text)

@@ -24,6 +24,8 @@ WEIGHTS = tuple(p for p in EVICTING if kvpatch.get_policy(p).score.is_weight)
 
 def fits(policy, wrap):
     over_heads = kvpatch.get_policy(policy).over_heads
+    if kvpatch.get_policy(policy).schedule == "decode" and {"adaptive", "global_topk"} & set(wrap):
+        return False  # no budget is divided where a prompt ends
     if over_heads is not None and {"adaptive", "global_topk"} & set(wrap):
         return policy in ("adakv", "critical_adakv") and "global_topk" not in wrap  # a budget is divided once
     return "critical" not in wrap or (policy in WEIGHTS and policy != "chunk_kv")  # a policy has one selection

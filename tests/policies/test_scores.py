@@ -39,7 +39,7 @@ def test_declarations():
     assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
     assert said["expected_attention"] == said["leverage"] == ("none", (), False, False, True, None, False, 0)
     assert [name for name, p in POLICIES.items() if p.score.reads_held] == [
-        "key_diff", "lag_kv", "leverage", "compactor", "expected_attention",
+        "key_diff", "lag_kv", "leverage", "compactor", "expected_attention", "r_kv", "vase",
     ]  # fmt: skip
     assert [name for name, p in POLICIES.items() if p.score.moments] == ["expected_attention"]
     looking_ahead = [name for name, p in POLICIES.items() if p.score.lookahead is not None]
@@ -48,11 +48,16 @@ def test_declarations():
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
-    assert [p.schedule for p in POLICIES.values() if p.score and p.score.protects_window] == ["prompt"] * 10
+    windows = [p for p in POLICIES.values() if p.score.protects_window and p.score.observed_rows]
+    assert [p.schedule for p in windows] == ["prompt"] * 10
     folds = {name: p.score.folds for name, p in POLICIES.items() if p.score.folds}
     assert folds == {"dropkv": "sum", "defensive_snapkv": "max", "layer_defensive": "max"}
+    assert [name for name, p in POLICIES.items() if p.score.calibrated] == ["q_filter"]
+    assert said["raas"] == ("window", (), False, False, False, None, False, 1)
+    assert [name for name, p in POLICIES.items() if p.score.notes] == ["raas", "lazy"]
+    assert {name: p.score.protected_rows for name, p in POLICIES.items() if p.score.recent_queries} == {"r_kv": 8, "vase": 64}
     assert [name for name, p in POLICIES.items() if p.score.rereads] == ["kvzip", "kvzip_plus"]
-    assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer"]
+    assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer", "raas", "lazy"]
 
 
 def test_values():

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 import kvpatch
 from tests.helpers.comparing import (
     ANY_SCHEDULE,
+    DECODING,
     EVICTING,
     MARGIN,
     PLACED,
     SMALL,
+    SMALL_STEPS,
     TOLERANCE,
     WAITING,
     WINDOWED,
@@ -77,7 +79,7 @@ class Chosen:
 def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     """Any architecture, policy and combination that go together."""
     name = choose(st.sampled_from(FIVE)) if name is None else name
-    policy = choose(st.sampled_from((*EVICTING, "full")))
+    policy = choose(st.sampled_from((*EVICTING, *DECODING, "full")))
     wrap = tuple(one for one in ("pyramid", "adaptive", "critical") if policy != "full" and choose(st.integers(0, 3)) == 0)
     wrap = wrap if fits(policy, wrap) else tuple(one for one in wrap if one == "pyramid")
     k = choose(st.one_of(st.sampled_from((0.3, 0.5, 0.8)), st.integers(1, 12), st.sampled_from((1.0, (0.4, 3), (1.0, 2)))))
@@ -85,6 +87,8 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     options: dict[str, Any] = {}
     if policy in WINDOWED:
         options |= {"window": choose(st.integers(1, 4)), "kernel": 3}
+    elif policy in DECODING:
+        options |= {**SMALL_STEPS[policy], "schedule": kvpatch.get_policy(policy).schedule}
     elif policy in ANY_SCHEDULE:
         options["schedule"] = choose(st.sampled_from(("both", "both", "prompt", "decode")))
         options["schedule"] = "both" if options["schedule"] == "decode" and "adaptive" in wrap else options["schedule"]

@@ -22,10 +22,44 @@ GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 RHYTHM = "tests/attention/test_rhythm.py"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
+STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
+DECODES = "tests/policies/test_decoding.py::test"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
+    "uses of tokens not noted": (
+        "attention/decode.py", "    if call.score.notes and call.observes:", "    if False:", f"{STEPS}-raas-0]"),
+    "the first interval of recurrence stays the longest": (
+        "policies/decoding.py", "torch.maximum(longest, unused)", "longest", f"{STEPS}-lazy-3]"),
+    "padding takes the first of the last queries' columns": (
+        "policies/queries.py", "positions % W, W)", "positions % W, 0)", f"{DECODES}_recent_queries_by_hand"),
+    "the last queries kept through a roll-back": (
+        "cache/rollback.py", "layer.recent.write(*undo.query)", "pass", f"{DECODES}_rolling_back_restores_everything[r_kv]"),
+    "the last queries stay where rows move": (
+        "cache/layer.py", "self.recent = None if self.recent is None else self.recent.map_rows(change)", "pass",
+        f"{DECODES}_rows_come_and_go_and_are_saved[r_kv]"),
+    "the last queries look at their own tokens": (
+        "attention/layer_call.py", "(positions <= newest[:, None] - rows.shape[1])", "(positions <= newest[:, None])",
+        f"{STEPS}-vase-6]"),
+    "the greatest logit of the group is its first head's": (
+        "policies/decoding.py", "looks.x_BHGWT.amax(2).softmax(-1)", "looks.x_BHGWT[:, :, 0].softmax(-1)", f"{STEPS}-r_kv-5]"),
+    "a key is like itself": (
+        "policies/decoding.py", "(cosine > alike) & (own != at[:, None])", "cosine > alike", f"{DECODES}_what_is_said_again"),
+    "newest tokens ranked by their values": (
+        "policies/scopes.py", "(position > context.recent_B11) | (position < limits.prompt.clamp(min=0))",
+        "position < limits.prompt.clamp(min=0)", f"{STEPS}-vase-6]"),
+    "a sample without chance": (
+        "policies/decoding.py", ".log() + noise.gumbel(u)", ".log()", f"{STEPS}-vase-6]"),
+    "a calibration of another model is taken": (
+        "hooks/target.py", "if calibration.model.get(name) != own.get(name):", "if False:",
+        "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
+    "an altered calibration is read": (
+        "storage/calibration.py", 'if texts.get("checksum") != checksum(texts["kvpatch"], tensors):', "if False:",
+        "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
+    "a direction points away from the queries": (
+        "evaluation/calibrate.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
+        "tests/policies/test_calibration.py::test_directions_are_those_of_the_queries"),
     "a text that begins with a prefix writes to it": (
         "cache/prefix.py", "new = self._cache.clone()", "new = self._cache",
         "tests/hooks/test_prefix.py::test_as_if_read_anew[h2o-0.4-{}]"),

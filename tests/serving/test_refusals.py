@@ -24,7 +24,7 @@ def test_eviction_that_waits():
     model = make("llama_gqa")
     with (
         kvpatch.patched(model, "h2o", 24, every=4),
-        pytest.raises(kvpatch.KVPatchError, match=r"every=4: in continuous batching.*Leave every out, or use generate\(\)"),
+        pytest.raises(kvpatch.KVPatchError, match=r"every=4: in continuous batching.*Give every=1, or use generate\(\)"),
     ):
         batched(model, prompts())
 

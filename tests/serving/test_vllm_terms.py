@@ -58,6 +58,8 @@ def test_where_they_are_given():
         ({"policy": "full", "k": 3}, "evicts nothing, as vLLM does without kvpatch"),
         ({"policy": "expected_attention", "k": 3}, "use 'key_diff' or 'key_norm'"),
         ({"policy": "h2o", "k": 3, "every": 2}, "every= lets tokens wait"),
+        ({"policy": "r_kv", "k": 30, "every": 1}, "it keeps a layer's last queries"),
+        ({"policy": "q_filter", "k": 3}, "it needs a calibration"),
         ({"policy": "snapkv", "k": 3, "window": 1, "turns": "first"}, "turns= tells prompts of a chat apart"),
     ],
 )

@@ -1,5 +1,7 @@
 """Launches and waits of a decode step: exact counts, which a change of the step must change here too."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -40,12 +42,15 @@ RHYTHM = {
     "h2o": ((39, 30), (37, 25)),
     "roco": ((39, 36), (39, 25)),
     "window": ((36, 25), (35, 25)),
+    "r_kv": ((40, 23), None),
 }
 EVICTS = {"h2o": ((49, 49), (47, 44)), "roco": ((49, 74), (49, 63)), "window": ((46, 41), (45, 41))}
+EVICTS["r_kv"] = ((130, 24), None)  # what the last queries look at is computed where tokens go
 
 
-@pytest.mark.parametrize("policy", ["h2o", "roco", "window"])
-@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("policy", "path"), [*itertools.product(("h2o", "roco", "window"), ("torch", "triton")), ("r_kv", "torch")]
+)
 def test_a_step_that_waits_costs_what_appending_does(policy, path):
     for every, table in ((16, RHYTHM), (5, EVICTS)):
         figures = counted(policy, path, N, every=every)

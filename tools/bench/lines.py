@@ -21,7 +21,9 @@ K = 0.5
 FLOOR = "floor"
 CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
-DECODE_POLICIES = tuple(name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts)
+DECODE_POLICIES = tuple(
+    name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts and not p.score.calibrated
+)
 ARCH_POLICIES = ("window", "h2o", "keyformer")
 RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
 BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256

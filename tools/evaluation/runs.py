@@ -118,7 +118,7 @@ def clamped(setting: Setting, n: int) -> str:
     budget = max(1, share(setting.k, n))
     if not policy.score.evicts or budget >= n:
         return ""
-    tail = policy.score.observed_rows if policy.score.protects_window else 0
+    tail = policy.score.protected_rows
     sizes = policy.scope.sinks, max(share(policy.scope.recent, budget), tail), share(policy.scope.deviation, budget)
     if sum(sizes) < budget:
         return ""

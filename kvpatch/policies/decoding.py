@@ -1,0 +1,220 @@
+"""Scores for long generations: what decode steps have used, or what the last queries look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import KVPatchError
+from . import noise
+from .budgets import check_count
+from .content import text_order
+from .context import EvictionContext, NewTokens, accumulator
+from .scores import Rows, Score, check_pooling
+
+# ---- the last use of a token ----
+
+
+@dataclass(frozen=True)
+class LastUse(Score):
+    """The last decode step that used a token [RaaS].
+
+    s[i] = the last generated token t with a[t,i] > alpha, or i if there is none.
+
+    Differs from the paper: tokens rather than pages of 16 of them.
+
+    Attributes:
+        alpha: attention above which a decode step uses a token.
+    """
+
+    alpha: float = 1e-4
+    rows: ClassVar[Rows] = "window"
+    schedules: ClassVar[tuple[str, ...]] = ("decode",)
+    entry_by_position: ClassVar[bool] = True
+    notes: ClassVar[bool] = True
+    signed: ClassVar[bool] = False
+
+    @property
+    def observed_rows(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha < 1:
+            raise KVPatchError(f"alpha={self.alpha!r} must be in [0, 1): the attention above which a step uses a token.")
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        return {"last_use": new.positions_BQ[:, None].expand(new.k_BHQD.shape[:3]).contiguous()}
+
+    def note(self, context: EvictionContext) -> None:
+        last, used = context.state["last_use"], context.state["observed"] > self.alpha
+        last.copy_(torch.where(used, context.newest_B11, last))
+
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.state["last_use"].float()
+
+
+@dataclass(frozen=True)
+class Recurrence(LastUse):
+    """The time since the last use of a token, in the longest time that it went unused before [LazyEviction].
+
+    A decode step t with a[t,i] > alpha uses token i, and i's own step is its first use. Let u be the last use, and m the most
+    steps between two uses in a row, at least 1. s[i] = -(now - u) / m: above -1, the token may still be used again as it was
+    before.
+
+    Differs from the paper: written from its description, without its code.
+
+    Attributes:
+        alpha: attention above which a decode step uses a token.
+    """
+
+    signed: ClassVar[bool] = True
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        entry = super().entry(new)
+        return {**entry, "interval": torch.ones_like(entry["last_use"])}
+
+    def note(self, context: EvictionContext) -> None:
+        longest, used = context.state["interval"], context.state["observed"] > self.alpha
+        unused = context.newest_B11 - context.state["last_use"]
+        longest.copy_(torch.where(used, torch.maximum(longest, unused), longest))
+        super().note(context)
+
+    def value(self, context: EvictionContext) -> Tensor:
+        return (context.state["last_use"] - context.newest_B11).float() / context.state["interval"]
+
+
+# ---- what the last queries look at ----
+
+
+@dataclass(frozen=True)
+class RecentScore(Score):
+    """Base class of scores of what the last queries look at. The tokens of these queries are kept.
+
+    Attributes:
+        window: last queries, and newest tokens that stay.
+        kernel: odd number of neighbouring tokens whose attention is pooled.
+        pooling: "max", "avg", or None for no pooling.
+    """
+
+    window: int = 8
+    kernel: int = 7
+    pooling: str | None = "max"
+    protects_window: ClassVar[bool] = True
+    reads_held: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
+
+    @property
+    def recent_queries(self) -> int:
+        return self.window
+
+    def check(self) -> None:
+        check_count("window", self.window, "queries")
+        check_pooling(self.kernel, self.pooling)
+
+    def _pooled(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
+        """Pool over the neighbours of each candidate in text order, 0 elsewhere."""
+        if self.pooling is None:
+            return score_BHT
+        order, _ = text_order(context.positions_BHT)  # candidates first
+        pool, least = (F.avg_pool1d, 0.0) if self.pooling == "avg" else (F.max_pool1d, -torch.inf)
+        ordered = score_BHT.masked_fill(~candidate_BHT, least).gather(-1, order)
+        pooled = torch.empty_like(score_BHT)
+        pooled.scatter_(-1, order, pool(ordered, self.kernel, stride=1, padding=self.kernel // 2))
+        return pooled.masked_fill(~candidate_BHT, 0.0)
+
+
+@dataclass(frozen=True)
+class Redundancy(RecentScore):
+    """Attention of the last queries against likeness to other keys [R-KV].
+
+    The last `window` queries look at the tokens before them: their logits are the greatest of the group's, their attention is
+    the softmax over these tokens. A_i is the mean of that, pooled. Let c_ji be the cosine of the keys of two held tokens, and
+    R_i the softmax over the held tokens of the mean of c_ji over all j. s[i] = weight * A_i - (1 - weight) * R_i.
+
+    Of the tokens i whose c_ji is above `alike`, the newest counts as 0 for j: of what is said again, the last time stays.
+
+    Differs from the paper: nothing; if no key is like that of j, the authors' code leaves out the first token's instead.
+
+    Attributes:
+        window: last queries, and newest tokens that stay.
+        kernel: odd number of neighbouring tokens whose attention is pooled.
+        pooling: "max", "avg", or None for no pooling.
+        weight: share of the attention in the score, lambda in R-KV.
+        alike: cosine above which a key repeats another; None counts all.
+    """
+
+    weight: float = 0.1
+    alike: float | None = 0.5
+
+    def check(self) -> None:
+        super().check()
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight <= 1:
+            raise KVPatchError(f"weight={self.weight!r} must be in [0, 1]: the share of the attention in the score.")
+        known = self.alike is None or (isinstance(self.alike, int | float) and not isinstance(self.alike, bool))
+        if not known or not (self.alike is None or 0 <= self.alike <= 1):
+            raise KVPatchError(f"alike={self.alike!r} must be a cosine in [0, 1], or None to count all keys.")
+
+    def value(self, context: EvictionContext) -> Tensor:
+        looks = context.recent()
+        attention = self._pooled(looks.mean(looks.x_BHGWT.amax(2).softmax(-1)), looks.candidate_BHT, context)
+        return self.weight * attention - (1 - self.weight) * self._redundancy(context)
+
+    def _redundancy(self, context: EvictionContext) -> Tensor:
+        """Return the softmax of the mean cosine to the other held keys [B,H,T]."""
+        keys, position = context.held()[0], context.positions_BHT
+        keys, real = keys.to(accumulator(keys.dtype)), position >= 0
+        unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)
+        total = (unit @ unit.sum(2)[..., None]).squeeze(-1) - unit.square().sum(-1)
+        if self.alike is not None:
+            total = total - _last_times(unit, position, self.alike)
+        return (total / real.sum(-1, keepdim=True)).masked_fill(~real, -torch.inf).softmax(-1)
+
+
+def _last_times(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> Tensor:
+    """Return for each token [B,H,T] the sum of its cosines to the keys that it is the newest to be like."""
+    B, H, T, _ = unit_BHTD.shape
+    left_out, own = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
+    for at in own.split(max(1, _AT_ONCE // (B * H * T))):
+        cosine = unit_BHTD[:, :, at] @ unit_BHTD.transpose(-1, -2)
+        like = (cosine > alike) & (own != at[:, None])
+        newest = position_BHT[:, :, None].masked_fill(~like, -1).max(-1)
+        share = cosine.gather(-1, newest.indices[..., None])[..., 0]
+        left_out.scatter_add_(-1, newest.indices, share.masked_fill(newest.values < 0, 0.0))
+    return left_out
+
+
+@dataclass(frozen=True)
+class SampledAttention(RecentScore):
+    """A sample of tokens by the attention of the last queries [VaSE].
+
+    The last `window` queries look at the tokens before them: their attention is the softmax over these tokens, averaged over
+    queries and group, and pooled. s[i] = log of that + a standard Gumbel number, new at every eviction: the tokens with the
+    greatest scores are a sample without replacement, in which each draw is in proportion to the attention.
+
+    Differs from the paper: nothing.
+
+    Attributes:
+        window: last queries, and newest tokens that stay.
+        kernel: odd number of neighbouring tokens whose attention is pooled.
+        pooling: "avg", "max", or None for no pooling.
+    """
+
+    window: int = 64
+    kernel: int = 5
+    pooling: str | None = "avg"
+
+    def value(self, context: EvictionContext) -> Tensor:
+        looks, position = context.recent(), context.positions_BHT
+        attention = self._pooled(looks.mean(looks.x_BHGWT.softmax(-1).mean(2)), looks.candidate_BHT, context)
+        H = position.shape[1]
+        head = context.parallel.first(H) + torch.arange(H, device=position.device)
+        u = noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, position)
+        return attention.clamp_min(torch.finfo(attention.dtype).tiny).log() + noise.gumbel(u)
+
+
+_TINY = 1e-8  # added to norms
+_AT_ONCE = 1 << 24  # cosines that are held at a time

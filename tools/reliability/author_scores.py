@@ -1,0 +1,90 @@
+"""What the authors' own code of R-KV and VaSE keeps of random queries, keys and values: numbers for the tests.
+
+    python -m tools.reliability.author_scores R-KV/rkv VaSE/eval/reasoning_tasks/modified/transformers/cache_utils.py
+
+R-KV is github.com/Zefan-Cai/R-KV, VaSE github.com/terarachang/VaSE; neither is a package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TABLE = Path(__file__).parents[2] / "tests/policies/author_scores.json"
+SHAPE = {"heads": 2, "group": 3, "tokens": 60, "size": 16}
+# policy: what the tests give it and what the authors' code is given
+CASES = {
+    "r_kv": {"window": 8, "kernel": 7, "weight": 0.1, "budget": 24},
+    "r_kv, narrow": {"window": 4, "kernel": 3, "weight": 0.7, "budget": 30},
+    "vase": {"window": 8, "kernel": 5, "ranges": 9, "budget": 28},
+}
+
+
+def random_text(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [1,H*G,W,D] of the last tokens, and keys and values [1,H,T,D], some of which are alike."""
+    H, G, T, D = SHAPE.values()
+    numbers = torch.Generator().manual_seed(seed)
+    said = torch.randn(1, H, 9, D, generator=numbers)[:, :, torch.randint(9, (T,), generator=numbers)]
+    keys = said + 0.3 * torch.randn(1, H, T, D, generator=numbers)
+    q, values = torch.randn(1, H * G, T, D, generator=numbers), torch.randn(1, H, T, D, generator=numbers)
+    return q, keys, values
+
+
+def _places(kept: Tensor, keys: Tensor) -> list[list[int]]:
+    """Find which of the keys [H,T,D] were kept [H,K,D]."""
+    same = (kept[:, :, None] == keys[:, None]).all(-1)
+    return [sorted(row.int().argmax(-1).tolist()) for row in same]
+
+
+def r_kv(folder: Path, case: dict[str, Any], text: tuple[Tensor, Tensor, Tensor]) -> list[list[int]]:
+    """Run R-KV's own code."""
+    package = types.ModuleType("rkv")
+    package.__path__ = [str(folder)]
+    sys.modules["rkv"] = package
+    utils = importlib.import_module("rkv.utils")
+    compression = types.ModuleType("rkv.compression")
+    compression.__path__ = [str(folder / "compression")]
+    vars(compression).update(cal_similarity=utils.cal_similarity, compute_attention_scores=utils.compute_attention_scores)
+    sys.modules["rkv.compression"] = compression
+    one = importlib.import_module("rkv.compression.r1_kv").R1KV(
+        budget=case["budget"], window_size=case["window"], kernel_size=case["kernel"], mix_lambda=case["weight"]
+    )
+    q, keys, values = text
+    kept, _ = one.update_kv(keys.clone(), q[:, :, -case["window"] :], values)
+    return _places(kept[0], keys[0])
+
+
+def vase(file: Path, case: dict[str, Any], text: tuple[Tensor, Tensor, Tensor]) -> list[list[int]]:
+    """Run VaSE's own code, without the sample: the tokens of the most attention stay."""
+    spec = importlib.util.spec_from_file_location("vase_cache", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    q, keys, values = text
+    layer = module.EvictLayer(0, case["budget"], case["window"], "range_attn", 0.5, True, False, n_large=case["ranges"])
+    layer.device, layer.queries = q.device, q[:, :, -case["window"] :]
+    layer.k_cache, layer.v_cache = (t.transpose(1, 2).clone() for t in (keys, values))
+    layer.cache_seqlens = torch.zeros(1, dtype=torch.int32)
+    layer._run_eviction(keys.shape[2])
+    return _places(layer.k_cache[0, : case["budget"]].transpose(0, 1), keys[0])
+
+
+def main(rkv: str, vase_file: str) -> None:
+    """Write the table."""
+    table = {}
+    for name, case in CASES.items():
+        run, path = (vase, Path(vase_file)) if name == "vase" else (r_kv, Path(rkv))
+        table[name] = [run(path, case, random_text(seed)) for seed in range(4)]
+    TABLE.write_text(json.dumps(table) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
