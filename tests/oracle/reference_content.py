@@ -109,7 +109,7 @@ def compactor(
     parts = []
     for scores in (pooled, outliers):
         numbers = [x for head in scores for x in head.values()]
-        mean = sum(numbers) / len(numbers)
+        mean = sum(numbers) / max(1, len(numbers))
         spread = math.sqrt(sum((x - mean) ** 2 for x in numbers) / max(1, len(numbers) - 1))
         parts.append([{i: (x - mean) / max(spread, 1e-6) for i, x in head.items()} for head in scores])
     return [{i: A[i] + blend * L[i] for i in A} for A, L in zip(*parts, strict=True)]

@@ -74,7 +74,7 @@ ARGUMENTS = [
     ({"policy": "compactor", "blend": -1}, r"blend=-1 must be a number, 0 or more"),
     ({"policy": "compactor", "chunk": 0}, r"chunk=0 must be"),
     ({"policy": "merged(h2o)", "threshold": 2}, r"threshold=2 must be a cosine in \[0, 1\]"),
-    ({"policy": "merged(h2o)", "schedule": "both"}, r"merges what a prompt's end evicts.*use schedule='prompt'"),
+    ({"policy": "merged(h2o)", "schedule": "both"}, r"merges what a prompt's end evicts, .*; use schedule='prompt'"),
     ({"policy": "critical_snapkv", "norm": 3}, r"norm=3 must be 1 or 2"),
     ({"policy": "critical_adakv", "schedule": "decode"}, r"schedule='decode': policy 'critical_adakv' scores tokens"),
     ({"policy": "h2o", "turns": "each"}, r"turns='each' says what later prompts.*schedule='both' does not allow"),
