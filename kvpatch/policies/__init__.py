@@ -2,6 +2,7 @@
 
 from .allocation import Adaptive, Global, Pyramid
 from .context import EvictionContext, NewTokens
+from .moving import Mass, Share, Threshold
 from .policy import Policy
 from .presets import (
     POLICIES,
@@ -27,12 +28,15 @@ __all__ = [
     "DeviationScope",
     "EvictionContext",
     "Global",
+    "Mass",
     "NewTokens",
     "Policy",
     "Pyramid",
     "Scope",
     "Score",
     "Selection",
+    "Share",
+    "Threshold",
     "TwoStage",
     "adaptive",
     "chunked",

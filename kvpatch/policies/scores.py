@@ -128,6 +128,10 @@ class Score:
         """Tell whether all layers share one running sum."""
         return False
 
+    def unit(self, group: int) -> int:
+        """Return what `value` has to be divided by: G where sums over a group are not means, which ranks tokens alike."""
+        return 1
+
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
         """Return the temperature tau at a decode step; a tensor if `step` is one.
 
@@ -177,7 +181,6 @@ class Random(Score):
     """
 
     signed: ClassVar[bool] = False
-    is_weight: ClassVar[bool] = True
 
     def value(self, context: EvictionContext) -> Tensor:
         H = context.positions_BHT.shape[1]
@@ -262,6 +265,9 @@ class Accumulated(Summed):
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def unit(self, group: int) -> int:
+        return group
 
     @kernel_value("sum")
     def value(self, context: EvictionContext) -> Tensor:
@@ -525,6 +531,9 @@ class GumbelSoftmax(Summed):
         layer = rearrange(new.layer, "b -> b 1 1 1") if isinstance(new.layer, Tensor) else new.layer
         u = noise.uniform(new.seed, layer, head, -1, rearrange(new.positions_BQ, "b q -> b 1 q 1"))
         return {"noise": self._distributed(u).exp()}  # every step uses the exponential
+
+    def unit(self, group: int) -> int:
+        return group
 
     @kernel_value("gumbel")
     def value(self, context: EvictionContext) -> Tensor:
