@@ -229,8 +229,8 @@ class HeadSizes(Rule):
     def check(self, policy: Any, heads: int) -> None:
         if len(self.sizes) != heads:
             raise KVPatchError(
-                f"k is a table with {len(self.sizes)} numbers for a layer, but the layer has {heads} KV heads: give "
-                "k[layer][head], one number for each."
+                f"k={self}: a list of length {len(self.sizes)} for a layer that has {heads} KV heads: give k[layer][head], one "
+                "number for each, or one number for the whole layer."
             )
         if policy.over_heads is not None:
             raise KVPatchError(

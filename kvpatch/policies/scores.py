@@ -59,8 +59,8 @@ class Score:
         protects_window: whether the tokens of the observation window are kept.
         entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
         signed: whether values may be negative; False saves an operation per step.
-        is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
-            them.
+        is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply them
+            and Mass add them up.
         evicts: whether tokens are evicted at all.
         reads_held: whether `value` calls context.held(), so that each layer evicts by itself while decoding.
         rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).

@@ -173,7 +173,7 @@ REFUSED = [
     ("critical_snapkv", Mass(0.9), {}, "selects by more than its score"),
     ("h2o", Share(0.5), {"every": 4}, "leave every=4 out"),
     ("h2o", Share(0.5), {"schedule": "decode"}, "schedule='decode' keeps the prompt whole: give schedule='both'"),
-    ("h2o", [[4, 4, 4], [4, 4]], {}, "k is a table with 3 numbers for a layer, but the layer has 2 KV heads"),
+    ("h2o", [[4, 4, 4], [4, 4]], {}, r"k=\[4, 4, 4\]: a list of length 3 for a layer that has 2 KV heads"),
     ("h2o", [[4, 4]], {}, "k has 1 entries, but the model has 2 layers"),
     ("h2o", [[4, "2GiB"], [4, 4]], {}, r"k\[0\]\[1\]='2GiB' is a size in bytes"),
     ("h2o", [[4, 0], [4, 4]], {}, r"k\[0\]\[1\]=0 tokens keeps nothing"),
