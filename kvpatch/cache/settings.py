@@ -124,7 +124,7 @@ class CacheSettings:
         return self.transparent and self.counts_columns
 
     def tokens(self, layer: int, n: int) -> int:
-        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share `k`; for heads that share, the mean."""
+        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share; see `Rule.tokens` where heads differ."""
         return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Share(Rule):
 
     Attributes:
         part: share in (0, 1]; 1.0 never evicts.
-        of: "seen", all tokens seen; or "prompt", which is what the share k=part means.
+        of: "seen", all tokens seen; a share of the prompt is k=part.
 
     Example:
         with kvpatch.patched(model, "h2o", k=kvpatch.Share(0.5, of="seen")):
@@ -38,12 +38,15 @@ class Share(Rule):
 
     part: float
     of: str = "seen"
+    moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.part, bool) or not isinstance(self.part, int | float) or not 0.0 < self.part <= 1.0:
             raise KVPatchError(f"Share({self.part!r}): give a share in (0, 1], such as Share(0.5).")
-        if self.of not in ("seen", "prompt"):
-            raise KVPatchError(f"Share(of={self.of!r}): give of='seen', all tokens seen so far, or of='prompt'.")
+        if self.of != "seen":
+            raise KVPatchError(
+                f"Share({self.part}, of={self.of!r}): give of='seen', all tokens so far; k={self.part} is of the prompt."
+            )
 
     def __str__(self) -> str:
         return f"Share({self.part:g}, of={self.of!r})"
@@ -52,19 +55,15 @@ class Share(Rule):
     def evicts(self) -> bool:
         return self.part < 1.0
 
-    @property
-    def moves(self) -> bool:  # type: ignore[override]
-        return self.of == "seen"
-
     def tokens(self, n: int) -> int:
         return max(1, share(float(self.part), n))
 
     def bound(self, most: int) -> int:
-        return MAX_POSITION if self.moves else most
+        return MAX_POSITION
 
     def check(self, policy: Any, heads: int) -> None:
         _check(self, policy)
-        if self.moves and policy.schedule == "decode":
+        if policy.schedule == "decode":
             raise KVPatchError(
                 f"k={self} counts the prompt too, but schedule='decode' keeps the prompt whole: give schedule='both', or k as "
                 "tokens, which are then of the generated text."
@@ -229,7 +228,7 @@ def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
 
 def _check(rule: Rule, policy: Any) -> None:
     """Raise KVPatchError for a policy whose parts need one number of tokens."""
-    if not rule.moves or (not rule.weighs and policy.schedule == "prompt"):
+    if not rule.weighs and policy.schedule == "prompt":
         return
     if policy.over_layers is not None or policy.over_heads is not None:
         raise KVPatchError(

@@ -59,7 +59,7 @@ def plain(k):
     """A budget as the oracle takes it."""
     match k:
         case kvpatch.Share():
-            return {"share": k.part} if k.of == "seen" else k.part
+            return {"share": k.part}
         case kvpatch.Mass():
             return {"mass": k.share, "floor": k.floor, "ceiling": k.ceiling}
         case kvpatch.Threshold():

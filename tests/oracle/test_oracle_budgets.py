@@ -41,7 +41,6 @@ RUNS = {
     "h2o-share-block": ("h2o", Share(0.5), {"block": 6}),
     "h2o-share-renumbered": ("h2o", Share(0.5), {"positions": "renumbered"}),
     "h2o-share-bits": ("h2o", Share(0.5), {"bits": 4}),
-    "h2o-share-prompt": ("h2o", Share(0.5, of="prompt"), {}),
     "tova-share": ("tova", Share(0.5), {"pads": (0, 0), "steps": 14}),
     "roco-share-and-size": ("roco", [Share(0.3), 9], {"sinks": 2}),
     "snapkv-share": ("snapkv", Share(0.5), {"wrap": ("adaptive",), **SMALL["snapkv"]}),
