@@ -28,8 +28,8 @@ _HOME = {
     "handle": ("Patch",),
     "patching": ("patch", "patched", "replay", "unpatch"),
     "policies": (
-        "Policy", "Scope", "Score", "adaptive", "chunked", "critical", "get_policy", "global_topk", "list_policies",
-        "merged", "pyramid", "register_policy", "unregister_policy",
+        "Mass", "Policy", "Scope", "Score", "Share", "Threshold", "adaptive", "chunked", "critical", "get_policy",
+        "global_topk", "list_policies", "merged", "pyramid", "register_policy", "unregister_policy",
     ),
     "report": ("Report",),
     "storage.calibration": ("load_calibration",),
@@ -41,6 +41,7 @@ __all__ = [
     "EvictingCache",
     "InterfaceAdapter",
     "KVPatchError",
+    "Mass",
     "Patch",
     "Policy",
     "Prefix",
@@ -48,6 +49,8 @@ __all__ = [
     "Report",
     "Scope",
     "Score",
+    "Share",
+    "Threshold",
     "adaptive",
     "check_model",
     "chunked",
@@ -81,9 +84,12 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .handle import Patch
     from .patching import patch, patched, replay, unpatch
     from .policies import (
+        Mass,
         Policy,
         Scope,
         Score,
+        Share,
+        Threshold,
         adaptive,
         chunked,
         critical,

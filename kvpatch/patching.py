@@ -26,7 +26,7 @@ from .hooks.install import unmark
 from .hooks.target import Target
 from .hooks.versions import check_versions
 from .policies import Policy
-from .policies.budgets import ONE_TOKEN, says_one_token
+from .policies.budgets import ONE_TOKEN, Rule, says_one_token
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,7 +47,8 @@ class patched:
         policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It has no default.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
             all keys and values of one row held between steps ("2GiB", over all processes of a sharded model; buffers have one
-            free slot per head more), or a list of these, one per layer.
+            free slot per head more), or a list of these, one per layer; a table of tokens or shares, `k[layer][head]`; or a
+            budget that follows the text: `Share`, `Mass`, `Threshold`.
         bits: of each key and value held: 16 keeps the model's own precision, 8 and 4 round them where a prompt ends or a token
             is generated, so that the same bytes hold two to four times the tokens; a `k` in bytes counts it.
         block: tokens of a prompt to read at a time, evicting after each block, so that no head ever holds more than its
@@ -86,7 +87,7 @@ class patched:
         self,
         model: nn.Module,
         policy: str | Policy | None = None,
-        k: float | int | str | Sequence[float | int | str] = 0.5,
+        k: float | int | str | Rule | Sequence[float | int | str | Rule | Sequence[float | int]] = 0.5,
         *,
         bits: int = 16,
         block: int | None = None,

@@ -19,6 +19,7 @@ from .cache.settings import CacheSettings
 from .cache.snapshot import Snapshot
 from .errors import KVPatchError
 from .hooks.run_log import RunLog
+from .policies.budgets import Budget
 from .report_text import BLOCKS, block
 
 __all__ = ["BLOCKS", "Report", "block"]
@@ -33,7 +34,7 @@ class Report:
     Attributes:
         policy: name of the policy.
         schedule: "prompt", "decode" or "both".
-        budget: of each layer, tokens (int) or a share of the prompt (float).
+        budget: of each layer, tokens (int), a share of the prompt (float), one of these for each head (tuple), or such as Mass.
         backend: names of the backends that ran.
         bits: of each key and value held; 16 stands for the model's own precision.
         seen: columns that went through the cache, padding included.
@@ -61,7 +62,7 @@ class Report:
 
     policy: str
     schedule: str
-    budget: tuple[int | float, ...]
+    budget: tuple[Any, ...]
     backend: str
     seen: int
     nbytes: int
@@ -155,7 +156,7 @@ class Report:
         return {
             "policy": self.policy,
             "schedule": self.schedule,
-            "budget": list(self.budget),
+            "budget": Budget(self.budget).described(),
             "bits": self.bits,
             "backend": self.backend,
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},

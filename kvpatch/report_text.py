@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .policies.budgets import Budget, Rule
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """Characters for shares of kept tokens, from none to all in eighths."""
@@ -45,17 +48,17 @@ def tokens(count: int) -> str:
     return f"{count:,} token{'s' * (count != 1)}"
 
 
-def never(name: str, ks: Sequence[int | float]) -> bool:
+def never(name: str, ks: Sequence[Any]) -> bool:
     """Tell if a policy never evicts under these budgets."""
-    return name == "full" or all(isinstance(k, float) and k == 1.0 for k in ks)
+    return name == "full" or not any(rule.evicts for rule in Budget(tuple(ks)).rules)
 
 
-def policy(name: str, schedule: str, ks: Sequence[int | float]) -> str:
+def policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return a policy and when it evicts."""
     return f"{name} ({'never evicts' if never(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
 
 
-def budget(name: str, schedule: str, ks: Sequence[int | float]) -> str:
+def budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return the budgets of a policy's layers."""
     if name == "full":
         return "all tokens"
@@ -65,7 +68,11 @@ def budget(name: str, schedule: str, ks: Sequence[int | float]) -> str:
     return budgets[0] + (", counting generated tokens only" if schedule == "decode" else "")
 
 
-def _budget(k: int | float) -> str:
+def _budget(k: Any) -> str:
+    if isinstance(k, Rule):
+        return str(k)
+    if isinstance(k, tuple | list):  # of one layer, head by head
+        return f"[{', '.join(map(_budget, k))}]"
     if isinstance(k, int):
         return tokens(k)
     return "all tokens" if k == 1.0 else f"{k:g} of the prompt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class Ended:
         """Count tokens: on the host where it knows them, else it waits for the device (`_held`)."""
         self.budget_B = _budgets(self.call)
         self.held, self.fixed = _held(self.call, self.past, everyone)
-        self.keep = [[n + budget for n in row] for row, budget in zip(self.fixed, self.budget_B, strict=True)]
+        most_B = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
+        self.keep = [list(map(sum, zip(row, most, strict=True))) for row, most in zip(self.fixed, most_B, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
         """Return the tokens that each head keeps in any case."""
@@ -71,6 +73,14 @@ class Ended:
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
+
+    def weigh(self) -> list[list[int]]:
+        """Return the tokens that each head keeps of a budget that follows from the scores."""
+        keys, slots = self.rank(), self.call.slots
+        self.context.keep_BH1 = _numbers(self.call, self.keep)[..., None]
+        count, slots.lost_BH1 = self.call.rule.kept(self.call.score, self.context, keys)
+        rows_B = zip(count[..., 0].tolist(), self.held, self.call.now.rows_B, strict=True)
+        return [mine if rows else held for mine, held, rows in rows_B]  # a text that ended before this block is not measured
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
         """Return the eviction keys [B,H,T] by which each head keeps so many tokens."""
@@ -138,9 +148,9 @@ def _end(ended: list[Ended]) -> None:
     for one in ended:
         one.count(everyone)
     held, keep = _joined([one.held for one in ended]), _joined([one.keep for one in ended])
-    # heads that do not share hold equally many
-    over_B = [not now.keeps_all and sum(row) > sum(most) for row, most in zip(held, keep, strict=True)]
-    count, scored = held, any(over_B)
+    over_B = [not now.keeps_all and _over(row, most, share) for row, most in zip(held, keep, strict=True)]
+    weighs = call.rule.weighs and not now.keeps_all
+    count, scored = held, weighs or any(over_B)
     if not (share or now.keeps_all):
         count = [list(map(min, row, most)) for row, most in zip(held, keep, strict=True)]
     for one in ended if scored else []:
@@ -148,6 +158,8 @@ def _end(ended: list[Ended]) -> None:
     if scored and share is not None:
         own = _shared(ended, share, everyone)
         count = [mine if over else row for mine, row, over in zip(own, held, over_B, strict=True)]
+    if weighs:
+        count = ended[0].weigh()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divided(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
     first = 0
@@ -172,6 +184,11 @@ def _shared(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[lis
     least = on_device(_joined([one.least(share) for one in ended]), device)
     total = on_device([sum(row) for row in _joined([one.keep for one in ended])], device)
     return share.counts(ranked, least, total[:, None]).tolist()
+
+
+def _over(held: list[int], most: list[int], share: Adaptive | None) -> bool:
+    """Tell if the heads of a row hold more than they may, in all if they share."""
+    return any(map(operator.gt, held, most)) if share is None else sum(held) > sum(most)
 
 
 def _joined(layers: list[list[list[int]]]) -> list[list[int]]:
@@ -251,10 +268,12 @@ def _compress(
     a score may need all processes to take part. scored: `order` are eviction keys.
     """
     slots, now = call.slots, call.now
+    keep = [[call.rule.bound(n) for n in row] for row in keep]
     counts, keeps = ([n for row in rows for n in row] for rows in (count, keep))
     room = [k - n for k, n in zip(keeps, counts, strict=True)]
     evicts = now.final and call.policy.schedule != "prompt"
-    unequal = evicts and (uneven or min(room) != max(room))  # some heads evict while others are below budget
+    moves = evicts and call.rule.moves
+    unequal = evicts and (uneven or moves or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
     index, kept = (None, None) if order is None else top(order, _numbers(call, count), counts)
@@ -276,7 +295,9 @@ def _compress(
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
     _move(call, index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
-    if evicts and (slots.holes or not filling or roomy):
+    if moves:
+        slots.start_moving(counts, goals)
+    elif evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
         slots.start_evicting(filling, counts=counts, goals=goals)
     elif evicts:
@@ -341,6 +362,8 @@ def limit(call: Call) -> list[int]:
         call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
         for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
     )
+    if call.rule.weighs:
+        sizes = tuple((*size[:-1], call.rule.least(n)) for size, n in zip(sizes, now.budget_n_B, strict=True))
     slots.limits = cache.limits(sizes, device)
     _say_cuts(call)
     return [size[-1] for size in sizes]

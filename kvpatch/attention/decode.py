@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import backend, torch_backend
 from ..backends.protocol import Case, Task
 from ..backends.torch_backend import UNCOUNTED, Rows
-from ..policies.selection import victims
+from ..policies.selection import in_top, victims
 from . import anomaly
 from .layer_call import Call
 from .stacked import LayerStack
@@ -150,7 +150,7 @@ def _by_kernel(
     slots = call.slots
     appends = not slots.mode.slotted
     with torch.no_grad():
-        evicting = call.evicting and not appends
+        evicting = call.evicting and not appends and not call.rule.moves
         if appends:
             slots.mode.free_BH = call.now.column(slots.used, slots.positions)
             slots.open_column(entry)
@@ -172,7 +172,8 @@ def _by_kernel(
     if out is None:
         slots.used -= appends
         return None
-    if call.evicting and not chosen.evicts and (why := backend("triton").torch_evicts(call.policy, slots)) is not None:
+    many = "heads evict as many tokens as their budget says" if call.rule.moves else None
+    if call.evicting and not chosen.evicts and (why := many or backend("triton").torch_evicts(call.policy, slots)) is not None:
         call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
     return out, chosen.evicts
 
@@ -219,6 +220,13 @@ def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
         context.watch = functools.partial(anomaly.check_value, call)
     positions = context.positions_BHT
     empty = positions < 0 if slots.holes else None
+    if call.rule.moves:
+        keys = call.policy.eviction_keys(context, empty)
+        count, slots.lost_BH1 = call.rule.kept(call.score, context, keys)
+        positions.masked_fill_(~in_top(keys, count, None), -1)
+        slots.set_free(slots.empty_slots())
+        slots.mode.count(1)
+        return
     at = victims(call.policy.eviction_keys(context, None), empty, every)
     if not slots.holes:
         if every > 1:

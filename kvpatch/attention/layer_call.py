@@ -50,7 +50,7 @@ class Call:
         if self.slots.geometry is None:
             self.slots.geometry = bound_adapter.geometry(device)
         self.geometry: Geometry = self.slots.geometry
-        self.policy = self.settings.policies[layer]
+        self.policy, self.rule = self.settings.policies[layer], self.settings.rules[layer]
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
         self.recalls = self.evicts and self.score.recent_queries > 0
@@ -243,9 +243,10 @@ class Call:
             group=self.group,
             sliding=self.geometry.sliding,
             empty=slots.holes,
-            aligned=self.policy.aligned,
+            aligned=self.policy.aligned and self.rule.aligned,
             parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
+            lost_BH1=slots.lost_BH1,
             norms=self._stored_norms,
             held=self.held if self.policy.reads_held else not_held,
             plain_keys=self._plain_keys if score.lookahead is not None else not_plain,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .forward_context import Forward
-from .modes import Slotted
+from .modes import Moving, Slotted
 from .state import TextState
 
 NO_ROOM = (
@@ -41,7 +41,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
-    if cache.settings.policy.score.across_layers:
+    if cache.settings.policy.score.across_layers or any(isinstance(layer.mode, Moving) for layer in cache.layers):
         return False
     if cache.settings.renumbered:
         if cache.rotary is None:

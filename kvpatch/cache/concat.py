@@ -23,6 +23,7 @@ from .compatibility import check
 from .growth import plan, slack
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
+from .modes import Moving
 from .slots import Slots, fitted
 from .state import TextState
 
@@ -138,6 +139,8 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
     if all(part.recent is not None for part in parts):
         new.recent = Recent.cat([part.recent for part in parts if part.recent is not None])
+    if all(part.lost_BH1 is not None for part in parts):
+        new.lost_BH1 = torch.cat([part.lost_BH1 for part in parts if part.lost_BH1 is not None])
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
         new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
@@ -148,7 +151,12 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     else:
         _lay_out(new, parts, counts, goals)
         _fill(new, parts)
-    _open(new, counts, goals, moved=beside is None)
+    if isinstance(first.mode, Moving):
+        new.used = new.positions.shape[2]
+        new.start_moving(counts, goals)
+        new.contiguous, new.floor = False, new.used
+    else:
+        _open(new, counts, goals, moved=beside is None)
 
 
 def _mass(layer: SlotLayer) -> Tensor:

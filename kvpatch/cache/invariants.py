@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends.entries import codecs
 from ..errors import InvalidError
 from .layer import SlotLayer
-from .modes import Evicting, Filling, Growing, Reading
+from .modes import Evicting, Filling, Growing, Moving, Reading
 from .state import TextState
 
 
@@ -89,16 +89,17 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
     for index in layers:
         layer = cache.layers[index]
         given += layer.own_budget_BH1[..., 0].sum(-1).to(given.device)
-        most += _most(cache, index, layer, seen_B).to(given.device) * layer.own_budget_BH1.shape[1]
+        most += _most(cache, index, layer, seen_B).sum(-1).to(given.device)
     must(given <= most * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
 
 
 def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> Tensor:
-    """Return the most tokens [B] of a head, on average over those that share."""
-    bound, policy = cache.settings.bounds[index], cache.settings.policies[index]
-    budgets = [bound or cache.settings.budget.tokens(index, n) for n in seen_B.tolist()]
-    most_B = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
-    return most_B + layer.own_limits.prompt.flatten()
+    """Return the most tokens [B,H] of each head, on average over those that share."""
+    settings, policy, H = cache.settings, cache.settings.policies[index], layer.positions.shape[1]
+    rule = settings.rules[index] if policy.over_layers is None else settings.budget.rules[index]
+    budgets = [[rule.bound(most) for most in rule.heads(n, H)] for n in seen_B.tolist()]
+    most_BH = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
+    return most_BH + layer.own_limits.prompt[..., 0]
 
 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
@@ -109,9 +110,10 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
     must(keep_BH >= (0 if shared else 1), "keep_BH1 is below one token")
     if index in cache.settings.together:  # see _check_common_budget
         return
-    most_B1 = _most(cache, index, layer, seen_B)[:, None]
-    given_BH, heads = (keep_BH.sum(-1, keepdim=True), keep_BH.shape[1]) if shared else (keep_BH, 1)
-    must(given_BH <= most_B1 * heads * (cache.settings.parallel.size if shared else 1), "keep_BH1 is over the budget")
+    most_BH = _most(cache, index, layer, seen_B)
+    if shared:
+        keep_BH, most_BH = keep_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
+    must(keep_BH <= most_BH, "keep_BH1 is over the budget")
 
 
 class _LayerState:
@@ -147,6 +149,8 @@ class _LayerState:
             self._evicting(mode)
         elif isinstance(mode, Growing):
             self._growing(mode)
+        elif isinstance(mode, Moving):
+            self._moving(mode)
         else:
             self._appended()
         if isinstance(mode, Filling):
@@ -198,6 +202,21 @@ class _LayerState:
             full = mode.filling == 0 and not mode.growing
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
+    def _moving(self, mode: Moving) -> None:
+        """Check that each head has a slot free for the next token, or that buffers move before it."""
+        layer, free_BH = self.layer, mode.free_BH
+        assert layer.keep_BH1 is not None
+        must(layer.holes and layer.used == len(self.column), "unused columns between slots")
+        must(self.held_BH <= layer.keep_BH1[..., 0], "a head holds more than it ever may")
+        must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
+        full = self.held_BH == self.limit_BH
+        must((free_BH >= 0) & (free_BH < self.limit_BH + full), "free_BH names no slot")
+        at = free_BH.clamp(max=len(self.column) - 1)[..., None]
+        must(full | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
+        short = self.limit_BH <= layer.keep_BH1[..., 0]
+        must(mode.growing == bool(short.any()), "growing is not what the slots say")
+        must(~short | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
+
     def _growing(self, mode: Growing) -> None:
         """Check the free slots after each head's tokens, in a layer that evicts nothing."""
         layer, free_BH = self.layer, mode.free_BH
@@ -221,7 +240,10 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
     ahead: slots that each head may have free in any case, if room was asked for.
     """
     columns = None if layer.mode.slotted else layer.used
-    slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(layer.counts(), columns, ahead)
+    counts = layer.counts()
+    if isinstance(layer.mode, Moving) and layer.mode.packed_BH is not None:
+        counts = list(map(max, counts, layer.mode.packed_BH.flatten().tolist()))
+    slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(counts, columns, ahead)
     must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
 
 

@@ -22,8 +22,8 @@ from ..policies.context import Limits, accumulator
 from ..policies.queries import Recent
 from ..policies.rhythm import moves, waits
 from . import slots
-from .growth import Layout, capacities, slack
-from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Reading, Slotted
+from .growth import Layout, capacities, plan, slack
+from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted
 from .narrow import opened, reading
 from .rollback import UNDO_STEPS, Undo, record, restore
 from .slots import Slots, fitted, gathered
@@ -58,6 +58,7 @@ class SlotLayer(CacheLayerMixin):
         self.used = self.seen = 0
         self.holes = False
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
+        self.lost_BH1: Tensor | None = None  # as in EvictionContext
         self.limits: Limits | None = None
         self.recent: Recent | None = None  # the last queries, if the score reads them
         # entries computed ahead, and the number of columns seen at the first of them
@@ -150,6 +151,7 @@ class SlotLayer(CacheLayerMixin):
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
         self.mode.map_rows(change)
         self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
+        self.lost_BH1 = None if self.lost_BH1 is None else change(self.lost_BH1)
         self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
         self.limits = None if self.limits is None else self.limits.map_rows(change)
         self.recent = None if self.recent is None else self.recent.map_rows(change)
@@ -398,7 +400,17 @@ class SlotLayer(CacheLayerMixin):
         """
         self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
-    def _open(self, mode: Growing | Evicting, counts: list[int] | None, goals: list[int] | None = None) -> None:
+    def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+        """End a prompt, or pack: tokens go into empty slots, and heads evict what their budgets say.
+
+        counts, goals: see `measure`.
+        """
+        counts = self.counts() if counts is None else counts
+        packed_BH = torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
+        self.holes = True
+        self._open(Moving(self.empty_slots(), packed_BH=packed_BH), counts, goals)
+
+    def _open(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
         self.measure(counts, goals)
@@ -444,8 +456,10 @@ class SlotLayer(CacheLayerMixin):
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
         capacities, goals = self.kv.capacities(), goals or self.goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
+        if isinstance(self.mode, Evicting | Moving):
+            self.mode.growing = any(short)
         if isinstance(self.mode, Evicting):
-            self.mode.growing, self.mode.unfilled = any(short), all(short)
+            self.mode.unfilled = all(short)
         return short
 
     def _most(self) -> list[int] | None:
@@ -456,6 +470,9 @@ class SlotLayer(CacheLayerMixin):
         """Allocate slots for more tokens of each head, if some head may have none left."""
         mode = self.mode
         if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
+            return
+        if isinstance(mode, Moving) and not self.undo_log:  # which names slots
+            self.pack()
             return
         wanted = self.kv.wanted(self.counts(), self.goals(), self.ahead_of)
         self._move([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
@@ -474,12 +491,34 @@ class SlotLayer(CacheLayerMixin):
                 self._resize([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
+        if isinstance(self.mode, Moving) and not self.undo_log:
+            if sum(old) > self.kv.allowed(counts, goals, self.ahead_of):
+                self.pack()
+            return
         fitting = list(map(min, old, self.kv.wanted(counts, goals, self.ahead_of)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
         if sum(old) > self.kv.allowed(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move(fitting)
         self.measure()
+
+    def pack(self) -> None:
+        """Move each head's tokens, in text order, to the front of new slots of the size that a prompt's end would give them."""
+        counts, goals = self.counts(), self.goals()
+        with torch.inference_mode(False), torch.no_grad():
+            (B, H, _), old = self.positions.shape, self.positions
+            order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
+            kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
+            kv = slots.empty(self.kv, B, H, plan(counts, goals, lambda tokens: max(slack(tokens), self.ahead_of)))
+            head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
+            taken = order.flatten(0, 1)[head, column]
+            kv.write_at(kv.begins()[head] + column, *self.kv.read_at(self.kv.begins()[head] + taken))
+            self.kv, C = kv, kv.width
+            self.positions = fitted(gathered(old, order).masked_fill(~kept, -1), C, -1)
+            self.state = {name: fitted(gathered(tensor, order), C, 0) for name, tensor in self.state.items()}
+        self.used = self.floor = C
+        self.free_at = None
+        self.start_moving(counts, goals)
 
     def _move(self, capacities: list[int]) -> None:
         """Move into slots of these capacities, all of them in use; slot indices stay."""

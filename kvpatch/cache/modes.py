@@ -1,6 +1,6 @@
 """The modes of a layer: where its next token goes, and the fields that exist only in this mode.
 
-    Empty -> Reading a prompt -> Appending | Filling | Growing | Evicting -> Reading the next prompt
+    Empty -> Reading a prompt -> Appending | Filling | Growing | Evicting | Moving -> Reading the next prompt
                                              Filling -> Evicting, once the budget is reached
 
 A layer's `mode` is one of these records. SlotLayer's methods `begin_prompt`, `start_*`, `free` and `reset` are the transitions.
@@ -214,4 +214,27 @@ class Evicting(Slotted):
         return None if self.filling or self.waits else 0
 
 
-MODES: dict[str, type[Mode]] = {one.name: one for one in (Empty, Reading, Appending, Filling, Growing, Evicting)}
+@dataclass
+class Moving(Slotted):
+    """Each head evicts none, one or several tokens at a step, as a budget says that follows the text (policies/moving.py).
+
+    packed_BH: tokens of each head when slots were last given back. A head that has shrunk since keeps its slots until then.
+    """
+
+    name, saved, evicts = "moving", ("slack", "grown"), True
+    croppable = False
+    growing: bool = True
+    packed_BH: Tensor | None = None
+
+    def count(self, tokens: int) -> None:
+        self.grown += tokens if self.growing else 0
+
+    def newest(self) -> int | None:
+        return None
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().map_rows(change)
+        self.packed_BH = None if self.packed_BH is None else change(self.packed_BH)
+
+
+MODES: dict[str, type[Mode]] = {one.name: one for one in (Empty, Reading, Appending, Filling, Growing, Evicting, Moving)}

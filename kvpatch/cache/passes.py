@@ -386,6 +386,6 @@ def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
         held = layer.taken if replaced else layer.taken + Q
         if settings.block and now.budget_n_B and settings.evicts[index] and first:
-            held = min(held, max(settings.tokens(index, n) for n in now.budget_n_B) + settings.block)
+            held = min(held, max(settings.rules[index].most(n) for n in now.budget_n_B) + settings.block)
         most = max(most, held)
     return most

@@ -25,6 +25,7 @@ class Recorded(Protocol):
     state: dict[str, Tensor]
     kv: Slots
     recent: Recent | None
+    lost_BH1: Tensor | None
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
@@ -34,8 +35,9 @@ class Recorded(Protocol):
 class Undo:
     """Entry of the undo log: the data that one decode step overwrote.
 
-    slot: key and value in each head's free slot. moved: columns [B,H,M] that an eviction of several tokens has overwritten or
-    left to the next ones, with their keys and values. query: column, query and position that a step's own have replaced.
+    slot: key and value in each head's free slot. lost: the scores of evicted tokens. moved: columns [B,H,M] that an eviction of
+    several tokens has overwritten or left to the next ones, with their keys and values. query: column, query and position that
+    a step's own have replaced.
     """
 
     used: int
@@ -44,6 +46,7 @@ class Undo:
     positions: Tensor
     state: dict[str, Tensor]
     shared: Tensor | None
+    lost: Tensor | None = None
     moved: tuple[Tensor, Tensor, Tensor] | None = None
     query: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -56,14 +59,14 @@ def record(layer: Recorded, shared: Tensor | None) -> Undo:
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
-    return Undo(layer.used, copy(layer.mode), slot, positions, state, shared)
+    return Undo(layer.used, copy(layer.mode), slot, positions, state, shared, layer.lost_BH1)
 
 
 def restore(layer: Recorded, undo: Undo) -> Tensor | None:
     """Restore `layer` to the state before the step, and return the shared score of that time."""
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
-    layer.mode = undo.mode
+    layer.mode, layer.lost_BH1 = undo.mode, undo.lost
     layer.used = layer.positions.shape[-1] if undo.mode.slotted else undo.used
     layer.floor = min(layer.floor, layer.used)
     layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions[:, :, :C], -1

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..backends.entries import FULL
 from ..policies import Policy, get_policy
-from ..policies.budgets import Budget
+from ..policies.allocation import Sloped
+from ..policies.budgets import Budget, Rule, Size
 from ..policies.calibration import Calibration
 from ..policies.parallel import WHOLE, Parallel
 from .notices import Notices
@@ -72,6 +73,19 @@ class CacheSettings:
         return tuple(self.policy if bound is None else SLIDING for bound in self.bounds)
 
     @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The budget of each layer; of a layer with a sliding window of its own, that window."""
+        return tuple(self._sloped(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
+
+    def _sloped(self, layer: int) -> Rule:
+        rule, policy = self.budget.rules[layer], self.policy
+        if policy.over_layers is None or not policy.score.evicts:
+            return rule
+        last = policy.score.protected_rows + 1
+        place, bounded = self.budgeted.index(layer), policy.schedule != "decode"
+        return Sloped(rule, policy.over_layers, place, len(self.budgeted), last, bounded)
+
+    @cached_property
     def budgeted(self) -> tuple[int, ...]:
         """Indices of the layers that the budget applies to: all without a sliding window of their own."""
         return tuple(layer for layer, bound in enumerate(self.bounds) if bound is None)
@@ -111,22 +125,14 @@ class CacheSettings:
         return self.transparent and self.counts_columns
 
     def tokens(self, layer: int, n: int) -> int:
-        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share `k`; for heads that share, the mean."""
-        bound = self.bounds[layer]
-        if bound is not None:
-            return bound
-        budget, policy = self.budget.tokens(layer, n), self.policy
-        if policy.over_layers is None or not policy.score.evicts:
-            return budget
-        least = policy.score.protected_rows + 1
-        most = None if policy.schedule == "decode" else n
-        return policy.over_layers.split(budget, len(self.budgeted), least, most)[self.budgeted.index(layer)]
+        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share; see `Rule.tokens` where heads differ."""
+        return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:
         """Describe as plain values all settings that two caches must share to go on under one another's patch."""
         return {
             "policy": _described(self.policy),
-            "k": list(self.budget.per_layer),
+            "k": self.budget.described(),
             "bits": self.bits,
             "seed": self.seed,
             "block": self.block,

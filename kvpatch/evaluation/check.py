@@ -87,7 +87,7 @@ class Checks:
         score = self.policy.score
         n = max(_PROMPT, 3 * (score.observed_rows if score is not None else 0))
         evicting = [layer for layer in range(len(self.attentions)) if settings.budget.evicts(layer)]
-        while n < _LONGEST and evicting and all(settings.tokens(layer, n) >= n for layer in evicting):
+        while n < _LONGEST and evicting and all(settings.rules[layer].least(n) >= n for layer in evicting):
             n *= 2
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 

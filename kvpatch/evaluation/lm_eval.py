@@ -110,7 +110,9 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task."""
         settings = self.patch.settings
-        said = {"policy": settings.policy.name, "k": list(dict.fromkeys(settings.budget.per_layer)), "block": settings.block}
+        ks = settings.budget.described()
+        different = [k for layer, k in enumerate(ks) if k not in ks[:layer]]
+        said = {"policy": settings.policy.name, "k": different, "block": settings.block}
         for task, found in self._tasks.items():
             line = f"[kvpatch] {task}: the budget acted in {found['acted']} of its passes ({found['requests']} requests)"
             none = self._evicts and found["acted"] == "none"

@@ -92,7 +92,7 @@ class TextRecord:
 def _keeps(settings: CacheSettings, now: Forward) -> list[int]:
     """Return how many tokens each row may hold in the layer with the smallest budget."""
     layers = evicting(settings)
-    known = {n: min((settings.tokens(layer, n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
+    known = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
     fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)
     return [known[n] + fixed for n, fixed in zip(now.budget_n_B, fixed_B, strict=True)]
 

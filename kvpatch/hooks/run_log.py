@@ -209,4 +209,4 @@ _TEXTS = {
 
 def _would_evict(settings: CacheSettings, n: int) -> bool:
     """Tell if the policy would evict some of n tokens."""
-    return any(settings.tokens(layer, n) < n for layer in evicting(settings))
+    return any(settings.rules[layer].least(n) < n for layer in evicting(settings))

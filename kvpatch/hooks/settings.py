@@ -167,6 +167,7 @@ def settings_of(
             )
     sizes = {"n_layers": len(target.attentions), "bytes_per_token": target.bytes_per_token(bits), "beside": policy.every - 1}
     budget = Budget.parse(k, **sizes, bounds=bounds)
+    _check_rules(policy, budget, target)
     _check_shared(policy, budget, bounds)
     _check_rhythm(policy, budget)
     for case in dict.fromkeys(target.cases(renumbered, policy)):
@@ -225,8 +226,19 @@ def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]
         )
 
 
+def _check_rules(policy: Policy, budget: Budget, target: Target) -> None:
+    for rule, shape in zip(budget.rules, target.shapes(), strict=True):
+        rule.check(policy, shape.heads)
+        if not rule.constant and target.parallel.size > 1:
+            raise KVPatchError(
+                f"k={rule} gives heads budgets of their own, which processes that share a model's heads do not agree on: give "
+                "one k for all heads, or load the model on one device."
+            )
+
+
 def _check_rhythm(policy: Policy, budget: Budget) -> None:
-    least = min((k for k in budget.per_layer if isinstance(k, int)), default=policy.every)
+    sizes = (size for k in budget.per_layer for size in (k if isinstance(k, tuple) else (k,)))
+    least = min((size for size in sizes if isinstance(size, int)), default=policy.every)
     if policy.every > least:
         raise KVPatchError(
             f"every={policy.every} evicts more tokens at once than the budget of {least} keeps: give every={least} or less, or "

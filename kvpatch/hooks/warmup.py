@@ -31,9 +31,9 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
 
 def _length(state: PatchState, tokens: int | None) -> int:
     """Return the length of the prompt, above the budgets of all layers."""
-    layers, budget = range(state.settings.n_layers), state.settings.budget
+    rules = state.settings.budget.rules
     length = TOKENS if tokens is None else tokens
-    kept = max((budget.tokens(layer, length) for layer in layers if budget.evicts(layer)), default=0)
+    kept = max((rule.least(length) for rule in rules if rule.evicts), default=0)
     if tokens is None:
         length = max(length, 2 * kept)
         return length if state.max_positions is None else min(length, state.max_positions - STEPS)

@@ -4,6 +4,7 @@ from .allocation import Adaptive, Global, Pyramid
 from .calibration import Calibration
 from .context import EvictionContext, NewTokens
 from .merging import Merge
+from .moving import Mass, Share, Threshold
 from .policy import Policy
 from .presets import (
     POLICIES,
@@ -31,6 +32,7 @@ __all__ = [
     "DeviationScope",
     "EvictionContext",
     "Global",
+    "Mass",
     "Merge",
     "NewTokens",
     "Policy",
@@ -39,6 +41,8 @@ __all__ = [
     "Scope",
     "Score",
     "Selection",
+    "Share",
+    "Threshold",
     "TwoStage",
     "adaptive",
     "chunked",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import share
+from .budgets import Rule, share
 from .selection import FIRST, LAST, in_top
 
 
@@ -49,6 +49,35 @@ class Pyramid:
             most: tokens that one layer can hold at most, such as the prompt's length; None for no bound.
         """
         return _split(self.beta, budget, n_layers, least, most)
+
+
+@dataclass(frozen=True)
+class Sloped(Rule):
+    """The budget of one layer of a pyramid.
+
+    Attributes:
+        uniform: the budget that is divided.
+        pyramid: divides it.
+        layer: index among the `n_layers` that share it.
+        last: fewest tokens of the last layer.
+        bounded: whether no layer can hold more than the prompt.
+    """
+
+    uniform: Rule
+    pyramid: Pyramid
+    layer: int
+    n_layers: int
+    last: int
+    bounded: bool
+    constant: ClassVar[bool] = True
+
+    @property
+    def evicts(self) -> bool:
+        return self.uniform.evicts
+
+    def tokens(self, n: int) -> int:
+        most = n if self.bounded else None
+        return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
 
 @functools.lru_cache(maxsize=1024)

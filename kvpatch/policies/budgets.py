@@ -9,9 +9,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from functools import cached_property
+from typing import Any, ClassVar, TypeGuard
+
+from torch import Tensor
 
 from ..errors import KVPatchError
+from .context import EvictionContext
 from .selection import MAX_POSITION
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -102,7 +106,9 @@ def parse_k(k: object, where: str = "k") -> int | float | str:
 def says_one_token(k: object) -> bool:
     """Tell whether a valid `k`, or one of its layers', is the number of tokens 1, which may be meant for everything."""
     k = as_python(k)
-    return any(type(one) is int and one == 1 for one in map(parse_k, k if is_list(k) else [k]))
+    if isinstance(k, Rule):
+        return False
+    return any(map(says_one_token, k)) if is_list(k) else type(one := parse_k(k)) is int and one == 1
 
 
 def _number(text: str) -> int | float | str:
@@ -117,14 +123,139 @@ def _number(text: str) -> int | float | str:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """Base class of a layer's budget: how many tokens each KV head keeps where a prompt or block ends, and while decoding.
+
+    Attributes:
+        aligned: whether all heads of the layer hold equally many tokens at all times.
+        moves: whether decode steps may evict any number of tokens of a head, so that its size follows the text.
+        weighs: whether scores are added up or compared with a number, so that they must be weights.
+        constant: whether all heads hold one number of tokens that is known when the length of the prompt is.
+    """
+
+    aligned: ClassVar[bool] = True
+    moves: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+    constant: ClassVar[bool] = False
+
+    @property
+    def evicts(self) -> bool:
+        """Tell whether any token is ever evicted, however long the text."""
+        return True
+
+    def tokens(self, n: int) -> int:
+        """Return the tokens that protected sizes are clamped to, and are shares of, after a prompt of `n` tokens."""
+        raise NotImplementedError
+
+    def least(self, n: int) -> int:
+        """Return the fewest tokens that may be left of a prompt of `n`."""
+        return self.tokens(n)
+
+    def most(self, n: int) -> int:
+        """Return the most tokens that a head may hold after a prompt of `n`."""
+        return self.tokens(n)
+
+    def heads(self, n: int, H: int) -> list[int]:
+        """Return the most tokens that each of H heads may hold after a prompt of `n`."""
+        return [self.most(n)] * H
+
+    def bound(self, most: int) -> int:
+        """Return the most tokens that a head may hold while decoding, if it was `most` where the prompt ended."""
+        return most
+
+    def check(self, policy: Any, heads: int) -> None:
+        """Raise KVPatchError unless the policy and a layer of so many KV heads can work with this budget."""
+
+    def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens [B,H,1] that each head keeps, and `EvictionContext.lost_BH1` after that: if it weighs or moves.
+
+        keys_BHT: eviction keys by score alone, those of empty slots FIRST.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Size(Rule):
+    """The same number of tokens in every head: tokens (int) or a share of the row's prompt (float).
+
+    Attributes:
+        k: the float 1.0 never evicts, however long the text.
+    """
+
+    k: int | float
+    constant: ClassVar[bool] = True
+
+    @property
+    def evicts(self) -> bool:
+        return not (isinstance(self.k, float) and self.k == 1.0)
+
+    def tokens(self, n: int) -> int:
+        return max(1, share(self.k, n))
+
+
+@dataclass(frozen=True)
+class HeadSizes(Rule):
+    """A number of tokens for each KV head of a layer: a row of a table `k[layer][head]`.
+
+    Protected sizes are those of the smallest budget.
+
+    Attributes:
+        sizes: of each head, tokens (int) or a share of the row's prompt (float).
+    """
+
+    sizes: tuple[int | float, ...]
+    aligned: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return str(list(self.sizes))
+
+    @cached_property
+    def _each(self) -> tuple[Size, ...]:
+        return tuple(map(Size, self.sizes))
+
+    @property
+    def evicts(self) -> bool:
+        return any(size.evicts for size in self._each)
+
+    def tokens(self, n: int) -> int:
+        return min(size.tokens(n) for size in self._each)
+
+    def most(self, n: int) -> int:
+        return max(self.heads(n, len(self.sizes)))
+
+    def heads(self, n: int, H: int) -> list[int]:
+        return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._each]
+
+    def check(self, policy: Any, heads: int) -> None:
+        if len(self.sizes) != heads:
+            raise KVPatchError(
+                f"k={self}: a list of length {len(self.sizes)} for a layer that has {heads} KV heads: give k[layer][head], one "
+                "number for each, or one number for the whole layer."
+            )
+        if policy.over_heads is not None:
+            raise KVPatchError(
+                f"k is a table, but policy {policy.name!r} divides a budget over the heads itself: give one k, or use a policy "
+                "without adaptive() and global_topk()."
+            )
+
+
+@dataclass(frozen=True)
 class Budget:
     """The budget `k` that the user asked for, per layer; `parse` builds it, `tokens` resolves it for one batch row.
 
     Attributes:
-        per_layer: of each layer, tokens (int) or a share of the row's prompt (float).
+        per_layer: of each layer, tokens (int), a share of the row's prompt (float), one of these for each head (tuple), or a
+            Rule.
     """
 
-    per_layer: tuple[int | float, ...]
+    per_layer: tuple[int | float | tuple[int | float, ...] | Rule, ...]
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rule of each layer."""
+        return tuple(
+            one if isinstance(one, Rule) else HeadSizes(one) if isinstance(one, tuple) else Size(one) for one in self.per_layer
+        )
 
     @classmethod
     def parse(
@@ -133,7 +264,7 @@ class Budget:
         """Check `k` and convert sizes in bytes to tokens.
 
         Args:
-            k: what `parse_k` takes, or a sequence of these, one per layer.
+            k: what `parse_k` takes, or a Rule such as `Mass`, or a sequence of these, one per layer; or a table k[layer][head].
             n_layers: decoder layers of the model.
             bytes_per_token: bytes of the keys and values of one token in one layer, all KV heads together.
             bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
@@ -151,19 +282,46 @@ class Budget:
         if is_list(k):
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
-            return cls(tuple(_tokens(parse_k(entry, f"k[{i}]"), bytes_per_token, 0, beside) for i, entry in enumerate(k)))
+            return cls(tuple(_of_layer(as_python(entry), f"k[{i}]", bytes_per_token, beside) for i, entry in enumerate(k)))
+        if isinstance(k, Rule):
+            return cls((k,) * n_layers)
         one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
         return cls((_tokens(one, bytes_per_token * free, reserved, beside),) * n_layers)
 
     def evicts(self, layer: int) -> bool:
-        """Return False if the layer's budget is the float 1.0, which never evicts, however long the text."""
-        return not (isinstance(self.per_layer[layer], float) and self.per_layer[layer] == 1.0)
+        """Return False if nothing is ever evicted from the layer, however long the text, as under the float 1.0."""
+        return self.rules[layer].evicts
 
     def tokens(self, layer: int, n: int) -> int:
-        """Return the tokens, at least 1, that a KV head of `layer` may keep for a batch row with a prompt of `n` tokens."""
-        return max(1, share(self.per_layer[layer], n))
+        """Return the tokens, at least 1, that a KV head of `layer` may keep for a batch row with a prompt of `n` tokens.
+
+        See `Rule.tokens` where heads keep different numbers.
+        """
+        return self.rules[layer].tokens(n)
+
+    def described(self) -> list[Any]:
+        """Return the budget of each layer as plain values."""
+        return [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
+
+
+def _of_layer(k: object, where: str, bytes_per_token: int, beside: int) -> int | float | tuple[int | float, ...] | Rule:
+    """Return the budget of one layer of a list."""
+    if isinstance(k, Rule):
+        return k
+    if not is_list(k):
+        return _tokens(parse_k(k, where), bytes_per_token, 0, beside)
+    sizes = [parse_k(one, f"{where}[{head}]") for head, one in enumerate(k)]
+    for head, one in enumerate(sizes):
+        if isinstance(one, str):
+            raise KVPatchError(
+                f"{where}[{head}]={one!r} is a size in bytes, which a head has no budget in: give tokens such as 1024 or a "
+                "share such as 0.5."
+            )
+    if not sizes:
+        raise KVPatchError(f"{where} is empty: give k[layer][head], a number for each KV head, or one number for the layer.")
+    return tuple(one for one in sizes if not isinstance(one, str))
 
 
 def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, beside: int) -> int | float:

@@ -74,6 +74,8 @@ class EvictionContext:
         aligned: whether heads with equal scores hold the same tokens in the same slots.
         parallel: the share of this process in the layer's heads.
         keep_BH1: int64, tokens that each head may hold; None where the selection needs no count.
+        lost_BH1: scores of the tokens that each head has evicted, as they were then, added up; None where nothing asks for it.
+        value: values of the score [B,H,T], once the eviction keys were asked for.
         norms: norms(known, out) returns the norms of the projected values [B,H,T]. Entries where the mask `known` or `out`
             is True are not needed and may hold anything.
         plain_keys: plain_keys() returns those keys without their rotation, in the scores' dtype. Only for a score with
@@ -99,6 +101,8 @@ class EvictionContext:
     aligned: bool = True
     parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
+    lost_BH1: Tensor | None = None
+    value: Tensor | None = None
     norms: Callable[[Tensor, Tensor | None], Tensor] = field(default=not_weighed, repr=False)
     held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
     plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)
@@ -164,7 +168,7 @@ class Limits:
         prompt: position below which tokens are kept outside the budget and not ranked (schedule "decode").
         deviation: tokens protected by standard deviation, r in RoCo.
         observed: query rows in the observation window.
-        nominal: protected tokens in all.
+        nominal: protected tokens in all; the fewest tokens of a head where the budget follows from scores.
         any_first, any_newest, any_prompt: whether the size is above zero in some row.
         deviation_count: the value of `deviation` if all rows share it, else None.
     """

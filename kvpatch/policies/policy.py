@@ -187,6 +187,7 @@ class Policy:
         score, scope = self.score, self.scope
         value = own_code.value(score, self.name, context) if own_code.is_own(score) else score.value(context)
         protected = own_code.mask(scope, self.name, context) if own_code.is_own(scope) else scope.mask(context)
+        context.value = value
         if context.watch is not None:
             context.watch(value)
         dead = None

@@ -59,8 +59,8 @@ class Score:
         protects_window: whether the tokens of the observation window are kept.
         entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
         signed: whether values may be negative; False saves an operation per step.
-        is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply
-            them.
+        is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply them
+            and Mass add them up.
         evicts: whether tokens are evicted at all.
         reads_held: whether `value` calls context.held() or .plain_keys(), so that each layer evicts by itself while decoding.
         notes: whether `note` keeps account of what each decode step attends to.
@@ -148,6 +148,10 @@ class Score:
         """Tell whether all layers share one running sum."""
         return False
 
+    def unit(self, group: int) -> int:
+        """Return what `value` has to be divided by: G where sums over a group are not means, which ranks tokens alike."""
+        return 1
+
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
         """Return the temperature tau at a decode step; a tensor if `step` is one.
 
@@ -197,7 +201,6 @@ class Random(Score):
     """
 
     signed: ClassVar[bool] = False
-    is_weight: ClassVar[bool] = True
 
     def value(self, context: EvictionContext) -> Tensor:
         H = context.positions_BHT.shape[1]
@@ -282,6 +285,9 @@ class Accumulated(Summed):
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def unit(self, group: int) -> int:
+        return group
 
     @kernel_value("sum")
     def value(self, context: EvictionContext) -> Tensor:
@@ -554,6 +560,9 @@ class GumbelSoftmax(Summed):
         layer = rearrange(new.layer, "b -> b 1 1 1") if isinstance(new.layer, Tensor) else new.layer
         u = noise.uniform(new.seed, layer, head, -1, rearrange(new.positions_BQ, "b q -> b 1 q 1"))
         return {"noise": self._distributed(u).exp()}  # every step uses the exponential
+
+    def unit(self, group: int) -> int:
+        return group
 
     @kernel_value("gumbel")
     def value(self, context: EvictionContext) -> Tensor:

@@ -220,6 +220,11 @@ def _refuse(model: Any, settings: CacheSettings) -> None:
         raise KVPatchError(
             "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or use generate()."
         )
+    if not all(rule.constant for rule in settings.rules):
+        raise KVPatchError(
+            f"k={settings.budget.described()[0]}: continuous batching claims a request's blocks when it is admitted, so all "
+            "heads of a layer need one size: give k as tokens, a share of the prompt or bytes, or use generate()."
+        )
     if settings.policy.every > 1:
         raise KVPatchError(
             f"every={settings.policy.every}: in continuous batching requests come and go between the steps that would evict. "

@@ -46,6 +46,8 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     known = (*policy.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
         (_weights if name in known else _finite)(f"{where}: {name}", tensor[real])
+    if layer.lost_BH1 is not None:
+        _weights(f"{where}: lost_BH1", layer.lost_BH1)
     if layer.mass_BH is not None:
         _weights(f"{where}: mass_BH", layer.mass_BH)
 

@@ -12,14 +12,14 @@ import torch
 
 from ..backends.entries import EXACT, Rounded, codecs
 from ..cache.cache import EvictingCache
-from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Reading
+from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
 from ..policies.context import SIZES, NewTokens, accumulator
 from .header import Entry, InvalidError, are_counts, is_count
 
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
 ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
 LAYER = ("used", "seen", "holes", "contiguous", "floor", "sliding")
-TENSORS = ("positions", "keep_BH1", "mass_BH")
+TENSORS = ("positions", "keep_BH1", "lost_BH1", "mass_BH")
 _COUNTS = ("used", "seen", "floor")
 _FLAGS = ("holes", "contiguous")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -106,6 +106,8 @@ class _Layer:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         if self.cuts:
             self._tensor(left, "keep_BH1", (torch.int64,), (self.B, self.H, 1))
+        if f"{self.index}.lost_BH1" in left and self.cuts and self.cache.settings.rules[self.index].weighs:
+            self._tensor(left, "lost_BH1", FLOATS[:2], (self.B, self.H, 1))
         if f"{self.index}.mass_BH" in left:
             self._tensor(left, "mass_BH", FLOATS, (self.B, self.H))
         self._limits(own["limits"])
@@ -116,7 +118,8 @@ class _Layer:
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
         if self.ended:
-            may = (Filling, Evicting) if self.cuts and self.policy.schedule != "prompt" else (Appending, Growing)
+            steps: tuple[type[Mode], ...] = (Moving,) if self.cache.settings.rules[self.index].moves else (Filling, Evicting)
+            may = steps if self.cuts and self.policy.schedule != "prompt" else (Appending, Growing)
         found = [one for one in may if one.name == name]
         _must(found, f"{self.where}: mode is {name!r:.40}, which is none of {[one.name for one in may]}")
         return found[0]

@@ -67,6 +67,18 @@ def draw(seed, kind, layer, head, t, i):
     return table(seed, kind, layer, head)[t + 1][i]
 
 
+def plain(k):
+    """A budget as the oracle takes it."""
+    match k:
+        case kvpatch.Share():
+            return {"share": k.part}
+        case kvpatch.Mass():
+            return {"mass": k.share, "floor": k.floor, "ceiling": k.ceiling}
+        case kvpatch.Threshold():
+            return {"threshold": k.x}
+    return list(map(plain, k)) if isinstance(k, list) else k
+
+
 def combined(policy, wrap):
     """The policy with what `wrap` names put around it."""
     for name in wrap:
@@ -116,8 +128,8 @@ def agrees(
     for row, pad in enumerate(pads):
         given_options = {key: value for key, value in options.items() if key != "generation_length"}
         want = reference.run(
-            copy.deepcopy(pristine), ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=k, generation_length=length,
-            draw=functools.partial(draw, seed), wrap=wrap, **given_options,
+            copy.deepcopy(pristine), ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=plain(k),
+            generation_length=length, draw=functools.partial(draw, seed), wrap=wrap, **given_options,
         )  # fmt: skip
         if want.margin < MARGIN[dtype]:
             return False

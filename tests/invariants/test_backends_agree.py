@@ -61,6 +61,18 @@ def test_every_architecture_on_the_kernels(name, policy, padded):
     alike(name, policy, padded)
 
 
+FOLLOWING = [(kvpatch.Share(0.5), {}), (kvpatch.Mass(0.9), {"recent": 3}), ([[5, 20]], {})]
+
+
+@pytest.mark.parametrize(("k", "options"), FOLLOWING, ids=[str(k) for k, _ in FOLLOWING])
+def test_heads_that_follow_the_text_on_the_kernels(k, options):
+    """Kernels attend and observe; which tokens go is torch's, but for a table."""
+    report = alike("llama_gqa", "h2o", padded=True, steps=3, k=k, **options)
+    name, why = next(report.backends[task] for task in ("decode", "ragged") if task in report.backends)
+    assert name == "triton"
+    assert ("heads evict as many tokens as their budget says" in why) == (not isinstance(k, list))
+
+
 SPECIAL = [("gpt_oss", "keyformer", True), ("gemma2", "snapkv", False), ("gemma2", "roco", True), ("gpt_oss", "h2o", False)]
 
 

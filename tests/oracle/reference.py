@@ -33,7 +33,19 @@ from tests.oracle.reference_content import (
 )
 from tests.oracle.reference_decoding import looked_at, pooled, recurrence, redundancy, uses
 from tests.oracle.reference_models import Decoder, decoder_of
-from tests.oracle.reference_selection import adaptive, budget, chunked, merged, pyramid, tokens, two_stage, worst
+from tests.oracle.reference_selection import (
+    EPSILON,
+    adaptive,
+    budget,
+    chunked,
+    mass,
+    merged,
+    pyramid,
+    threshold,
+    tokens,
+    two_stage,
+    worst,
+)  # fmt: skip
 
 Draw = Callable[[str, int, int, int, int], float]  # (kind, layer, head, t, i) -> the number drawn
 
@@ -144,7 +156,7 @@ AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor"
 LATER = ("last_use", "recurrence")  # of generated tokens alone
 RECENT = ("redundancy", "sampled")  # by the last queries, of the prompt or generated
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("recency", "lattice", "key_norm", "projection", "key_diff", "lag", "compactor", *LATER, *RECENT)
+NO_WEIGHTS = ("random", "recency", "lattice", "key_norm", "projection", "key_diff", "lag", "compactor", *LATER, *RECENT)
 
 
 @dataclass
@@ -361,6 +373,9 @@ class Oracle:
         self.repeated: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # of second readings
         self.local: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # attention inside chunks
         self.zeta: dict[tuple[int, int, int], float] = {}
+        self.tables: list[list[int | None] | None] = [None] * L  # budgets of each head, if k is a table
+        self.moving: list[dict[str, Any]] = [{}] * L  # budgets that follow the text
+        self.lost = [[0.0] * K for _ in range(L)]  # the scores of evicted tokens, under a budget by mass
         self.shares: list[list[int]] = [[0] * K for _ in range(L)]  # adaptive: what each head may hold while decoding
         self.seen = 0  # tokens of the text so far
         self.passes: list[range] = []  # the rows of each prompt, or block of one
@@ -399,18 +414,35 @@ class Oracle:
         """The budget of each layer in this turn, in tokens; a layer that bounds itself has none."""
         L, o, bounded = self.decoder.layers, self.options, self.bounded
         of = self.n - self.start if self.turns == "each" else self.n
+        if isinstance(self.k, dict):
+            return [None if bounded[l] else self.layer_budget(l, self.k, of) for l in range(L)]
         if isinstance(self.k, Sequence):
             if "pyramid" in o["wrap"]:
                 raise ValueError("pyramid divides one budget over the layers: k cannot be a list")
             if len(self.k) != L:
                 raise ValueError(f"k has {len(self.k)} entries for {L} layers")
-            return [None if bounded[l] else budget(value, of) for l, value in enumerate(self.k)]
+            self.tables = [[budget(one, of) for one in own] if isinstance(own, Sequence) else None for own in self.k]
+            return [None if bounded[l] else self.layer_budget(l, value, of) for l, value in enumerate(self.k)]
+        self.tables = [None] * L
         b = budget(self.k, of)
         if b is None or "pyramid" not in o["wrap"]:
             return [None if bounded[l] else b for l in range(L)]
         limit = None if o["schedule"] == "decode" else of
         parts = iter(pyramid(b, L - sum(bounded), o["beta"], self.observes(), limit))
         return [None if bounded[l] else next(parts) for l in range(L)]
+
+    def layer_budget(self, l: int, k: Any, of: int) -> int | None:
+        """The budget of a layer, which protected sizes are of: of a row of a table the smallest one; of a budget by scores
+        the ceiling, or more tokens than there are."""
+        self.moving[l] = k if isinstance(k, dict) else {}
+        if isinstance(k, dict):
+            if "share" in k:
+                return budget(k["share"], of)
+            return 2**30 if k.get("ceiling") is None else max(1, tokens(k["ceiling"], of))
+        table = self.tables[l]
+        if table is None:
+            return budget(k, of)
+        return None if all(one is None for one in table) else min(of if one is None else one for one in table)
 
     # Forward
 
@@ -837,6 +869,10 @@ class Oracle:
         due = o["schedule"] == "both" or (o["schedule"] == ("decode" if self.step else "prompt"))
         if b is None or not due or self.over():
             return
+        if "mass" in self.moving[l] or "threshold" in self.moving[l]:
+            for g in range(K):
+                self.evict_by_score(l, g, b)
+            return
         shares = self.head_budgets(l, b)
         scored = self.scores_of_heads(l, b, [self.evictable(l, g, b) for g in range(K)]) if self.heads_together() else None
         for g, share in enumerate(shares):
@@ -845,6 +881,29 @@ class Oracle:
             held = [len(head) for head in self.keys[l]]
             extra = max(0, K * b - sum(held))  # more than 0 only while the cache is not full yet
             self.shares[l] = [held[g] + extra // K + (1 if g < extra % K else 0) for g in range(K)]
+
+    def evict_by_score(self, l: int, g: int, b: int) -> None:
+        """Evict from KV head g what a budget by scores lets go. A window's own tokens, which have no score, count as 0."""
+        rule, o = self.moving[l], self.options
+        held, outside, free = sorted(self.keys[l][g]), self.outside(l, g), self.evictable(l, g, b)
+        window = set(held[len(held) - self.sizes(b)[3] :]) if self.observes() else set()
+        scored = self.scores(l, g, b, [i for i in held if i not in window])
+        s = {i: scored.get(i, 0.0) for i in held if i not in outside}
+        dead = partial(self.dead, l)
+        if "threshold" in rule:
+            victims, margin = threshold(s, free, rule["threshold"], dead)
+            if len(victims) == len(held):
+                best = max((i for i in held if not dead(i)), key=lambda i: (s[i], i))
+                victims = victims - {best}
+        else:
+            adds_up = o["score"] in ("accumulated", "quantized", "mean", "gumbel")
+            of = self.n - self.start if self.turns == "each" else self.n
+            lost, least = self.lost[l][g] if adds_up else 0.0, max(1, tokens(rule["floor"], of))
+            most = math.inf if rule["ceiling"] is None else b
+            victims, margin, self.lost[l][g] = mass(s, free, rule["mass"], lost, min(least, b), most, dead)
+        self.margin = min(self.margin, margin)
+        for i in victims:
+            del self.keys[l][g][i], self.values[l][g][i]
 
     def waits(self, l: int) -> bool:
         """With one budget for all layers none evicts before all have read the prompt."""
@@ -883,7 +942,11 @@ class Oracle:
 
     def head_budgets(self, l: int, b: int) -> list[int]:
         """How many tokens each KV head of the layer may keep now, not counting those outside the budget."""
-        K = self.decoder.kv_heads
+        K, table = self.decoder.kv_heads, self.tables[l]
+        if "share" in self.moving[l] and self.step > 0:
+            return [max(1, math.floor(self.moving[l]["share"] * self.seen + EPSILON))] * K
+        if table is not None:  # a head that keeps everything has no budget
+            return [len(self.keys[l][g]) if one is None else one for g, one in enumerate(table)]
         if "global_topk" in self.options["wrap"] and self.step > 0:
             return self.shares[l]
         if "adaptive" not in self.options["wrap"]:

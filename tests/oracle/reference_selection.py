@@ -72,6 +72,40 @@ def worst(s: dict[Any, float], count: int, dead: Callable[[Any], bool] = lambda 
     return set(order[:count]), min(gaps, default=math.inf)
 
 
+def mass(
+    s: dict[int, float], free: Sequence[int], share: float, lost: float, least: int, most: float, dead: Dead = lambda i: False
+) -> tuple[set[int], float, float]:
+    """A budget by mass: the tokens to evict of those that are free, the margin, and what has been lost after that.
+
+    s has every token that counts, protected ones too; lost is what earlier evictions took. The protected tokens stay, and so do
+    the highest scores until `share` of everything is reached, at least `least` and at most `most` tokens. Dead tokens count
+    as nothing, and go.
+    """
+    live = [i for i in s if not dead(i)]
+    whole = sum(s[i] for i in live) + lost
+    order = sorted((i for i in live if i in free), key=lambda i: (s[i], i), reverse=True)
+    stays = [i for i in live if i not in free]
+    reached, number, margin = sum(s[i] for i in stays), 0, math.inf
+    while reached < share * whole and number < len(order):
+        margin = (share * whole - reached) / whole
+        reached, number = reached + s[order[number]], number + 1
+    margin = min(margin, abs(reached - share * whole) / whole) if number else margin
+    bounded = min(max(number, least - len(stays), 1 - len(stays)), max(most - len(stays), 0), len(order))
+    margin = margin if bounded == number else math.inf
+    bounded = int(bounded)
+    if 0 < bounded < len(order):
+        margin = min(margin, s[order[bounded - 1]] - s[order[bounded]] or math.inf)
+    gone = order[bounded:]
+    return {*gone, *(i for i in free if dead(i))}, margin, lost + sum(s[i] for i in gone)
+
+
+def threshold(s: dict[int, float], free: Sequence[int], x: float, dead: Dead = lambda i: False) -> tuple[set[int], float]:
+    """The free tokens that score below x, and the margin; the last one stays. s has the free ones."""
+    gone = {i for i in free if dead(i) or s[i] < x}
+    margin = min((abs(s[i] - x) for i in free), default=math.inf)
+    return gone, margin
+
+
 def adaptive(
     protected: Sequence[int], s: Sequence[dict[int, float]], guaranteed: Sequence[int], total: int, dead: Dead = lambda i: False
 ) -> tuple[list[int], float]:

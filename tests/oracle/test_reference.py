@@ -542,7 +542,7 @@ def test_divided_budgets_are_exact() -> None:
         ("adakv", ()),
         ("critical_adakv", ()),
         ("roco", ("adaptive",)),
-        ("random", ("adaptive", "critical")),
+        ("random", ("adaptive",)),
         ("tova", ("adaptive", "critical")),
         ("h2o", ("pyramid",)),
         ("keyformer", ("pyramid", "adaptive")),

@@ -25,7 +25,7 @@ def test_declarations():
         )
         for name, one in ((n, p.score) for n, p in POLICIES.items()) if one is not None
     }  # fmt: skip
-    assert said["random"] == ("none", (), False, False, True, None, False, 0)
+    assert said["random"] == ("none", (), False, False, False, None, False, 0)
     assert said["window"] == said["streaming_llm"] == ("none", (), False, False, False, "recency", False, 0)
     assert said["dilated_window"] == ("none", (), False, True, False, None, False, 0)
     assert said["key_attention"] == said["h2o"] == ("all", ("sum",), False, False, True, "sum", False, 0)

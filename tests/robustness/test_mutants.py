@@ -20,6 +20,7 @@ PARTS = "tests/oracle/test_oracle_parts.py"
 REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
+BUDGETS = "tests/oracle/test_oracle_budgets.py::test_kept_tokens_and_logits"
 RHYTHM = "tests/attention/test_rhythm.py"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
@@ -177,8 +178,36 @@ MUTANTS = {
         "tests/arch/test_families.py::test_every_policy[gpt_oss-key_attention]"),
     "sliding layers count in the pyramid": (
         "cache/settings.py",
-        "len(self.budgeted), least, most)[self.budgeted.index(layer)]", "self.n_layers, least, most)[layer]",
+        "self.budgeted.index(layer), policy.schedule", "layer, policy.schedule",
         "tests/arch/test_families.py::test_budgets_count_the_layers_that_see_all"),
+    "a head that may hold more is not compressed either": (
+        "attention/compress.py", "return any(map(operator.gt, held, most))", "return all(map(operator.gt, held, most))",
+        f"{BUDGETS}[h2o-table-one]"),
+    "heads of a table taken for aligned": (
+        "attention/layer_call.py", "self.policy.aligned and self.rule.aligned", "self.policy.aligned",
+        f"{BUDGETS}[tova-table]"),
+    "a share of what was seen stays the prompt's": (
+        "policies/moving.py", "seen = (context.newest_B11 + 1)", "seen = (context.newest_B11 * 0 + 30)",
+        f"{BUDGETS}[h2o-share]"),
+    "a mass forgets what was lost": (
+        "policies/moving.py", "lost + (held - reached", "0 * lost + (held - reached", f"{BUDGETS}[h2o-mass]"),
+    "a mass one token too many": (
+        "policies/moving.py", "* self.share).sum(-1, keepdim=True) + 1", "* self.share).sum(-1, keepdim=True) + 2",
+        f"{BUDGETS}[h2o-mass]"),
+    "the floor of a mass ignored": (
+        "policies/moving.py", "count = torch.maximum(enough, least)", "count = enough", f"{BUDGETS}[h2o-mass-floor]"),
+    "tokens of the window add to the mass": (
+        "policies/moving.py", "if score.protects_window:", "if False:", f"{BUDGETS}[snapkv-mass]"),
+    "a text that ended is measured again": (
+        "attention/compress.py", "mine if rows else held for", "mine for", f"{BUDGETS}[snapkv-mass-block]"),
+    "a threshold of summed query heads": (
+        "policies/moving.py", "self.x * score.unit(context.group)", "self.x", f"{BUDGETS}[key_attention-threshold]"),
+    "packing leaves the scores behind": (
+        "cache/layer.py", "fitted(gathered(tensor, order), C, 0)", "fitted(tensor, max(C, tensor.shape[2]), 0)[:, :, :C]",
+        "tests/cache/test_moving.py::test_a_head_never_loses_more_than_it_may"),
+    "losses are not rolled back": (
+        "cache/rollback.py", "layer.mode, layer.lost_BH1 = undo.mode, undo.lost", "layer.mode = undo.mode",
+        "tests/cache/test_moving.py::test_rolled_back[mass]"),
     "ties to the lower position": (
         "policies/selection.py", "return (bits.long() << 30) | positions",
         "return (bits.long() << 30) | (MAX_POSITION - positions)",

@@ -135,7 +135,7 @@ def test_what_cannot_be_saved(tmp_path):
 def test_a_head_that_got_nothing_of_a_shared_budget_is_saved(tmp_path):
     """The loader wanted a token in every head."""
     model, policies = make("llama_gqa"), kvpatch.policies
-    policy = policies.critical(policies.adaptive(policies.pyramid("random")))
+    policy = policies.adaptive(policies.pyramid("random"))
     empty = 0
     for seed in range(4):
         with torch.no_grad(), kvpatch.patched(model, policy, 0.3, block=1, schedule="both", seed=seed) as patch:

@@ -42,7 +42,7 @@ from ...attention.attend import attend
 from ...cache.cache import EvictingCache
 from ...cache.settings import CacheSettings
 from ...errors import KVPatchError
-from ...policies.budgets import Budget
+from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .pages import BudgetSpec, Held
 from .requests import Requests, Scheduled
@@ -286,8 +286,9 @@ class Worker:
         grows = self.terms.policy.schedule == "prompt"
         if self.terms.policy.over_layers is None:
             return [
-                Held(budget, grows) if bound is None else Held(bound, False)
-                for budget, bound in zip(settings.budget.per_layer, settings.bounds, strict=True)
+                Held(rule.k, grows and bound is None)
+                for rule, bound in zip(settings.rules, settings.bounds, strict=True)
+                if isinstance(rule, Size)  # which all are: see terms.py
             ]
         return [
             Held(max(settings.tokens(layer, n) for n in (1, longest)) + 1, grows and settings.bounds[layer] is None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import KVPatchError, suggest
 from ...policies import Policy, get_policy
-from ...policies.budgets import is_list, parse_k
+from ...policies.budgets import Rule, is_list, parse_k
 
 VARIABLE = "KVPATCH_VLLM"
 NAMES = ("policy", "k", "schedule", "seed", "positions")
@@ -100,6 +100,8 @@ def terms_of(given: object) -> Terms:
 def _k(k: Any) -> int | float | str:
     if is_list(k):
         raise KVPatchError(f"k={k!r}: in vLLM all layers have one budget: give tokens, such as 1024, a share or a size.")
+    if isinstance(k, Rule):
+        raise KVPatchError(f"k={k} is not served in vLLM, which claims its pages at once: give tokens, a share or a size.")
     one = parse_k(k)
     if one == 1.0 and isinstance(one, float):
         raise KVPatchError("k=1.0 keeps everything, as vLLM does without kvpatch: leave its settings out.")

@@ -1,0 +1,263 @@
+"""Budgets under which a head's number of tokens follows the text: by its length (Share), or by the scores (Mass, Threshold).
+
+Between decode steps a head holds what its budget says of the tokens seen so far; so heads of one layer, and rows of a batch,
+evict at different steps and any number of tokens at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .budgets import Rule, check_k, share
+from .context import EvictionContext
+from .selection import FIRST, LAST, MAX_POSITION
+
+
+@dataclass(frozen=True)
+class Share(Rule):
+    """A share of all tokens seen, generated ones included: the budget grows with the text.
+
+    After a prompt of n tokens and t generated ones a head may hold floor(part * (n + t)) tokens, at least 1. At a decode step a
+    head whose budget has not grown evicts one token. Protected sizes, and shares of the budget such as recent=0.5, are of the
+    budget where the prompt ends. Where decode steps evict nothing (schedule "prompt"), it is the share k=part.
+
+    Attributes:
+        part: share in (0, 1]; 1.0 never evicts.
+        of: "seen", all tokens seen; a share of the prompt is k=part.
+
+    Example:
+        with kvpatch.patched(model, "h2o", k=kvpatch.Share(0.5, of="seen")):
+            model.generate(**inputs, max_new_tokens=2000)
+    """
+
+    part: float
+    of: str = "seen"
+    moves: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.part, bool) or not isinstance(self.part, int | float) or not 0.0 < self.part <= 1.0:
+            raise KVPatchError(f"Share({self.part!r}): give a share in (0, 1], such as Share(0.5).")
+        if self.of != "seen":
+            raise KVPatchError(
+                f"Share({self.part}, of={self.of!r}): give of='seen', all tokens so far; k={self.part} is of the prompt."
+            )
+
+    def __str__(self) -> str:
+        return f"Share({self.part:g}, of={self.of!r})"
+
+    @property
+    def evicts(self) -> bool:
+        return self.part < 1.0
+
+    def tokens(self, n: int) -> int:
+        return max(1, share(float(self.part), n))
+
+    def bound(self, most: int) -> int:
+        return MAX_POSITION
+
+    def check(self, policy: Any, heads: int) -> None:
+        _check(self, policy)
+        if policy.schedule == "decode":
+            raise KVPatchError(
+                f"k={self} counts the prompt too, but schedule='decode' keeps the prompt whole: give schedule='both', or k as "
+                "tokens, which are then of the generated text."
+            )
+
+    def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
+        seen = (context.newest_B11 + 1).to(torch.float64)  # exact, as on the host
+        count = (seen * self.part + 1e-6).floor().long().clamp(min=1)
+        return torch.minimum(count, (keys_BHT > FIRST).sum(-1, keepdim=True)), None
+
+
+@dataclass(frozen=True)
+class Mass(Rule):
+    """The fewest tokens of each head whose scores sum to at least a share of all scores' sum, protected tokens included.
+
+    Where a prompt (or block) ends, let S be the sum of s[i] over the tokens that a head holds and over those it has evicted,
+    each with the score that it had when it went. The head keeps its protected tokens and then the highest scores, until those
+    kept sum to at least share * S. While decoding the same is done after each new token has entered and its row was added to
+    the scores: a head that can spare none grows, and one that can spare several evicts them at once. So a head has never lost
+    more than 1 - share of what there was.
+
+    Scores that are no sums over the text, such as those of an observation window, are measured anew by each prompt or block:
+    S is then of the held tokens alone, and tokens of the window, which have no such score, count as 0. Where the policy keeps
+    tokens outside the budget (a prompt under schedule "decode", earlier turns) the sums are over the others. Tokens that have
+    left a sliding window go first and count as 0.
+
+    Attributes:
+        share: share of the sum, in (0, 1]; 1.0 never evicts.
+        floor: fewest tokens that a head keeps: tokens (int) or a share of the prompt (float).
+        ceiling: most tokens that a head keeps, in the same units, or None. Shares of the budget, such as recent=0.5, are of it.
+
+    Example:
+        with kvpatch.patched(model, "snapkv", k=kvpatch.Mass(0.95, ceiling=0.5)) as patch:
+            model.generate(**inputs, max_new_tokens=256)
+        print(patch.report().held())
+    """
+
+    share: float
+    floor: int | float = 1
+    ceiling: int | float | None = None
+    aligned: ClassVar[bool] = False
+    moves: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0.0 < self.share <= 1.0:
+            raise KVPatchError(f"Mass({self.share!r}): give a share of the scores' sum in (0, 1], such as Mass(0.95).")
+        for name in ("floor", "ceiling"):
+            value = getattr(self, name)
+            if value is None and name == "ceiling":
+                continue
+            if not isinstance(value, int | float):
+                raise KVPatchError(f"Mass({name}={value!r}): give tokens such as 64 or a share of the prompt such as 0.1.")
+            check_k(value, f"Mass({name}={value!r})")
+        if self.ceiling is not None and type(self.floor) is type(self.ceiling) and self.floor > self.ceiling:
+            raise KVPatchError(f"Mass(floor={self.floor}, ceiling={self.ceiling}): exchange floor and ceiling.")
+
+    def __str__(self) -> str:
+        bounds = "" if self.floor == 1 and isinstance(self.floor, int) else f", floor={self.floor}"
+        return f"Mass({self.share:g}{bounds}{'' if self.ceiling is None else f', ceiling={self.ceiling}'})"
+
+    @property
+    def evicts(self) -> bool:
+        return self.share < 1.0
+
+    def tokens(self, n: int) -> int:
+        return MAX_POSITION if self.ceiling is None else max(1, share(self.ceiling, n))
+
+    def least(self, n: int) -> int:
+        return min(max(1, share(self.floor, n)), self.tokens(n))
+
+    def check(self, policy: Any, heads: int) -> None:
+        _check(self, policy)
+        _check_weights(self, policy)
+        if self.ceiling is None:
+            _check_sizes(self, policy, "add a ceiling, which it is then a share of: k=Mass(0.95, ceiling=0.5)")
+        if policy.schedule != "prompt" and not policy.score.statistics:
+            raise KVPatchError(
+                f"k={self} keeps a share of what scores sum to over the text, but those of policy {policy.name!r} are measured "
+                "anew at each step: use schedule='prompt', a policy such as 'h2o' or 'roco', or Threshold."
+            )
+
+    def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight = _weights(score, context, keys_BHT)
+        order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
+        reached = weight.gather(-1, order).cumsum(-1)
+        held, adds_up = reached[..., -1:], bool(score.statistics)
+        lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
+        enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
+        outside = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
+        least = context.limits.nominal + outside.sum(-1, keepdim=True)
+        count = torch.maximum(enough, least)
+        count = count if context.keep_BH1 is None else torch.minimum(count, context.keep_BH1)
+        count = _possible(count, keys_BHT)
+        return count, lost + (held - reached.gather(-1, count - 1)) if adds_up else None
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """The tokens of each head whose score is at least x; a lower one goes once it is older than the protected tokens.
+
+    Decided where a prompt (or block) ends, and while decoding after each new token has entered and its row was added to the
+    scores. A head keeps its protected tokens (`sinks=`, `recent=`, an observation window) in any case, and never less than one
+    token: the highest score.
+
+    Attributes:
+        x: in the units of the policy's score, at least 0: a sum of probabilities for h2o, a mean of them for roco.
+
+    Example:
+        with kvpatch.patched(model, "roco", k=kvpatch.Threshold(0.001), recent=64, protected=0):
+            model.generate(**inputs, max_new_tokens=256)
+    """
+
+    x: float
+    aligned: ClassVar[bool] = False
+    moves: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.x, bool) or not isinstance(self.x, int | float) or not 0.0 <= self.x < math.inf:
+            raise KVPatchError(f"Threshold({self.x!r}): give a score of at least 0, such as Threshold(0.01).")
+
+    def __str__(self) -> str:
+        return f"Threshold({self.x:g})"
+
+    def tokens(self, n: int) -> int:
+        return MAX_POSITION
+
+    def least(self, n: int) -> int:
+        return 1
+
+    def check(self, policy: Any, heads: int) -> None:
+        _check(self, policy)
+        _check_weights(self, policy)
+        _check_sizes(self, policy)
+
+    def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert context.value is not None
+        above = (keys_BHT == LAST) | ((context.value >= self.x * score.unit(context.group)) & (keys_BHT >= 0))
+        return _possible(above.sum(-1, keepdim=True), keys_BHT), None
+
+
+def _possible(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
+    """Return the counts, but no fewer than protected tokens, and no more than tokens that a later query can see, at least 1."""
+    protected, live = (keys_BHT == LAST).sum(-1, keepdim=True), (keys_BHT >= 0).sum(-1, keepdim=True)
+    return torch.minimum(torch.maximum(count_BH1, protected), live).clamp(min=1)
+
+
+def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
+    """Return the scores [B,H,T] that are added up; 0 for tokens that do not count (see Mass)."""
+    assert context.value is not None
+    counted = keys_BHT >= 0
+    if context.limits.any_prompt:
+        counted = counted & (context.positions_BHT >= context.limits.prompt)
+    if score.protects_window:
+        counted = counted & (context.positions_BHT <= context.newest_B11 - context.limits.observed)
+    return context.value.nan_to_num(0.0, posinf=torch.finfo(context.value.dtype).max).masked_fill(~counted, 0.0)
+
+
+# ---- policies that go with these budgets ----
+
+
+def _check(rule: Rule, policy: Any) -> None:
+    """Raise KVPatchError for a policy whose parts need one number of tokens."""
+    if not rule.weighs and policy.schedule == "prompt":
+        return
+    if policy.over_layers is not None or policy.over_heads is not None:
+        raise KVPatchError(
+            f"k={rule}: policy {policy.name!r} divides one number of tokens over layers or heads, which this budget does not "
+            "have: use a policy without pyramid(), adaptive() and global_topk(), or give k as a share or tokens."
+        )
+    if policy.selection is not None:
+        raise KVPatchError(
+            f"k={rule}: policy {policy.name!r} selects by more than its score, which needs a number of tokens: use it without "
+            "critical() and chunked(), or give k as a share or tokens."
+        )
+    if policy.every > 1:
+        raise KVPatchError(f"k={rule} evicts what it can at every step: leave every={policy.every} out.")
+
+
+def _check_weights(rule: Rule, policy: Any) -> None:
+    if policy.score.evicts and not policy.score.is_weight:
+        raise KVPatchError(
+            f"k={rule} takes scores for weights, but the score of policy {policy.name!r} is none: it may be negative or only "
+            "ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv, or give k as a share or tokens."
+        )
+
+
+def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
+    """Raise KVPatchError for protected sizes that are shares of the budget, where it is no number of tokens."""
+    names = ("recent", "protected")
+    shares = [(name, value) for name in names if isinstance(value := policy.options().get(name), float) and value > 0.0]
+    for name, value in shares:
+        raise KVPatchError(
+            f"{name}={value} is a share of the budget, which k={rule} does not give as a number of tokens: give "
+            f"tokens, such as {name}=32{f', or {also}' if also else ''}."
+        )

@@ -1,0 +1,221 @@
+"""Caches whose heads follow the text, or have budgets of their own: long texts, and all that is done to a cache."""
+
+import json
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch import Mass, Share, Threshold
+from kvpatch.cache.modes import Moving
+from tests.helpers.running import go_on, kept, uneven
+from tests.helpers.tiny import force, left_pad, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+N = 40
+BUDGETS = {
+    "share": ("h2o", Share(0.4), {}),
+    "mass": ("h2o", Mass(0.9), {"recent": 4}),
+    "bounded mass": ("roco", Mass(0.9, floor=6, ceiling=0.7), {}),
+    "threshold": ("tova", Threshold(0.02), {"recent": 4}),
+    "table": ("h2o", [[6, 25], [1.0, 14]], {}),
+}
+every_budget = pytest.mark.parametrize("name", BUDGETS)
+
+
+def patched(name, model):
+    policy, k, options = BUDGETS[name]
+    return kvpatch.patched(model, policy, k, **options)
+
+
+@every_budget
+def test_a_long_text(name):
+    """Buffers follow the heads: check_invariants() bounds what stands empty after each step."""
+    model, ids, fed = make("llama_gqa"), prompt(2, N), prompt(2, 90, seed=2)
+    with patched(name, model) as patch:
+        logits, cache = force(model, ids, fed, left_pad(ids, [N, 23]))
+        report = patch.report()
+    assert torch.isfinite(logits).all()
+    assert isinstance(cache.layers[0].mode, Moving) == (name != "table")
+    assert torch.equal(report.held(), torch.stack([cache.held(layer) for layer in range(2)]))
+    if name == "share":
+        assert cache.held(0).tolist() == [[52, 52], [45, 45]]  # of 130 and 113 tokens
+    else:
+        assert len(cache.held(0).unique()) > 1
+    assert json.loads(json.dumps(report.to_dict()))["held"] == [layer.tolist() for layer in report.held()]
+    assert str(BUDGETS[name][1]) in str(report) or name == "table"
+
+
+@every_budget
+def test_rows_are_as_alone(name):
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, N), prompt(2, 30, seed=2)
+    with patched(name, model):
+        both, cache = force(model, ids, fed, left_pad(ids, [N, 23]))
+        alone, other = force(model, ids[1:, N - 23 :], fed[1:])
+    torch.testing.assert_close(both[1:], alone)
+    assert [layer[1] for layer in kept(cache)] == [layer[0] for layer in kept(other)]
+
+
+@every_budget
+def test_saved_and_loaded(name, tmp_path):
+    model, ids, fed = make("llama_gqa"), prompt(2, N), prompt(2, 24, seed=2)
+    with patched(name, model) as patch:
+        cache = force(model, ids, fed[:, :9])[1]
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        loaded = patch.load_cache(tmp_path / "cache.safetensors")
+        loaded.check_invariants()
+        outs = [go_on(model, fed[:, 9:], past)[0] for past in (cache, loaded)]
+    assert torch.equal(*outs)
+    assert kept(cache) == kept(loaded)
+
+
+@every_budget
+def test_rows_are_chosen_and_joined(name):
+    """Beams, and texts that come and go."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, N), prompt(2, 30, seed=2)
+    with patched(name, model):
+        cache = force(model, ids, fed[:, :12])[1]
+        other = force(model, ids[1:, 9:], fed[1:, :5])[1]
+        turned, copied = cache.clone(), other.clone()
+        turned.reorder_cache(torch.tensor([1, 0]))
+        turned.check_invariants()
+        joined = kvpatch.EvictingCache.concatenate([cache.clone(), copied])
+        joined.check_invariants()
+        want, swapped = go_on(model, fed[:, 12:], cache)[0], go_on(model, fed[[1, 0], 12:], turned)[0]
+        third = go_on(model, fed[1:, 5:], other)[0]
+        next_tokens = torch.cat([fed[:, 12:29], fed[1:, 5:22]])
+        positions = torch.tensor([[N + 12], [N + 12], [N - 9 + 5]])
+        outs = []
+        for t in range(17):
+            step = model(next_tokens[:, t : t + 1], past_key_values=joined, position_ids=positions + t, use_cache=True)
+            outs.append(step.logits)
+            joined.check_invariants()
+        together = torch.cat(outs, 1)
+    torch.testing.assert_close(swapped, want[[1, 0]])
+    torch.testing.assert_close(together[:2], want[:, :17])
+    torch.testing.assert_close(together[2:], third[:, :17])
+
+
+@every_budget
+def test_rolled_back(name):
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, N), prompt(2, 40, seed=2)
+    with patched(name, model) as patch:
+        cache, plain = patch.new_cache(), patch.new_cache()
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)
+        go_on(model, fed[:, :8], cache)
+        go_on(model, prompt(2, 25, seed=9), cache)  # rejected
+        cache.crop(-25)
+        cache.check_invariants()
+        got = go_on(model, fed[:, 8:], cache)[0]
+        model(ids, past_key_values=plain)
+        want = go_on(model, fed, plain)[0][:, 8:]
+    torch.testing.assert_close(got, want)
+    assert kept(cache) == kept(plain)
+
+
+@every_budget
+def test_a_second_turn(name):
+    model, ids, fed = make("llama_gqa"), prompt(2, N), prompt(2, 6, seed=2)
+    with patched(name, model):
+        cache = force(model, ids, fed)[1]
+        logits, cache = force(model, prompt(2, 30, seed=4), fed, cache=cache)
+    assert torch.isfinite(logits).all()
+    if name == "share":
+        assert cache.held(1).tolist() == [[32, 32], [32, 32]]  # of 82
+
+
+def test_generate_with_beams():
+    model, ids = make("llama_gqa"), prompt(2, N)
+    for name in BUDGETS:
+        with patched(name, model):
+            out = model.generate(ids, max_new_tokens=12, num_beams=2, do_sample=False, pad_token_id=0)
+        assert out.shape[1] > N
+
+
+def test_ragged_heads_grow_and_give_back():
+    """Heads that differ much lie in segments of their own, whose slots are packed anew as they grow and shrink."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, 200), prompt(2, 60, seed=2)
+    mask = left_pad(ids, [200, 40])
+    for policy, k in (("key_attention", Mass(0.5)), ("roco", Threshold(0.003))):
+        options = {"recent": 2, "protected": 0} if policy == "roco" else {}
+        with kvpatch.patched(model, policy, k, **options):
+            before = uneven(force(model, ids, fed[:, :1], mask)[1])
+            held, slots = before.held(0), sum(before.layers[0].kv.capacities())
+            _, cache = force(model, ids, fed, mask)
+        assert not torch.equal(cache.held(0), held)
+        assert sum(uneven(cache).layers[0].kv.capacities()) != slots
+
+
+def test_a_head_never_loses_more_than_it_may():
+    """The rows of a text give a mass of one each; so what a head holds is known from its sums alone."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, N), prompt(1, 60, seed=2)
+    for share in (0.6, 0.9):
+        with kvpatch.patched(model, "key_attention", Mass(share)):
+            cache = force(model, ids, fed)[1]
+        for layer in cache.layers:
+            held = layer.state["sum"].masked_fill(layer.positions < 0, 0.0).sum(-1) / 2  # query heads of a group
+            torch.testing.assert_close(held + layer.lost_BH1[..., 0] / 2, torch.full_like(held, float(N + 60)))
+            assert (held >= share * (N + 60) - 1e-9).all()
+            least = layer.state["sum"].masked_fill(layer.positions < 0, 1e9).amin(-1) / 2
+            assert (held - least < share * (N + 60)).all()  # as few as that takes
+
+
+REFUSED = [
+    ("window", Mass(0.9), {}, "takes scores for weights, but the score of policy 'window' is none"),
+    ("key_norm", Threshold(0.1), {}, "takes scores for weights"),
+    ("random", Mass(0.9), {"schedule": "prompt"}, "takes scores for weights"),
+    ("h2o", Mass(0.9), {}, "recent=0.5 is a share of the budget.*give tokens, such as recent=32, or add a ceiling"),
+    ("roco", Threshold(0.1), {}, "protected=0.5 is a share of the budget.*give tokens, such as protected=32"),
+    ("tova", Mass(0.9), {}, "measured anew at each step: use schedule='prompt'"),
+    ("adakv", Mass(0.9), {}, "divides one number of tokens over layers or heads"),
+    ("pyramidkv", Threshold(0.1), {}, "divides one number of tokens over layers or heads"),
+    ("critical_snapkv", Mass(0.9), {}, "selects by more than its score"),
+    ("h2o", Share(0.5), {"every": 4}, "leave every=4 out"),
+    ("h2o", Share(0.5), {"schedule": "decode"}, "schedule='decode' keeps the prompt whole: give schedule='both'"),
+    ("h2o", [[4, 4, 4], [4, 4]], {}, r"k=\[4, 4, 4\]: a list of length 3 for a layer that has 2 KV heads"),
+    ("h2o", [[4, 4]], {}, "k has 1 entries, but the model has 2 layers"),
+    ("h2o", [[4, "2GiB"], [4, 4]], {}, r"k\[0\]\[1\]='2GiB' is a size in bytes"),
+    ("h2o", [[4, 0], [4, 4]], {}, r"k\[0\]\[1\]=0 tokens keeps nothing"),
+    ("h2o", [[], [4, 4]], {}, r"k\[0\] is empty: give k\[layer\]\[head\]"),
+    ("adakv", [[4, 4], [4, 4]], {}, "divides a budget over the heads itself"),
+    ("pyramidkv", [[4, 4], [4, 4]], {}, "k is a list, but policy 'pyramidkv' divides one budget over the layers"),
+    ("h2o", [[4, 4], [4, 4]], {"every": 5}, "every=5 evicts more tokens at once than the budget of 4 keeps"),
+]
+
+
+@pytest.mark.parametrize(("policy", "k", "options", "message"), REFUSED, ids=[f"{p}-{k}-{o}" for p, k, o, _ in REFUSED])
+def test_refused(policy, k, options, message):
+    model = make("llama_gqa")
+    with pytest.raises(kvpatch.KVPatchError, match=message):
+        kvpatch.patch(model, policy, k, **options)
+
+
+@pytest.mark.parametrize("make_it", [
+    lambda: Mass(0.0), lambda: Mass(1.5), lambda: Mass("0.9"), lambda: Mass(True), lambda: Mass(float("nan")),
+    lambda: Mass(0.9, floor=0), lambda: Mass(0.9, floor=None), lambda: Mass(0.9, ceiling="1GiB"),
+    lambda: Mass(0.9, floor=9, ceiling=8), lambda: Share(0), lambda: Share(1.01), lambda: Share(0.5, of="text"),
+    lambda: Threshold(-0.1), lambda: Threshold(float("inf")), lambda: Threshold("1"),
+])  # fmt: skip
+def test_numbers_out_of_range(make_it):
+    with pytest.raises(kvpatch.KVPatchError, match=r"^(Mass|Share|Threshold)\(.*(give|exchange|is not a share|keeps nothing)"):
+        make_it()
+
+
+@pytest.mark.parametrize("k", [Mass(1.0), Share(1.0), [[1.0, 1.0], [1.0, 1.0]]], ids=str)
+def test_all_of_it_never_evicts(k):
+    model, ids, fed = make("llama_gqa"), prompt(2, 20), prompt(2, 6, seed=2)
+    want = force(model, ids, fed)[0]
+    with kvpatch.patched(model, "key_attention", k):
+        logits, cache = force(model, ids, fed)
+    torch.testing.assert_close(logits, want)
+    assert cache.held(0).tolist() == [[26, 26]] * 2
+
+
+def test_tables_of_numpy_and_torch():
+    model, table = make("llama_gqa"), torch.tensor([[4, 9], [7, 5]])
+    for k in (table, table.numpy(), table.tolist(), [table[0], (7, 5)]):
+        with kvpatch.patched(model, "h2o", k) as patch:
+            cache = force(model, prompt(1, 30), prompt(1, 2))[1]
+            assert "layer by layer: [4 tokens, 9 tokens], [7 tokens, 5 tokens]" in str(patch.report())
+        assert [cache.held(layer).tolist() for layer in range(2)] == [[[4, 9]], [[7, 5]]]
