@@ -316,9 +316,8 @@ def _move(call: Call, index: Tensor | None, kept: Tensor | None, layout: Layout)
     slots, merging = call.slots, call.policy.merging
     values = None
     if merging is not None and index is not None:
-        k, v = call.held()
         with torch.set_grad_enabled(slots.graph is not None):
-            v = v if slots.graph is None else slots.graph[1]
+            k, v = call.held() if slots.graph is None else slots.graph
             values = merging.values(k, v, index, kept, call.live(newest(call)))
     slots.allocate(index, kept, layout)
     if values is not None:

@@ -349,15 +349,15 @@ class SlotLayer(CacheLayerMixin):
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
         """Replace the values of the tokens in use, where a prompt or a block of it ends."""
-        if self.graph is not None:
-            self.graph = (self.graph[0], values_BHKD)
-            self._round_graph()
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)
         if kept_BHK is not None:
             real = kept_BHK.flatten().nonzero().squeeze(1)
             rows, values = rows[real], values[real]
         self.kv.write_at(rows, self.kv.read_at(rows)[0], self.kv.codecs[1].encode(values))
+        if self.graph is not None:
+            self.graph = (self.graph[0], values_BHKD)
+            self._round_graph()
 
     def round(self) -> None:
         """Round the columns in use, where a prompt or a block of it ends."""

@@ -54,7 +54,7 @@ class Merge:
         kept = torch.ones_like(index_BHK, dtype=torch.bool) if kept_BHK is None else kept_BHK
         stays_BHT = torch.zeros_like(live_BHT, dtype=torch.int8).scatter_reduce_(2, index_BHK, kept.to(torch.int8), "amax")
         folded_BHT = live_BHT & (stays_BHT == 0)
-        unit = k_BHTD.detach().to(wide)
+        unit = k_BHTD.to(wide)
         unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(_EPS)
         own = unit.gather(2, index_BHK[..., None].expand(*index_BHK.shape, unit.shape[-1])).flip(2)  # the newest first
         values = v_BHTD.to(wide)
