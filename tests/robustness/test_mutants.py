@@ -143,10 +143,10 @@ MUTANTS = {
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if named:\n",
+        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if call.score.notes",
         "    if call.evicting:\n        _evict(call, newest_B11, t)\n"
         "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n"
-        "        return\n    if named:\n",
+        "        return\n    if call.score.notes",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
