@@ -101,15 +101,14 @@ REFUSED = {
     "mamba": RECURRENT, "mamba2": RECURRENT, "falcon_mamba": RECURRENT, "rwkv": RECURRENT, "xlstm": RECURRENT,
     "bert": ENCODER, "roberta": ENCODER, "electra": ENCODER, "roformer": ENCODER, "rembert": ENCODER,
     "bart": CROSSED, "marian": CROSSED, "trocr": CROSSED, "mllama": CROSSED, "blt": CROSSED,
-    "falcon_h1": "is a hybrid: some of its layers", "nemotron_h": "is a hybrid", "jamba": "is a hybrid",
-    "qwen3_next": "is a hybrid", "deepseek_v4": "is a hybrid", "recurrent_gemma": "is a hybrid",
-    "llama4": OTHER_LAYERS, "minimax": OTHER_LAYERS, "lfm3": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
+    "minimax": "keeps the state of its linear layers in a cache of its own, MiniMaxCache, and takes no other",
+    "llama4": OTHER_LAYERS, "deepseek_v4": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
     "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
     "gemma3n_text": r"15 of 35 layers use the keys and values of layers before them",
     "hrm_text": r"passes through its layers more than once per token",
     "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
 }  # fmt: skip
-FAST = ("mamba", "rwkv", "bert", "roformer", "bart", "mllama", "falcon_h1", "llama4", "diffllama", "doge")
+FAST = ("mamba", "rwkv", "bert", "roformer", "bart", "mllama", "minimax", "llama4", "diffllama", "doge")
 
 
 @pytest.mark.parametrize("kind", slow_but(FAST, REFUSED))
