@@ -82,7 +82,7 @@ SERVED = {
     "modernbert-decoder": {}, "moshi": {}, "nanochat": {}, "phimoe": {}, "solar_open": {}, "vaultgemma": {},
     "emu3": {}, "flint": {}, "gemma4": {}, "gemma4_text": {}, "glm4_moe_lite": {}, "granite_swa": {}, "granitemoe_swa": {},
     "hy_v3": {}, "kolibri1": {}, "minimax_m3_vl_text": {}, "axk1": {}, "jetmoe": {}, "mimo_v2_flash": {},
-    "bert": {"is_decoder": True},
+    "bert": {"is_decoder": True}, "falcon_h1": {}, "kimi_linear": {}, "nemotron_h": {}, "zamba": {}, "lfm3": {},
 }  # fmt: skip
 
 
@@ -90,13 +90,14 @@ SERVED = {
 def test_served_by_an_automatic_row(kind):
     target = Target.find(sketch(kind, **SERVED[kind]))
     assert all(isinstance(adapter, automatic.AutomaticAdapter) for _, adapter in target.attentions)
-    assert len(target.attentions) == target.decoder.config.num_hidden_layers
+    stack = target.stack
+    assert len(target.attentions) == (len(stack.attention) if stack else target.decoder.config.num_hidden_layers)
 
 
 RECURRENT = r"keeps a recurrent state, not keys and values: there is nothing to evict\."
 ENCODER = r"attends in both directions \(is_\w+=False of .*: an encoder reads its text at once"
 CROSSED = r"attends to what an encoder read, too \(.*is cross-attention\): kvpatch serves decoders that attend to their own"
-OTHER_LAYERS = r"has layers of type \w+, whose state is no cache of all keys and values"
+OTHER_LAYERS = r"has layers of type [\w, ]+, whose state is no cache of all keys and values"
 REFUSED = {
     "mamba": RECURRENT, "mamba2": RECURRENT, "falcon_mamba": RECURRENT, "rwkv": RECURRENT, "xlstm": RECURRENT,
     "bert": ENCODER, "roberta": ENCODER, "electra": ENCODER, "roformer": ENCODER, "rembert": ENCODER,
