@@ -230,6 +230,7 @@ class Patch:
         target = self._target
         cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
         cache.lifetimes = None  # the file has none
+        cache.states.place(target.state_devices())
         with torch.no_grad():  # geometry comes from the model; concatenate() compares it
             for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
                 layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)

@@ -51,6 +51,9 @@ class Report:
         peak_nbytes: most bytes allocated for keys and values at any time, counted where buffers are made.
         passes: of the patch, by kind ("training", "no_cache", "prompt", "decode"): (all, those in which the budget acted).
         dropped: prompts from whose cache nothing went on.
+        layers: of each layer on the budget, its number in the decoder.
+        states: numbers of a hybrid's layers that keep a state of fixed size, which no budget applies to.
+        state_nbytes: bytes of these states.
         seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
     Example:
@@ -79,6 +82,9 @@ class Report:
     dropped: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     bits: int = 16
+    layers: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
+    state_nbytes: int = 0
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -114,6 +120,7 @@ class Report:
             acted=snapshot.acted,
             peak_nbytes=snapshot.peak_nbytes,
             seconds=snapshot.seconds,
+            state_nbytes=snapshot.state_nbytes,
         )
 
     @property
@@ -168,6 +175,9 @@ class Report:
             "peak_nbytes": self.peak_nbytes,
             "held": [layer.tolist() for layer in self._held()],
             "bounds": list(self.bounds),
+            "layers": list(self.layers),
+            "states": list(self.states),
+            "state_nbytes": self.state_nbytes,
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
             "acted": self.acted,
             "passes": {kind: {"total": total, "acted": acted} for kind, (total, acted) in self.passes.items()},
@@ -232,6 +242,10 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
+        if self.states:
+            rows.append(("layers on the budget", ", ".join(map(str, self.layers))))
+            kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.size(self.state_nbytes)}"
+            rows.append(("other layers", kept))
         return rows
 
     def strip(self, row: int = 0, width: int = 64) -> str:
@@ -287,4 +301,6 @@ class Report:
 def _settings(settings: CacheSettings) -> dict[str, Any]:
     """Return what a report says of the settings."""
     policy = settings.policy
-    return {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
+    states = () if settings.stack is None else tuple(number for number, _ in settings.stack.states)
+    own = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
+    return {**own, "layers": settings.numbers, "states": states}

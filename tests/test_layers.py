@@ -13,7 +13,7 @@ LAYERS = (
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",
-    "cache.from_dynamic", "serving.engine",
+    "cache.from_dynamic", "cache.recurrent", "serving.engine",
 )  # fmt: skip
 ROOT_MODULES = 8  # at most
 

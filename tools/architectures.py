@@ -39,6 +39,9 @@ _GIVEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hunyuan_v1_dense hunyuan_v1_moe ministral", {"head_dim": 64}),
     ("nemotron", {"num_key_value_heads": 8}),
     ("dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
+    ("bamba", {"attn_layer_indices": [1, 3]}),
+    ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 16}),
+    ("lfm2", {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}),
     ("glm46v glm4v glmga", {"text_config": {"rope_parameters": _SECTIONS}}),
     ("glm4v_moe", {"text_config": {"rope_parameters": _SECTIONS, "head_dim": 128}}),
 )
@@ -47,7 +50,7 @@ GIVEN = {kind: config for kinds, config in _GIVEN for kind in kinds.split()}
 
 ROW, AUTOMATIC, UNBUILT = "row", "automatic", "unbuilt"
 CAUSES = {
-    "linear attention, state-space or convolutional layers beside attention": r"is a hybrid|type (conv|linear_attention)",
+    "linear layers whose states are in a cache of the model's own": r"in a cache of its own",
     "a recurrent state and no keys and values": r"keeps a recurrent state",
     "attention to an encoder": r"attends to what an encoder read|encoder-decoder",
     "attention in both directions": r"in both directions|bidirectional|diffusion",

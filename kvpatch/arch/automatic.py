@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import KVPatchError
 from .adapter import qualified_name
-from .interface import InterfaceAdapter, attends_both_ways, routes_through_interface
+from .interface import STATES, InterfaceAdapter, attends_both_ways, knows_number, routes_through_interface
 from .refusals import holder_of, innermost_attentions, row_of, unknown
 from .twin import PARAMETERS, make_twin, shrunk
 
@@ -179,5 +179,12 @@ def _causal_attentions(model: Any) -> list[nn.Module]:
         if routes_through_interface(module)
         and not attends_both_ways(module)
         and isinstance(getattr(module, "config", None), text)
+        and not _of_states(module)
     ]
+
+
+def _of_states(module: Any) -> bool:
+    """Tell if a module is the linear attention of a hybrid, which has a state and no keys."""
+    types = getattr(module.config, "layer_types", None)
+    return types is not None and knows_number(module) and types[module.layer_idx] in STATES
 

@@ -19,6 +19,14 @@ from ..errors import KVPatchError
 from .adapter import Adapter, Core, Forward, qualified_name, source_module
 
 NAME = "kvpatch"
+ATTENTION = frozenset(("full_attention", "sliding_attention"))
+"""Kinds of layers whose cache is one set of keys and values of all tokens, or of those in a window."""
+STATES = frozenset(("linear_attention", "conv"))
+"""Kinds of layers with a state of fixed size, which transformers' own cache layers hold."""
+SLIDING = frozenset(("sliding_attention", "hybrid_sliding"))
+"""Kinds of layers that hold the keys and values in a window."""
+OTHERS = STATES | {"hybrid", "hybrid_sliding", "moe", "mlp"}
+"""Kinds of layers beside or around attention that nothing has to be done for."""
 
 
 class InterfaceAdapter(Adapter):
@@ -93,7 +101,9 @@ class InterfaceAdapter(Adapter):
     def sliding(self, attn: nn.Module) -> int | None:
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
-        slides = self._slides if types is None else types[attn.layer_idx] == "sliding_attention"  # type: ignore[index]
+        slides = self._slides
+        if types is not None:
+            slides = knows_number(attn) and types[attn.layer_idx] in SLIDING  # type: ignore[index]
         return getattr(config, "sliding_window", None) if slides else None
 
     def softcap(self, attn: nn.Module) -> float | None:
@@ -127,7 +137,7 @@ class InterfaceAdapter(Adapter):
         for module in model.modules():
             if qualified_name(module) in self.classes and attends_both_ways(module):
                 raise encoder_refused(model, module)
-        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        others = set(getattr(config, "layer_types", None) or ()) - ATTENTION - OTHERS
         if others:
             raise KVPatchError(
                 f"This {type(model).__name__} has layers of type {', '.join(sorted(others))}, whose state is no cache of all "
@@ -179,6 +189,11 @@ def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
         "text at once and keeps no cache that could be put on a budget. Give a causal decoder, or set is_decoder=True if it "
         "was trained as one."
     )
+
+
+def knows_number(attn: Any) -> bool:
+    """Tell whether an attention module knows the number of its layer; in a block that several layers share it does not."""
+    return isinstance(attn.layer_idx, int) and attn.layer_idx >= 0
 
 
 def routes_through_interface(module: nn.Module) -> bool:

@@ -21,12 +21,8 @@ def refuse_other_kinds(model: nn.Module) -> None:
             f"{name} writes by diffusion: it reads whole blocks of text in both directions, again and again. kvpatch serves "
             "models that generate one token after another."
         )
-    if any(getattr(type(module), "_is_stateful", False) for module in text.modules()):
-        if any(map(routes_through_interface, attentions)):
-            raise KVPatchError(
-                f"{name} is a hybrid: some of its layers keep a recurrent state, not keys and values, and a budget over the "
-                "others is not served yet."
-            )
+    stateful = any(getattr(type(module), "_is_stateful", False) for module in text.modules())
+    if stateful and not any(map(routes_through_interface, attentions)):
         raise KVPatchError(f"{name} keeps a recurrent state, not keys and values: there is nothing to evict.")
     if attentions and all(map(attends_both_ways, attentions)):
         raise encoder_refused(model, attentions[0])

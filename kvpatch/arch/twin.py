@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-PARAMETERS = 30_000_000
+from .interface import OTHERS, STATES
+
+PARAMETERS = 40_000_000
 """Parameters that a twin may have, so that checking it takes seconds."""
 
 _LAYERS, _WIDTH, _INNER, _VOCAB, _EXPERTS, _WINDOW = 2, 64, 64, 128, 4, 8
@@ -17,7 +21,9 @@ _LIMITS = (  # the first that fits; the last so that a layer that looks at few t
     (("_token_id", "_token_index"), _VOCAB - 1),
     (("vocab_size",), _VOCAB),
     (("intermediate", "ffn", "ff_dim", "d_ff", "n_inner"), _INNER),
-    (("n_group", "topk_group"), 1),
+    (("n_group", "num_group", "expert_group", "topk_group"), 1),
+    (("linear_num",), 4),
+    (("lru_width",), _WIDTH),
     (("per_tok", "top_k", "topk", "moe_k"), 2),
     (("experts",), _EXPERTS),
     (("window", "chunk", "block_size"), _WINDOW),
@@ -77,9 +83,13 @@ def shrunk(config: Any) -> Any:
     Head sizes, scales, caps, sinks and rotary parameters stay; sliding windows become so short that they matter.
     """
     own = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
+    of_hybrid = _of_hybrid(getattr(config, "layer_types", None) or ())
+    if of_hybrid:  # widths of its other layers follow from others
+        own = {key: value for key, value in own.items() if key not in _derived(config)}
     names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
     layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    few_layers, (few_kv, few_heads) = _kinds(own, layers), _few_heads(heads, kv_heads or heads)
+    few_layers = max(_kinds(own, layers), of_hybrid)
+    few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in own.items():
         if isinstance(value, list | tuple) and len(value) == layers:
             own[key] = [_small(key, one) for one in value[:few_layers]]
@@ -89,13 +99,18 @@ def shrunk(config: Any) -> Any:
             own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
         else:
             own[key] = _small(key, value)
-    own[names["num_hidden_layers"]], own[names["num_attention_heads"]] = few_layers, few_heads
+    own |= {names[name]: few_layers for name in ("num_hidden_layers",) if name in names}  # else a list's length
+    own[names["num_attention_heads"]] = few_heads
     if kv_heads is not None:
         own[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
     if (config.to_dict().get("sliding_window") or 0) >= getattr(config, "max_position_embeddings", sys.maxsize):
         own["sliding_window"] = config.sliding_window  # it never acts
     free = isinstance(own.get("head_dim"), int)  # else heads times their size make the width
     own[names["hidden_size"]] = _WIDTH if free else few_heads * (config.hidden_size // heads)
+    if "attention_hidden_size" in own:  # the embeddings beside the hidden states
+        own["attention_hidden_size"] = own[names["hidden_size"]] * (config.attention_hidden_size // config.hidden_size)
+    if "mamba_n_heads" in own and "mamba_expand" in own:
+        own["mamba_n_heads"] = own["mamba_expand"] * own[names["hidden_size"]] // own["mamba_d_head"]
     new = type(config).from_dict(own)
     if hasattr(new, "_experts_implementation"):
         new._experts_implementation = "eager"
@@ -110,18 +125,32 @@ def _kinds(own: dict[str, Any], layers: int) -> int:
     """Return the number of first layers among which each kind of layer occurs, at least two."""
     count = min(_LAYERS, layers)
     for value in own.values():
-        if isinstance(value, list | tuple) and len(value) == layers:
+        if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
             count = max([count, *(value.index(one) + 1 for one in value)])
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             count = max(count, min(map(int, value)) + 1)
     return count
 
 
-def _few_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """Return few KV heads and query heads that share them as the given ones do."""
+def _derived(config: Any) -> set[str]:
+    """Return the attributes that a configuration computes from its parameters."""
+    names = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else vars(config).keys()
+    return vars(config).keys() - names - set(config.attribute_map.values())
+
+
+def _of_hybrid(kinds: Sequence[str]) -> int:
+    """Return the number of a hybrid's first layers among which each kind occurs, and attention twice if it does; else 0."""
+    if not set(kinds) & (OTHERS | STATES):
+        return 0
+    attention = [number for number, kind in enumerate(kinds) if kind not in STATES | {"moe", "mlp"}]
+    return max([*(kinds.index(kind) for kind in kinds), *attention[:2]]) + 1
+
+
+def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
+    """Return few KV heads, and query heads that share them as the given ones do, at most so many each."""
     group = max(heads // kv_heads, 1)
-    few = min(kv_heads, 4 if group == 1 else 2)
-    return few, few * min(group, 4)
+    few = min(kv_heads, most if group == 1 else 2)
+    return few, few * min(group, most)
 
 
 def _small(key: str, value: Any) -> Any:

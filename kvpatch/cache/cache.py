@@ -32,18 +32,21 @@ class EvictingCache(TextState):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens SEEN (columns, padding included), so that positions go on as if none were evicted.
 
-        Under torch.compile it is a 0-d tensor.
+        Under torch.compile it is a 0-d tensor. A hybrid's model may ask by the number of any of its layers.
         """
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
         self.catch_up()
+        if self.states:
+            numbers = self.settings.numbers
+            layer_idx = numbers.index(layer_idx) if layer_idx in numbers else 0
         checks.layer_of("layer_idx", layer_idx, len(self.layers))
         return self.layers[layer_idx].seen
 
     @property
     def is_compileable(self) -> bool:
         """True if generate() may compile the decode step by itself."""
-        return self.request.room is not None
+        return self.request.room is not None and not self.states
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""
@@ -58,7 +61,7 @@ class EvictingCache(TextState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values, over all layers and batch rows."""
+        """Bytes allocated for keys and values, over all layers and batch rows; those of a hybrid's states: `states.nbytes`."""
         return sum(layer.kv.nbytes for layer in self.layers)
 
     def next_positions(self, Q: int = 1) -> Tensor:
@@ -133,9 +136,9 @@ class EvictingCache(TextState):
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
         new, memo = copy.copy(self), {id(one): one for one in (self.make_table, self.turns.ids)}
         own = {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
-        own |= dict.fromkeys(("layers", "shared", "now"))
+        own |= dict.fromkeys(("layers", "states", "shared", "now"))
         vars(new).update(copy.deepcopy(own, memo))
-        new.layers, new.shared = [layer.sharing() for layer in self.layers], self.shared
+        new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         return new
 
     @staticmethod
@@ -171,6 +174,7 @@ class EvictingCache(TextState):
             self.drop_stack()
             for layer in self.layers:
                 layer.map_rows(change)
+            self.states.map_rows(change)
             before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
             self.shared = None if self.shared is None else change(self.shared)
             counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
@@ -237,7 +241,8 @@ class EvictingCache(TextState):
                 before transformers 5.15.
 
         Raises:
-            KVPatchError: the steps were not recorded (call `activate_past_recording()` before them).
+            KVPatchError: the steps were not recorded (call `activate_past_recording()` before them), or a hybrid's recurrent
+                state cannot be taken back.
         """
         self.check_finished()
         self.catch_up()
@@ -246,10 +251,12 @@ class EvictingCache(TextState):
             return
         settings = self.settings
         remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
-        if not all(layer.can_crop(count, on) for layer, on in zip(self.layers, remembers, strict=True)):
+        remembered = all(layer.can_crop(count, on) for layer, on in zip(self.layers, remembers, strict=True))
+        if not remembered or not self.states.can_crop(count, self.seen):
             if self.request.drafts:
                 self.reset()
                 return
+            self.states.refuse_crop(count)
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
@@ -257,6 +264,7 @@ class EvictingCache(TextState):
         with self.changing("crop()"):
             self.drop_stack()
             shared = [layer.crop(count) for layer in self.layers]
+            self.states.crop(count)
             self.shared = self.shared if shared[0] is None else shared[0]
             self.seen_B = self.lengths_B - count
             if self.lifetimes is not None:

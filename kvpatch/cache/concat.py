@@ -61,6 +61,7 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
     new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
     new.shared, new.lifetimes = _shared(caches), Lifetimes.joined([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
+    new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _Limits()
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)

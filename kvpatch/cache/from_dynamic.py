@@ -85,6 +85,11 @@ def _check(cache: TextState, past: Cache, rereads: bool) -> None:
         )
     if policy.scope.protect is not None:
         raise KVPatchError("protect= marks prompt tokens as they are read: run the prompt inside the block.")
+    if cache.states:
+        raise KVPatchError(
+            f"A {kind} of a hybrid, whose layers {', '.join(map(str, cache.states.numbers))} keep a state of their own, is not "
+            "taken over: run the prompt inside the block."
+        )
     if len(past.layers) != len(cache.layers):
         raise KVPatchError(
             f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."

@@ -153,13 +153,19 @@ def end(cache: TextState, layer: int) -> None:
         cache.layers[layer].reset()
         cache.meter.now = 0
     now = cache.running
-    if layer == len(cache.layers) - 1 and now.reread_BN is None and now.repeat is None:
+    if layer == len(cache.layers) - 1 and not outlasts(cache, now):
         finish(cache)
+
+
+def outlasts(cache: TextState, now: Forward) -> bool:
+    """Tell if a pass ends after the decoder: its prompt is read again, or layers without a budget may follow."""
+    return now.reread_BN is not None or now.repeat is not None or (bool(cache.states) and not cache.scratch)
 
 
 def finish(cache: TextState) -> None:
     """End a pass, or the second reading after it."""
     now, counters = cache.running, cache.counters
+    cache.states.end_pass()
     if now.traced:
         compiled.end(cache)
         return

@@ -17,6 +17,7 @@ from ..policies.budgets import Budget, Rule, Size
 from ..policies.calibration import Calibration
 from ..policies.parallel import WHOLE, Parallel
 from .notices import Notices
+from .recurrent import Stack
 
 SLIDING = get_policy("window")
 
@@ -32,7 +33,8 @@ class CacheSettings:
     policy; None for other layers. parallel: KV heads of this process, if several processes share a model. strict: names of
     the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
     distances are between columns of the batch, padding included (sliding windows, ALiBi by default). record: caches keep the
-    lifetimes of tokens (lifetimes.py). notices: what the patch has warned of.
+    lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some of its layers are not on the budget
+    (a hybrid's); None if all are. notices: what the patch has warned of.
     """
 
     policy: Policy
@@ -47,6 +49,7 @@ class CacheSettings:
     strict: tuple[str, ...] = ()
     counts_columns: bool = False
     record: bool = False
+    stack: Stack | None = None
     notices: Notices = field(default_factory=Notices)
 
     def __post_init__(self) -> None:
@@ -56,11 +59,22 @@ class CacheSettings:
         return self
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """Return the settings of a model that exits after `count` layers; None: all layers."""
-        if count is None or count >= self.n_layers:
+        """Return the settings of a decoder that exits after `count` layers; None: all layers."""
+        own = None if count is None else self.within(count)
+        if count is None or own == self.n_layers:
             return self
-        budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:count])
-        return dataclasses.replace(self, budget=budget, bounds=self.bounds[:count])
+        budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:own])
+        stack = None if self.stack is None else self.stack.first(count)
+        return dataclasses.replace(self, budget=budget, bounds=self.bounds[:own], stack=stack)
+
+    def within(self, count: int) -> int:
+        """Return how many of a decoder's first `count` layers are on the budget."""
+        return min(count, self.n_layers) if self.stack is None else len(self.stack.first(count).attention)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the layers in the decoder."""
+        return tuple(range(self.n_layers)) if self.stack is None else self.stack.attention
 
     @property
     def n_layers(self) -> int:

@@ -41,7 +41,7 @@ class Snapshot:
     parts: by layer, of those that have read a text. seen: columns, padding included. lengths_B: tokens of each row without
     padding, or None. ran: by task, the backend that ran last and the reason against each preferred one. peak_nbytes: most
     bytes allocated at any time. acted: the budget acted in some pass. seconds: of the last generate(), by part.
-    lifetimes: as in TextState.
+    lifetimes: as in TextState. state_nbytes: bytes of a hybrid's states.
     """
 
     settings: CacheSettings
@@ -53,6 +53,7 @@ class Snapshot:
     acted: bool
     seconds: dict[str, float]
     lifetimes: Lifetimes | None
+    state_nbytes: int = 0
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
@@ -69,4 +70,4 @@ class Snapshot:
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
         ran = dict(cache.choice.ran)
-        return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, cache.lifetimes)
+        return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, cache.lifetimes, cache.states.nbytes)

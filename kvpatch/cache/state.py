@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from ..backends.dispatch import Choice
 from ..errors import KVPatchError
@@ -18,6 +17,7 @@ from .forward_context import Forward
 from .guard import MutationGuard
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
+from .recurrent import RecurrentStates, WithStates
 from .settings import CacheSettings
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -153,16 +153,17 @@ class Rows:
     gaps_B: Tensor | None = None
 
 
-class TextState(MutationGuard, Cache):
+class TextState(MutationGuard, WithStates):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
-    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores. seen_B: tokens of each row
-    [B]. now: the forward pass in progress. shared: the score that layers share [B,H,T], by position + 1. stack, calls: stacked
-    layers for decode steps, and the bound Call of each layer; made and read by attention/ alone. scratch: the cache serves one
-    pass without use_cache, and each layer is emptied after it has run. rotary: (positions, table) for renumbered keys.
-    limits_of: protected sizes that layers of one budget share. choice: the backends in use. meter: bytes allocated. record: of
-    the patch's passes over the cache. parts: what a report needs of a scratch cache's layers, which are emptied. lifetimes: of
-    the tokens, if they are recorded and known from the text's beginning.
+    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the budget.
+    states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared: the score
+    that layers share [B,H,T], by position + 1. stack, calls: stacked layers for decode steps, and the bound Call of each layer;
+    made and read by attention/ alone. scratch: the cache serves one pass without use_cache, and each layer is emptied after it
+    has run. rotary: (positions, table) for renumbered keys. limits_of: protected sizes that layers of one budget share. choice:
+    the backends in use. meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a
+    scratch cache's layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's
+    beginning.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -180,6 +181,7 @@ class TextState(MutationGuard, Cache):
 
     def _empty(self) -> None:
         self.request, self.turns, self.counters, self.rows = Request(), Turns(), StepCounters(), Rows()
+        self.states = RecurrentStates(self.settings.stack)
         self.seen_B: Tensor | None = None
         self.now: Forward | None = None
         self.shared: Tensor | None = None
@@ -208,6 +210,8 @@ class TextState(MutationGuard, Cache):
         room, drafts, make_table = self.request.room, self.request.drafts, self.make_table
         self._empty()
         self.request.room, self.request.drafts, self.make_table = room, drafts, make_table
+        if any(layer.record_past for layer in self.layers):
+            self.states.activate_past_recording()
         self.end_change()
 
     def catch_up(self) -> None:

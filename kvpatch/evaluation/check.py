@@ -75,18 +75,18 @@ class Checks:
         self.policy, self.k = get_policy(policy) if isinstance(policy, str) else policy, k
         with patched(model, self.policy, k, seed=seed) as patch:
             pass  # a wrong option ends here, before anything is measured
-        self.attentions = Target.find(model).attentions
+        self.target = Target.find(model)
         self.n = self._prompt_length(patch.settings)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
         self.ids_BT = ids.to(model.device)
-        self.tolerance = ROUNDINGS * rounding_error(model, self.attentions, self.ids_BT, self._places())
+        self.tolerance = ROUNDINGS * rounding_error(model, self.target.mixers(), self.ids_BT, self._places())
 
     def _prompt_length(self, settings: Any) -> int:
         """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
         score = self.policy.score
         n = max(_PROMPT, 3 * (score.observed_rows if score is not None else 0))
-        evicting = [layer for layer in range(len(self.attentions)) if settings.budget.evicts(layer)]
+        evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
         while n < _LONGEST and evicting and all(settings.rules[layer].least(n) >= n for layer in evicting):
             n *= 2
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
@@ -159,7 +159,7 @@ class Checks:
         return got, self._masked(watched.seen()), remark
 
     def _masked(self, seen: list[Tensor]) -> Tensor:
-        return masked_predictions(self.model, self.attentions, self.ids_BT, seen, self._places())[:, self.n - 1 :]
+        return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._places())
 
     def _places(self) -> dict[str, Tensor]:
         """Return position_ids, if the model takes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..hooks.attention import parameters
-from .teacher_forcing import predictions, wide
+from ..hooks.target import Target
+from .teacher_forcing import feed, predictions, wide
 
 Attentions = list[tuple[nn.Module, Adapter]]
 
@@ -51,25 +52,31 @@ class Evictions:
 
 @torch.no_grad()
 def masked_predictions(
-    model: Any, attentions: Attentions, ids_BT: Tensor, seen: list[Tensor], places: dict[str, Tensor]
+    model: Any, target: Target, ids_BT: Tensor, n: int, seen: list[Tensor], places: dict[str, Tensor]
 ) -> Tensor:
-    """Run the unpatched model in one pass; each layer's queries see what `seen` says, within the layer's sliding window.
+    """Run the unpatched model; each layer's queries see what `seen` says, within the layer's sliding window.
+
+    It runs in one pass; a hybrid reads the prompt and then token by token, since that is another computation for its states.
 
     Args:
         model: not patched.
-        attentions: its attention modules with their adapters.
+        target: its parts.
         ids_BT: token ids.
+        n: tokens of the prompt.
         seen: bool [B,H,Q,T] per layer, with KV heads H or 1; B may be 1.
         places: position_ids, if the model takes them.
 
     Returns:
-        Logits [B,T,V], or hidden states of a model without a head.
+        Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
+    attentions = target.attentions
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
     groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
     with _masks(attentions, seen, groups):
-        return wide(predictions(model(ids_BT, use_cache=False, **places)))
+        if target.stack is not None:
+            return feed(model, ids_BT, n).logits_BSV
+        return wide(predictions(model(ids_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager
@@ -93,38 +100,49 @@ class _Masked:
         self.seen = seen_BHQT if window is None else seen_BHQT & (at > at[:, None] - window)
         if self.seen.shape[1] > 1:  # what a KV head holds, for the query heads that share it
             self.seen = self.seen.repeat_interleave(group, 1)
+        self.window, self.read = window, 0
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
         hidden, own = call.pop(names[0]), call.get(name)
-        call[name] = self._hidden(own, self.seen.to(hidden.device), hidden)
+        call[name] = self._hidden(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
         return (hidden,), call
+
+    def _of_pass(self, own: Tensor | None, Q: int) -> Tensor:
+        """Return what the next Q queries see of the keys that their layer has; a cache may hold a sliding window alone."""
+        start, self.read = self.read, self.read + Q
+        keys = own.shape[-1] if own is not None else self.window if Q == 1 else None
+        return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
 
     def _hidden(self, own: Tensor | None, seen_BHQT: Tensor, hidden_BQE: Tensor) -> Tensor:
         if own is not None and own.dtype == torch.bool:
-            return own & seen_BHQT if own[0, 0, 0, 0] else own | ~seen_BHQT  # a token sees itself: so it says what True means
+            return own & seen_BHQT if own[0, 0, -1, -1] else own | ~seen_BHQT  # a token sees itself: so it says what True means
         own = torch.zeros_like(seen_BHQT, dtype=hidden_BQE.dtype) if own is None else own
         mask = own.masked_fill(~seen_BHQT, torch.finfo(own.dtype).min)
         return mask.expand(len(hidden_BQE), -1, -1, -1)
 
 
 @torch.no_grad()
-def rounding_error(model: Any, attentions: Attentions, ids_BT: Tensor, places: dict[str, Tensor]) -> float:
-    """Return how far logits move if every number of each layer's attention output is off by one unit in the last place.
+def rounding_error(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
+    """Return how far logits move if every number that `mixers` return is off by one unit in the last place.
 
     That is what another order of summation may change. The result is a share of the largest logit, which counts as at least 1;
     it is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
+
+    mixers: the modules of attention, and those that stand in its place in a hybrid's other layers.
     """
     draw = torch.Generator().manual_seed(0)
 
     def off(module: nn.Module, args: Any, out: Any) -> Any:
-        sign = torch.randint(0, 2, out[0].shape, generator=draw).to(out[0]) * 2 - 1
-        return out[0] * (1 + _unit(out[0].dtype) * sign), *out[1:]
+        y, rest = (out, None) if isinstance(out, Tensor) else (out[0], out[1:])
+        sign = torch.randint(0, 2, y.shape, generator=draw).to(y) * 2 - 1
+        y = y * (1 + _unit(y.dtype) * sign)
+        return y if rest is None else (y, *rest)
 
     expected = wide(predictions(model(ids_BT, use_cache=False, **places)))
-    hooks = [module.register_forward_hook(off) for module, _ in attentions]
+    hooks = [module.register_forward_hook(off) for module in mixers]
     try:
         moved = wide(predictions(model(ids_BT, use_cache=False, **places)))
     finally:

@@ -28,7 +28,8 @@ class Fed:
         """Bytes of keys and values in the cache, kvpatch's or transformers' own."""
         if hasattr(self.cache, "nbytes"):
             return self.cache.nbytes
-        return sum(t.numel() * t.element_size() for layer in self.cache.layers for t in (layer.keys, layer.values))
+        pairs = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in self.cache.layers)
+        return sum(t.nbytes for pair in pairs for t in pair if t is not None)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from . import inputs, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import begin_repeat
-from .state import PatchState, is_aside, pass_mask, put_aside
+from .state import PatchState, by_kind, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
     "This step cannot be captured: the model is training, or its own code has run since the cache's last pass. Call "
@@ -65,8 +65,9 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if changed is None:
         state.log.own_code(call, decoder.training)
     else:
-        cache = call["past_key_values"]
-        state.log.begin(call["attention_mask"].cache if cache is None else cache, decoder.training, made_here)
+        mask, cache = call["attention_mask"], call["past_key_values"]
+        carried = mask["full_attention"] if isinstance(mask, dict) else mask
+        state.log.begin(carried.cache if cache is None else cache, decoder.training, made_here)
     return changed
 
 
@@ -77,7 +78,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     past, config, scratch = call.get("past_key_values"), getattr(decoder, "config", None), _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
-    n_layers = min(state.settings.n_layers, getattr(config, "num_hidden_layers", len(cache.layers)))
+    n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
     if len(cache.layers) != n_layers:
         raise KVPatchError(
             f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
@@ -119,11 +120,10 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         call["position_ids"] = cache.running.positions_BQ
     if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
         cache.rows.by_columns |= call.get("position_ids") is None
-    mask = pass_mask(tokens.device)
-    if scratch:
-        call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(cache, mask))
-    else:
-        call.update(past_key_values=cache, use_cache=True, attention_mask=mask.as_subclass(PassMask))
+    own = pass_mask(tokens.device)
+    carrying = Courier.carrying(cache, own) if scratch else own.as_subclass(PassMask)
+    call["attention_mask"] = by_kind(state.settings.stack, carrying, mask, Q)
+    call.update(past_key_values=None if scratch else cache, use_cache=not scratch)
     return (), call
 
 

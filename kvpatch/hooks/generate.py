@@ -59,6 +59,8 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         columns = _prompt_columns(args, kwargs)
         cache.check_finished()
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
+        if compiles and state.settings.stack is not None:
+            raise KVPatchError("The decode step of a hybrid is not compiled under a budget: leave compile_config out.")
         if columns is not None and not drafts:
             inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
             if past is cache and not _virtual_tokens(self):
@@ -305,6 +307,11 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         check_engine(transformers.__version__)
         if state.settings.record:
             raise KVPatchError("record=True does not follow requests of continuous batching: use generate(), or leave it out.")
+        if state.settings.stack is not None:
+            raise KVPatchError(
+                "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid "
+                "cannot be read from: use generate()."
+            )
         if state.settings.rereads:
             raise KVPatchError(
                 f"Continuous batching packs prompts, and policy {state.settings.policy.name!r} reads each a second time: use "

@@ -177,8 +177,10 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     """Make the StepGraph of a model on a CUDA device.
 
     Raises:
-        KVPatchError: there is none.
+        KVPatchError: there is none, or the model is a hybrid.
     """
+    if state.settings.stack is not None:
+        raise KVPatchError("Steps of a hybrid are not captured, for its states are transformers' own: call the model itself.")
     if not torch.cuda.is_available():
         raise KVPatchError(NO_DEVICE.format("torch finds no CUDA device here"))
     if device.type != "cuda":

@@ -72,16 +72,16 @@ class Installation:
 
     def _install(self, target: Target) -> None:
         state = self.state
-        for module, adapter in target.attentions:
+        for layer, (module, adapter) in enumerate(target.attentions):
             mark = self._mark(module)
             for name, value in adapter.attributes(module).items():
                 self._set(module, mark, name, value)
-            replace_forward(module, functools.partial(attention_forward, type(module), adapter), mark.undo.append)
+            replace_forward(module, functools.partial(attention_forward, type(module), adapter, layer), mark.undo.append)
         mark = self._mark(target.decoder)
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
             self._set(target.decoder, mark, name, state.aside[name][0])
-        if state.settings.rereads:
+        if state.settings.rereads or state.settings.stack is not None:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         if target.outer is not None and state.settings.policy.scope.protect is not None:
             names = parameters(type(target.outer))  # type: ignore[arg-type]

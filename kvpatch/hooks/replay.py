@@ -12,7 +12,7 @@ from ..cache.lifetimes import Record
 from ..errors import KVPatchError
 from . import inputs
 from .attention import Courier
-from .state import PatchState, pass_mask, put_aside
+from .state import PatchState, by_kind, pass_mask, put_aside
 
 
 def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Any:
@@ -41,7 +41,8 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         call["position_ids"] = mine.clamp(min=0)
     put_aside(decoder, state.aside, ours=True)
     now = ReplayPass(state.settings, record, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
-    call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(now, pass_mask(tokens.device)))
+    carried = by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
+    call.update(past_key_values=None, use_cache=False, attention_mask=carried)
     return (), call
 
 

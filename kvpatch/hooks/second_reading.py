@@ -1,4 +1,8 @@
-"""The second reading of a prompt, for scores that ask for it: the decoder runs again where the prompt has ended."""
+"""What follows a pass of the decoder: its end, where a hybrid's other layers ran last, and the second reading of a prompt.
+
+For scores that ask for a second reading, the decoder runs again where the prompt has ended; a hybrid's states stay as the
+prompt left them.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import compress
+from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..policies.repeated import Repeated
 from .attention import PassMask
-from .state import PatchState, pass_mask
+from .state import PatchState, by_kind, pass_mask
 
 
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> None:
-    """Repeat a prompt that has just been read, then compress it. A forward hook of the decoder."""
+    """End a pass that outlasts its last layer; a prompt may be repeated before. A forward hook of the decoder."""
     cache = kwargs.get("past_key_values")
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return
     now = cache.now
-    if now is not None and now.reread_BN is not None and now.repeat is None and cache.unfinished:
+    if now is None or now.repeat is not None or cache.scratch or not cache.unfinished:
+        return
+    if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
+    elif cache.states:
+        with torch.inference_mode(False), torch.no_grad():
+            passes.finish(cache)
+        if cache.settings.strict:
+            anomaly.check_cache(cache)
 
 
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
@@ -40,7 +51,8 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
                 call: dict[str, Any] = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
                 if "position_ids" in state.decoder_parameters:
                     call["position_ids"] = positions.clamp(min=0)
-                decoder(**call)
+                with cache.states.kept():
+                    decoder(**call)
         finally:
             cache.now = now
         with torch.inference_mode(False):
@@ -50,5 +62,6 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
 
 def begin_repeat(call: dict[str, Any], cache: EvictingCache, device: torch.device) -> Any:
     """Begin a pass of a second reading: nothing of the cache's own counts it."""
-    call.update(past_key_values=cache, use_cache=True, attention_mask=pass_mask(device).as_subclass(PassMask))
+    mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
+    call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
     return (), call

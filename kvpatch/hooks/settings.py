@@ -184,6 +184,7 @@ def settings_of(
         parallel=target.parallel,
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
+        stack=target.stack,
     )
 
 

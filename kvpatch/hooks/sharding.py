@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,14 +77,17 @@ def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]
             )
 
 
-def check_layers(layers: list[int]) -> None:
-    """Raise KVPatchError if only some of the decoder's layers are on this process. layers: their numbers, ascending."""
+def check_layers(layers: list[int], expected: Sequence[int] | None = None) -> None:
+    """Raise KVPatchError if only some of the decoder's layers are on this process.
+
+    layers: their numbers, ascending. expected: numbers of a hybrid's attention layers.
+    """
     if len(set(layers)) < len(layers):
         raise KVPatchError(
             f"Attention modules of this model share a layer_idx ({layers}): it passes through its layers more than once per "
             "token, with a cache for each time, which kvpatch does not serve."
         )
-    if layers != list(range(len(layers))):
+    if layers != list(range(len(layers)) if expected is None else expected):
         raise KVPatchError(
             f"Of this model's layers only {layers} are on this process (pipeline parallel), but a budget counts all of them: "
             "load it with tp_plan='auto' (tensor parallel) or with a device_map."

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
+from ..arch.interface import ATTENTION, STATES
 from ..cache.cache import EvictingCache
 from ..cache.lifetimes import Record
 from ..cache.prefix import Prefixes
+from ..cache.recurrent import Stack
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..storage.schema import LayerShape
@@ -107,6 +109,17 @@ def pass_mask(device: torch.device) -> Tensor:
     The decoder takes a 4-D mask as it is: no n x n mask is built, and its size need not match the cache's length.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Any:
+    """Return the mask of a pass of Q columns as its decoder takes it: a hybrid's is one for each kind of layer.
+
+    Layers with a state must not read padding: they get the padding mask of the new columns, or None where there is none.
+    """
+    if stack is None:
+        return mask
+    real_BQ = None if real_BT is None or Q == 1 or bool(real_BT[:, -Q:].all()) else real_BT[:, -Q:].contiguous()
+    return {**dict.fromkeys(ATTENTION, mask), **dict.fromkeys(STATES, real_BQ)}
 
 
 def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:

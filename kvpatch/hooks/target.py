@@ -23,6 +23,7 @@ from ..errors import KVPatchError
 from ..policies import Policy
 from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
+from .hybrid import Stack, layer_numbers, stack_of, state_modules
 from .sharding import Parallel, check_layers, parallel_of
 from .shell import makes_masks
 
@@ -54,9 +55,10 @@ class Target:
         parallel: Parallel,
         shell: nn.Module | None,
         outer: nn.Module | None,
+        stack: Stack | None,
     ):
         self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
-        self.shell, self.outer = shell, outer
+        self.shell, self.outer, self.stack = shell, outer, stack
 
     @classmethod
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
@@ -94,11 +96,13 @@ class Target:
             adapter.check(decoder)
         _check_decoder(decoder)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
-        found.sort(key=lambda pair: pair[0].layer_idx)  # type: ignore[arg-type, return-value]
-        check_layers([int(module.layer_idx) for module, _ in found])  # type: ignore[arg-type]
+        numbers = layer_numbers(decoder, [module for module, _ in found])
+        found.sort(key=lambda pair: numbers[pair[0]])
+        stack = stack_of(decoder)
+        check_layers(sorted(numbers.values()), stack.attention if stack else None)
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         outer = holders[-2] if len(holders) > 1 else None
-        return cls(found, decoder, generators, parallel_of(model, found), shell, outer)
+        return cls(found, decoder, generators, parallel_of(model, found), shell, outer, stack)
 
     def bounds(self) -> tuple[int | None, ...]:
         """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""
@@ -205,6 +209,12 @@ class Target:
             layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
+    def mixers(self) -> list[nn.Module]:
+        """Return the modules that mix tokens: those of attention, and a hybrid's other layers."""
+        attentions = [module for module, _ in self.attentions]
+        others = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
+        return [*attentions, *others.values()]
+
     def counts_columns(self) -> bool:
         """Tell if attention measures distances in columns of the batch: for sliding windows, and for ALiBi by default."""
         return any(
@@ -220,6 +230,12 @@ class Target:
     def devices(self) -> list[torch.device]:
         """Return the device of each layer's cache."""
         return [device_of(module, self.decoder) for module, _ in self.attentions]
+
+    def state_devices(self) -> dict[int, torch.device]:
+        """Return the device of each layer of a hybrid that has a state, by its number."""
+        attentions = [module for module, _ in self.attentions]
+        found = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
+        return {number: device_of(module, self.decoder) for number, module in found.items()}
 
     def bytes_per_token(self, bits: int) -> int:
         """Return the bytes of keys and values of one token in a layer, over all processes: the mean of layers that differ."""

@@ -23,6 +23,8 @@ def check(cache: EvictingCache) -> None:
     invariants.check_state(cache)
     if cache.shared is not None:
         _weights("shared", cache.shared)
+    for name, state in cache.states.tensors().items():
+        _finite(f"states.{name}", state)
     for index, layer in enumerate(cache.layers):
         _numbers(cache, index, layer)
     try:

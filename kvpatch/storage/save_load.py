@@ -66,6 +66,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         beside = {"mode": layer.mode.name, "dtype": str(layer.dtype), **counts}
         beside |= {"head_offsets": layer.kv.described(), "limits": _rows(layer.limits)}
         layers.append({name: getattr(layer, name) for name in _LAYER} | beside)
+    tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     about = {
         "format": FORMAT,
@@ -112,6 +113,8 @@ def load(
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described, shapes[index])
+    states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
+    cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
     try:
         contents.check(cache)
     except InvalidError as error:

@@ -72,7 +72,18 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
         _take(left, "shortfall_B", (torch.float64,), (B,))
     if cache.settings.policy.score.across_layers and of_cache["turns"] and cache.settings.acts:
         _take(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
+    _states(left, cache, B)
     _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
+
+
+def _states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
+    """Check the states of a hybrid's other layers; their sizes are known to the model's own code alone."""
+    for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
+        names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
+        held = [name for name in names if name in left]
+        _must(held, f"it holds no state of layer {number}")
+        for name in held:
+            _take(left, name, FLOATS, (B, *[None] * (len(left[name].shape) - 1)))
 
 
 class _Layer:

@@ -82,7 +82,7 @@ SERVED = {
     "modernbert-decoder": {}, "moshi": {}, "nanochat": {}, "phimoe": {}, "solar_open": {}, "vaultgemma": {},
     "emu3": {}, "flint": {}, "gemma4": {}, "gemma4_text": {}, "glm4_moe_lite": {}, "granite_swa": {}, "granitemoe_swa": {},
     "hy_v3": {}, "kolibri1": {}, "minimax_m3_vl_text": {}, "axk1": {}, "jetmoe": {}, "mimo_v2_flash": {},
-    "bert": {"is_decoder": True},
+    "bert": {"is_decoder": True}, "falcon_h1": {}, "kimi_linear": {}, "nemotron_h": {}, "zamba": {}, "lfm3": {},
 }  # fmt: skip
 
 
@@ -90,26 +90,26 @@ SERVED = {
 def test_served_by_an_automatic_row(kind):
     target = Target.find(sketch(kind, **SERVED[kind]))
     assert all(isinstance(adapter, automatic.AutomaticAdapter) for _, adapter in target.attentions)
-    assert len(target.attentions) == target.decoder.config.num_hidden_layers
+    stack = target.stack
+    assert len(target.attentions) == (len(stack.attention) if stack else target.decoder.config.num_hidden_layers)
 
 
 RECURRENT = r"keeps a recurrent state, not keys and values: there is nothing to evict\."
 ENCODER = r"attends in both directions \(is_\w+=False of .*: an encoder reads its text at once"
 CROSSED = r"attends to what an encoder read, too \(.*is cross-attention\): kvpatch serves decoders that attend to their own"
-OTHER_LAYERS = r"has layers of type \w+, whose state is no cache of all keys and values"
+OTHER_LAYERS = r"has layers of type [\w, ]+, whose state is no cache of all keys and values"
 REFUSED = {
     "mamba": RECURRENT, "mamba2": RECURRENT, "falcon_mamba": RECURRENT, "rwkv": RECURRENT, "xlstm": RECURRENT,
     "bert": ENCODER, "roberta": ENCODER, "electra": ENCODER, "roformer": ENCODER, "rembert": ENCODER,
     "bart": CROSSED, "marian": CROSSED, "trocr": CROSSED, "mllama": CROSSED, "blt": CROSSED,
-    "falcon_h1": "is a hybrid: some of its layers", "nemotron_h": "is a hybrid", "jamba": "is a hybrid",
-    "qwen3_next": "is a hybrid", "deepseek_v4": "is a hybrid", "recurrent_gemma": "is a hybrid",
-    "llama4": OTHER_LAYERS, "minimax": OTHER_LAYERS, "lfm3": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
+    "minimax": "keeps the state of its linear layers in a cache of its own, MiniMaxCache, and takes no other",
+    "llama4": OTHER_LAYERS, "deepseek_v4": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
     "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
     "gemma3n_text": r"15 of 35 layers use the keys and values of layers before them",
     "hrm_text": r"passes through its layers more than once per token",
     "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
 }  # fmt: skip
-FAST = ("mamba", "rwkv", "bert", "roformer", "bart", "mllama", "falcon_h1", "llama4", "diffllama", "doge")
+FAST = ("mamba", "rwkv", "bert", "roformer", "bart", "mllama", "minimax", "llama4", "diffllama", "doge")
 
 
 @pytest.mark.parametrize("kind", slow_but(FAST, REFUSED))

@@ -108,6 +108,15 @@ MUTANTS = {
     "blocks claimed for the whole text": (
         "serving/request.py", "return budget if new is None else min(budget, prompt + new)", "return prompt + (new or 0)",
         "tests/serving/test_generate_batch.py::test_memory_of_a_request_is_constant"),
+    "a hybrid's states left where rows were": (
+        "cache/cache.py", "            self.states.map_rows(change)\n", "",
+        "tests/cache/test_hybrid.py::test_states_follow_rows_copies_and_files"),
+    "padding read into a hybrid's states": (
+        "hooks/state.py", "**dict.fromkeys(STATES, real_BQ)", "**dict.fromkeys(STATES)",
+        "tests/cache/test_hybrid.py::test_rows_of_a_padded_batch_are_as_alone"),
+    "a hybrid's pass ended with its last budget": (
+        "cache/passes.py", " or (bool(cache.states) and not cache.scratch)", "",
+        "tests/cache/test_hybrid.py::test_a_pass_that_fails_behind_the_last_budget_is_noticed"),
     "rows that wait thrown away": (
         "serving/rows.py", "outside.append(_select(part, [not one for one in here]))", "pass",
         "tests/serving/test_rows.py::test_rows_are_those_asked_for"),

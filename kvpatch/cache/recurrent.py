@@ -1,0 +1,203 @@
+"""States of a hybrid's other layers (linear attention, state spaces, convolutions), in transformers' own cache layers.
+
+Such a state does not grow with the text, so that no budget applies to it: it is carried along with the rows of a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..errors import KVPatchError
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Numbers of the layers of a hybrid decoder that keep something of the text.
+
+    attention: of the layers with keys and values, which are on the budget. states: of each layer with a state, and how many
+    pairs of a convolution's and a recurrence's state it has; a layer may have both. croppable: the states are of convolutions
+    alone, so that the last tokens can be taken back.
+    """
+
+    attention: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
+    croppable: bool = False
+
+    def first(self, count: int) -> Stack:
+        """Return the stack of a decoder that exits after `count` layers."""
+        attention = tuple(number for number in self.attention if number < count)
+        return Stack(attention, tuple(one for one in self.states if one[0] < count), self.croppable)
+
+
+class RecurrentStates(Cache):
+    """States of a batch. Models find them by the number of their layer; a layer without one is None; no layers: no hybrid."""
+
+    layers: list[LinearAttentionLayer | None]  # type: ignore[assignment]
+
+    def __init__(self, stack: Stack | None) -> None:
+        self.stack, found = stack, dict(() if stack is None else stack.states)
+        layers = {number: LinearAttentionLayer(number_of_states=count) for number, count in found.items()}
+        super().__init__(layers=[layers.get(number) for number in range(max(found, default=-1) + 1)])  # type: ignore[misc]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have a state."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
+
+    def _held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
+        """Yield each state's name, the table that holds it, and its key there."""
+        for number in self.numbers:
+            for kind in ("conv_states", "recurrent_states"):
+                table = getattr(self.layers[number], kind)
+                yield from ((f"{number}.{kind}.{key}", table, key) for key, state in table.items() if state is not None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all states by name: the layer's number, conv_states or recurrent_states, and which of several."""
+        return {name: table[key] for name, table, key in self._held()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.tensors().values())
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every state; its first axis is the batch."""
+        for _, table, key in self._held():
+            table[key] = change(table[key])
+
+    def end_pass(self) -> None:
+        """Let go of the graph that gradients of this pass need."""
+        self.map_rows(lambda state: state.detach() if state.requires_grad else state)
+
+    def sharing(self) -> RecurrentStates:
+        """Return a copy that shares the tensors, to be replaced before either writes to them."""
+        new = copy.copy(self)
+        new.layers = [None if layer is None else _sharing(layer) for layer in self.layers]
+        return new
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all states back after a block that reads on."""
+        with torch.inference_mode(False):
+            before = {name: state.clone() for name, state in self.tensors().items()}
+        try:
+            yield
+        finally:
+            for name, table, key in self._held():
+                table[key] = before[name]
+
+    def join(self, parts: Sequence[RecurrentStates]) -> None:
+        """Fill these empty states with the rows of several others."""
+        every = [part._trimmed() for part in parts]
+        self.fill({name: torch.cat([one[name] for one in every]) for name in every[0]})
+
+    def _trimmed(self) -> dict[str, Tensor]:
+        """Return all states, those of convolutions as wide as the next token needs them."""
+        found = self.tensors()
+        for number in self.numbers:
+            layer: Any = self.layers[number]
+            for key, width in layer.conv_kernel_size.items():
+                name = f"{number}.conv_states.{key}"
+                if name in found:
+                    found[name] = F.pad(found[name], (max(width - found[name].shape[-1], 0), 0))[..., -width:]
+        return found
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Fill these empty states, by name as `tensors` returns them."""
+        for name, state in tensors.items():
+            number, kind, key = name.split(".")
+            layer = self.layers[int(number)]
+            assert layer is not None
+            write = layer.update_conv_state if kind == "conv_states" else layer.update_recurrent_state
+            write(state, int(key))
+
+    def place(self, devices: dict[int, torch.device]) -> None:
+        """Move the state of each layer to its device."""
+        for name, table, key in self._held():
+            table[key] = table[key].to(devices[int(name.split(".")[0])])
+
+    # ---- roll-back ----
+
+    def activate_past_recording(self) -> None:
+        """Let convolutions record their past; a recurrence cannot, and is not asked to."""
+        if self.stack is not None and self.stack.croppable:
+            super().activate_past_recording()
+
+    def can_crop(self, count: int, seen: int) -> bool:
+        """Tell if the last `count` of the tokens seen can be taken back."""
+        return all(_can_crop(self.layers[number], count, seen) for number in self.numbers)
+
+    def refuse_crop(self, count: int) -> None:
+        """Raise KVPatchError if the layers have a recurrence, which nothing can take back."""
+        if self.stack is not None and not self.stack.croppable:
+            raise KVPatchError(
+                f"Cannot roll back {count} tokens: layers {', '.join(map(str, self.numbers))} of this hybrid keep a recurrent "
+                "state, in which earlier ones are gone. Call cache.clone() before generating and go on from the copy."
+            )
+
+    def crop(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        for number in self.numbers:
+            self.layers[number].crop(-count)  # type: ignore[union-attr]
+
+
+def _sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
+    new = copy.copy(layer)
+    vars(new).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    return new
+
+
+def _can_crop(layer: Any, count: int, seen: int) -> bool:
+    if not layer.record_past or not layer.is_croppable:
+        return False
+    return all(
+        state.shape[-1] - count >= min(layer.conv_kernel_size[key], seen - count)
+        for key, state in layer.conv_states.items()
+    )
+
+
+class WithStates(Cache):
+    """Cache beside whose own layers a hybrid keeps states: what a model asks of its other layers is handed on to them."""
+
+    states: RecurrentStates
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the state of a convolution, or None before the first token."""
+        return self.states.get_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the state of a recurrence, or None before the first token."""
+        return self.states.get_recurrent_state(*args, **kwargs)
+
+    @torch.inference_mode(False)
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Write new columns of a convolution's input, and return them behind the state; allocated outside inference mode."""
+        return self.states.update_conv_state(*args, **kwargs)
+
+    @torch.inference_mode(False)
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Write the new state of a recurrence; allocated outside inference mode."""
+        return self.states.update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Tell if a layer has a state."""
+        return self.states.has_previous_state(*args, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Tell if a convolution records its past."""
+        return self.states.is_recording_past(layer_idx)
+
+    def activate_past_recording(self) -> None:
+        """Record what roll-back needs, from now on."""
+        super().activate_past_recording()
+        self.states.activate_past_recording()

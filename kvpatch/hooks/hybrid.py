@@ -1,0 +1,66 @@
+"""Hybrid decoders: layers with keys and values are on the budget, those with a state of fixed size are transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from ..arch.adapter import source_module
+from ..arch.interface import ATTENTION, knows_number
+from ..cache.recurrent import Stack
+from ..errors import KVPatchError
+
+
+def stack_of(decoder: Any) -> Stack | None:
+    """Return the numbers of a hybrid's layers, read from the cache that transformers makes for it; None for other decoders.
+
+    Raises:
+        KVPatchError: its cache is of a class of its own.
+    """
+    config = getattr(decoder, "config", None)
+    types = getattr(config, "layer_types", None)
+    if not isinstance(config, PreTrainedConfig) or not types or set(types) <= ATTENTION:
+        return None
+    _refuse_own_cache(decoder)
+    layers = enumerate(DynamicCache(config=config).layers)
+    kept = [(number, layer) for number, layer in layers if isinstance(layer, DynamicLayer | LinearAttentionLayer)]
+    states = tuple((number, layer.number_of_states) for number, layer in kept if isinstance(layer, LinearAttentionLayer))
+    attention = tuple(number for number, layer in kept if isinstance(layer, DynamicLayer))
+    return Stack(attention, states, croppable=not getattr(type(decoder), "_is_stateful", False))
+
+
+def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """Return the number of each attention module's layer: its own, or that of the layer in whose list it stands."""
+    names = {module: name for name, module in decoder.named_modules()}
+    own = ((attn, attn.layer_idx if knows_number(attn) else _in_name(names[attn])) for attn in attentions)
+    return {attn: int(number) for attn, number in own}  # type: ignore[arg-type]
+
+
+def _in_name(name: str) -> int:
+    return int(next(part for part in name.split(".") if part.isdigit()))
+
+
+def state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """Return the module that keeps the state of each layer that has one, by the layer's number: the innermost that knows it."""
+    numbers, found = dict(stack.states), dict[int, nn.Module]()
+    for module in decoder.modules():
+        number = getattr(module, "layer_idx", None)
+        if number in numbers and module not in attentions:
+            found[number] = module
+    return found
+
+
+def _refuse_own_cache(decoder: nn.Module) -> None:
+    """Raise KVPatchError if the decoder's Python module defines a cache, which an EvictingCache cannot stand for."""
+    home = source_module(decoder)
+    own = [one.__name__ for one in vars(home).values() if isinstance(one, type) and one.__module__ == home.__name__]
+    caches = [name for name in own if issubclass(getattr(home, name), Cache)]
+    if caches:
+        raise KVPatchError(
+            f"{type(decoder).__name__} keeps the state of its linear layers in a cache of its own, {caches[0]}, and takes "
+            "no other: kvpatch serves hybrids whose states are in transformers' own cache layers."
+        )
