@@ -32,8 +32,9 @@ GROUPS = {
     "Caches": ("EvictingCache", "Prefix"),
     "Policies": (
         "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "global_topk",
-        "pyramid", "load_calibration", "Policy", "Score", "Scope",
+        "pyramid", "chunked", "merged", "load_calibration", "Policy", "Score", "Scope",
     ),
+    "Budgets that follow the text": ("Share", "Mass", "Threshold"),
     "Architectures": ("list_architectures", "register_arch", "unregister_arch", "Adapter", "InterfaceAdapter"),
     "Checks and errors": ("check_model", "KVPatchError"),
 }  # fmt: skip
@@ -155,6 +156,15 @@ def goldens(_: str) -> str:
     return ", ".join(dict.fromkeys(f"`{press}`" for _, _, press, _ in CASES.values() if press != "DropKV"))
 
 
+def served(_: str) -> str:
+    """How many families have a row, and how many model types are served."""
+    found = re.search(r"^(\d+) of (\d+) types are served", (DOCS / "architectures.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise ValueError("docs/architectures.md has no count: run python -m tools.architectures --write")
+    rows = f"[{len(kvpatch.list_architectures())} families](docs/models.md) have a row of their own"
+    return f"{rows}; {found[1]} of transformers' {found[2]} causal model types [are served](docs/architectures.md)."
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -163,6 +173,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "bench": bench,
     "peers": peers,
     "goldens": goldens,
+    "served": served,
 }
 
 
@@ -184,7 +195,7 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
-    for page in pages():
+    for page in (DOCS.parent / "README.md", *pages()):
         before = page.read_text(encoding="utf-8")
         if refresh(before) != before:
             page.write_text(refresh(before), encoding="utf-8")

@@ -36,7 +36,7 @@ PRESSES = {
     "CompactorPress": Press(row="compactor", note="`blend` is a number, not the share of tokens that go"),
     "ComposedPress": Press(note="Two presses in a row keep what nobody asked for; here parts of policies combine."),
     "CompressionRatioDecodingPress": Press(
-        note="A share `k` is of the prompt; no budget grows with what is generated."
+        call='"h2o", k=kvpatch.Share(0.5)', note="any policy that evicts while decoding"
     ),
     "CriticalAdaKVPress": Press(
         row="critical_adakv", note="around any weight: `kvpatch.critical(kvpatch.adaptive(base))`"
@@ -47,9 +47,10 @@ PRESSES = {
         call='"key_diff", k=2048, schedule="decode", every=512',
         note="any score that generated tokens have; `k` counts them alone",
     ),
-    "DMSPress": Press(note="It keeps what scores above a threshold; every budget here is a number of tokens."),
+    "DMSPress": Press(call='"h2o", k=kvpatch.Threshold(0.01), recent=128', note="any weight; what it evicts is freed"),
     "DuoAttentionPress": Press(
-        note="It needs a table of the heads that keep all; budgets of heads differ here by scores alone."
+        call='"streaming_llm", sinks=128, k=[[1.0, 384], [384, 1.0]]',
+        note="a number for each layer and head: which heads keep all is the user's to say",
     ),
     "EntropyGatedChunkKVPress": Press(note="`kvpatch.chunked` has no chunks of which a part is kept but the last."),
     "ExpectedAttentionPress": Press(row="expected_attention"),
@@ -72,7 +73,9 @@ PRESSES = {
     "KVzipPress": Press(row="kvzip", note="or [kvzip_plus](policies/kvzip_plus.md); what is evicted is freed"),
     "LagKVPress": Press(row="lag_kv"),
     "LeverageScorePress": Press(row="leverage", note="scores are not standardized, which changes no ranking"),
-    "LUKVPress": Press(note="It needs a table of keep rates of each head, measured on other texts."),
+    "LUKVPress": Press(
+        call='"snapkv", k=[[0.3, 0.6], [0.5, 0.4]]', note="a share for each layer and head; its tables are not shipped"
+    ),
     "MergingPress": Press(
         call='"merged(snapkv)", k=0.5', note="around any score: `kvpatch.merged(base)`; no `merge_fraction`"
     ),
@@ -88,7 +91,7 @@ PRESSES = {
     ),
     "PrefillDecodingPress": Press(call='"h2o", k=0.5, schedule="both"', note="one policy for both phases"),
     "PyramidKVPress": Press(row="pyramidkv", note="around any score: `kvpatch.pyramid(base)`; the total is exact"),
-    "QFilterPress": Press(note="It needs directions of queries measured on other texts, for each model."),
+    "QFilterPress": Press(row="q_filter", note="`kvpatch calibrate` measures the directions on the user's text"),
     "RandomPress": Press(row="random", note="while decoding too"),
     "RestoreKVPress": Press(note=f"It needs {_TRAINED}."),
     "SimLayerKVPress": Press(
