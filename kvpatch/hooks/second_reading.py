@@ -1,4 +1,4 @@
-"""What follows a pass of the decoder: its end, where a hybrid's other layers ran last, and the second reading of a prompt.
+"""End of a pass of the decoder, where a hybrid's other layers ran last, and the second reading of a prompt.
 
 For scores that ask for a second reading, the decoder runs again where the prompt has ended; a hybrid's states stay as the
 prompt left them.

@@ -106,10 +106,8 @@ def test_a_second_reading_leaves_the_states_as_the_prompt_left_them(model, ids):
     with kvpatch.patched(model, "kvzip", 0.5) as patch:
         reread = patch.new_cache()
         run(model, reread, ids)
-    of = plain.states.tensors()
-    assert of.keys() == reread.states.tensors().keys()
-    first = "0.recurrent_states.0"  # below every layer with a budget
-    assert torch.equal(reread.states.tensors()[first], of[first]) and not reread.unfinished
+    assert not reread.unfinished
+    torch.testing.assert_close(reread.states.tensors(), plain.states.tensors(), rtol=0, atol=1e-7)
 
 
 def test_a_pass_that_fails_behind_the_last_budget_is_noticed(model, ids):
