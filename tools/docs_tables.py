@@ -158,7 +158,8 @@ def goldens(_: str) -> str:
 
 def served(_: str) -> str:
     """How many families have a row, and how many model types are served."""
-    found = re.search(r"^(\d+) of (\d+) types are served", (DOCS / "architectures.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (DOCS / "architectures.md").read_text(encoding="utf-8")
+    found = re.search(r"^(\d+) of (\d+) types are served", page, re.MULTILINE)
     if found is None:
         raise ValueError("docs/architectures.md has no count: run python -m tools.architectures --write")
     rows = f"[{len(kvpatch.list_architectures())} families](docs/models.md) have a row of their own"
