@@ -34,7 +34,7 @@ def attend(
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
         entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
-        if call.recalls and call.slots.mode.evicts:
+        if call.recalls:
             call.slots.remember(q_BHGD.detach(), positions_B1)
     done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t, stack) if name == "triton" else None
     if done is not None:

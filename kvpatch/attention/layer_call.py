@@ -29,7 +29,7 @@ from ..policies.context import (
     not_plain,
     not_recalled,
 )
-from ..policies.queries import Looks, Queries
+from ..policies.queries import Looks, Queries, Recent
 from ..policies.selection import TwoStage
 from ..policies.statistics import STATISTICS
 
@@ -251,7 +251,7 @@ class Call:
             held=self.held if self.policy.reads_held else not_held,
             plain_keys=self._plain_keys if score.lookahead is not None else not_plain,
             coming=self._coming if score.moments else not_foreseen,
-            recent=functools.partial(self._looks, newest_B11) if score.recent_queries else not_recalled,
+            recent=not_recalled if slots.recent is None else functools.partial(self._looks, slots.recent, newest_B11),
         )
 
     def note_deaths(self, newest_B11: Tensor) -> None:
@@ -283,12 +283,11 @@ class Call:
         queries = mode.queries.rotated(rotation, self.geometry.scale)
         return replace(queries, slopes_HG=self.geometry.slopes_HG)
 
-    def _looks(self, newest_B11: Tensor) -> Looks:
+    def _looks(self, recent: Recent, newest_B11: Tensor) -> Looks:
         """Return the logits of the layer's last queries."""
         slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
-        assert slots.recent is not None
         # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
-        q, rows = slots.recent.q_BHGWD, slots.recent.positions_BW
+        q, rows = recent.q_BHGWD, recent.positions_BW
         (k, v), positions = self.held(), self._positions
         candidate = (positions >= 0) & (positions <= newest[:, None] - rows.shape[1])
         if self.settings.renumbered:

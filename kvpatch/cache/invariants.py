@@ -205,15 +205,14 @@ class _LayerState:
     def _moving(self, mode: Moving) -> None:
         """Check that each head has a slot free for the next token, or that buffers move before it."""
         layer, free_BH = self.layer, mode.free_BH
-        assert layer.keep_BH1 is not None
         must(layer.holes and layer.used == len(self.column), "unused columns between slots")
-        must(self.held_BH <= layer.keep_BH1[..., 0], "a head holds more than it ever may")
+        must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")
         must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
         full = self.held_BH == self.limit_BH
         must((free_BH >= 0) & (free_BH < self.limit_BH + full), "free_BH names no slot")
         at = free_BH.clamp(max=len(self.column) - 1)[..., None]
         must(full | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
-        short = self.limit_BH <= layer.keep_BH1[..., 0]
+        short = self.limit_BH <= layer.own_budget_BH1[..., 0]
         must(mode.growing == bool(short.any()), "growing is not what the slots say")
         must(~short | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
 

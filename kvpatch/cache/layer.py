@@ -247,8 +247,9 @@ class SlotLayer(CacheLayerMixin):
         self.recent = self.recent.read(q_BHGQD, positions_BQ)
 
     def remember(self, q_BHGD: Tensor, positions_B1: Tensor) -> None:
-        """Keep a decode step's query in place of the oldest one, and record in the undo log what stood there."""
-        assert self.recent is not None
+        """Keep a decode step's query in place of the oldest one, if steps evict; what stood there goes into the undo log."""
+        if self.recent is None:
+            return
         old = self.recent.step(q_BHGD, positions_B1, undone=bool(self.undo_log))
         if old is not None:
             self.undo_log[-1].query = old

@@ -116,8 +116,7 @@ class RecurrentStates(Cache):
         """Fill these empty states, by name as `tensors` returns them."""
         for name, state in tensors.items():
             number, kind, key = name.split(".")
-            layer = self.layers[int(number)]
-            assert layer is not None
+            layer: Any = self.layers[int(number)]
             write = layer.update_conv_state if kind == "conv_states" else layer.update_recurrent_state
             write(state, int(key))
 

@@ -327,9 +327,7 @@ def _of_layer(k: object, where: str, bytes_per_token: int, beside: int) -> int |
 def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, beside: int) -> int | float:
     if not isinstance(k, str):
         return k
-    size = parse_bytes(k)
-    assert size is not None  # parse_k has passed
-    tokens = (size - reserved) // bytes_per_token - beside
+    tokens = ((parse_bytes(k) or 0) - reserved) // bytes_per_token - beside
     if tokens < 1:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
         sliding += f", and {beside} more wait to be evicted with it (every={beside + 1})" if beside else ""

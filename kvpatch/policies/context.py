@@ -53,6 +53,9 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+UNSCORED = torch.empty(0)
+
+
 @dataclass
 class EvictionContext:
     """State of one layer when tokens are evicted: at the end of a prompt, a block, or a decode step.
@@ -102,7 +105,7 @@ class EvictionContext:
     parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
     lost_BH1: Tensor | None = None
-    value: Tensor | None = None
+    value: Tensor = UNSCORED
     norms: Callable[[Tensor, Tensor | None], Tensor] = field(default=not_weighed, repr=False)
     held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
     plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)

@@ -201,7 +201,6 @@ class Threshold(Rule):
         _check_sizes(self, policy)
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        assert context.value is not None
         above = (keys_BHT == LAST) | ((context.value >= self.x * score.unit(context.group)) & (keys_BHT >= 0))
         return _possible(above.sum(-1, keepdim=True), keys_BHT), None
 
@@ -214,7 +213,6 @@ def _possible(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
 
 def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
     """Return the scores [B,H,T] that are added up; 0 for tokens that do not count (see Mass)."""
-    assert context.value is not None
     counted = keys_BHT >= 0
     if context.limits.any_prompt:
         counted = counted & (context.positions_BHT >= context.limits.prompt)
