@@ -37,7 +37,7 @@ _LOOKS = {
     "critical_pyramidkv": ("#80cbc4", "v"),
     "adakv": ("#d62728", "^"),
     "critical_adakv": ("#ff9896", "v"),
-    "dropkv": ("#cedb9c", "^"),
+    "dropkv": ("#8ca252", "^"),
     "key_norm": ("#393b79", "D"),
     "key_diff": ("#5254a3", "D"),
     "cur": ("#9c9ede", "D"),

@@ -14,6 +14,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies import POLICIES
 from kvpatch.policies.allocation import Adaptive, Pyramid
+from kvpatch.policies.merging import Merge
 from kvpatch.policies.options import PolicyOptions
 from kvpatch.policies.scopes import DeviationScope, Scope
 from kvpatch.policies.selection import TwoStage
@@ -48,7 +49,7 @@ def test_a_missing_policy_does_not_hide_a_slip():
 
 def test_the_types_know_every_option_of_the_policies():
     parts = {type(part) for policy in POLICIES.values() for part in policy._parts()}
-    parts |= {Scope, DeviationScope, TwoStage, Adaptive, Pyramid}
+    parts |= {Scope, DeviationScope, TwoStage, Adaptive, Pyramid, Merge}
     fields = {field.name for part in parts for field in dataclasses.fields(part)} | {"every"}
     assert set(PolicyOptions.__annotations__) == fields
     for name in fields:

@@ -265,8 +265,8 @@ def test_bidirectional_models_are_refused(name):
 
 def test_layers_of_other_kinds_are_refused():
     model = make("qwen3")
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(kvpatch.KVPatchError, match="layers of type linear_attention, whose state is no cache"):
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(kvpatch.KVPatchError, match="layers of type chunked_attention, whose state is no cache"):
         kvpatch.patch(model, "h2o")
 
 

@@ -22,7 +22,7 @@ from kvpatch.cli.needles import task_needles, text_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.patching import SETTINGS
-from kvpatch.policies.budgets import Budget
+from kvpatch.policies.budgets import Size
 from tests.helpers import tiny
 from tests.test_layers import imports
 
@@ -205,8 +205,8 @@ def test_checks_of_a_model_without_a_head_compare_hidden_states(name, monkeypatc
     results = Checks(model, "keyformer", 0.5).run()
     assert [result for result in results if not result.passed] == []
     assert len(results) == 6
-    real = Budget.tokens
-    monkeypatch.setattr(Budget, "tokens", lambda self, layer, n: max(real(self, layer, n) - 1, 1))
+    real = Size.tokens
+    monkeypatch.setattr(Size, "tokens", lambda self, n: max(real(self, n) - 1, 1))
     failed = [result.name for result in Checks(model).run() if not result.passed]
     assert failed == ["eviction is the same as masking"]
 
@@ -261,8 +261,8 @@ def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checks_see_one_token_too_few(dtype, monkeypatch):
     model = tiny.make("llama", dtype=dtype)
-    real = Budget.tokens
-    monkeypatch.setattr(Budget, "tokens", lambda self, layer, n: max(real(self, layer, n) - 1, 1))
+    real = Size.tokens
+    monkeypatch.setattr(Size, "tokens", lambda self, n: max(real(self, n) - 1, 1))
     failed = [result.name for result in Checks(model).run() if not result.passed]
     assert failed == ["eviction is the same as masking"]
 

@@ -673,7 +673,7 @@ class Oracle:
         the values, of which the sinks are the first."""
         fixed, recent, r, w = self.sizes(b)
         held = sorted(self.keys[l][g])
-        newest = set(held[len(held) - max(recent, w) :])
+        newest = set(held[max(len(held) - max(recent, w), 0) :])
         top: set[int] = set()
         if "ranges" in self.options and r > 0:
             wide = {i: float(max(v) - min(v)) for i, v in self.values[l][g].items() if i not in self.outside(l, g) | newest}
@@ -886,7 +886,7 @@ class Oracle:
         """Evict from KV head g what a budget by scores lets go. A window's own tokens, which have no score, count as 0."""
         rule, o = self.moving[l], self.options
         held, outside, free = sorted(self.keys[l][g]), self.outside(l, g), self.evictable(l, g, b)
-        window = set(held[len(held) - self.sizes(b)[3] :]) if self.observes() else set()
+        window = set(held[max(len(held) - self.sizes(b)[3], 0) :]) if self.observes() else set()
         scored = self.scores(l, g, b, [i for i in held if i not in window])
         s = {i: scored.get(i, 0.0) for i in held if i not in outside}
         dead = partial(self.dead, l)
