@@ -49,7 +49,7 @@ class Share(Rule):
             )
 
     def __str__(self) -> str:
-        return f"Share({self.part:g}, of={self.of!r})"
+        return f"Share({self.part!r}, of={self.of!r})"
 
     @property
     def evicts(self) -> bool:
@@ -123,7 +123,7 @@ class Mass(Rule):
 
     def __str__(self) -> str:
         bounds = "" if self.floor == 1 and isinstance(self.floor, int) else f", floor={self.floor}"
-        return f"Mass({self.share:g}{bounds}{'' if self.ceiling is None else f', ceiling={self.ceiling}'})"
+        return f"Mass({self.share!r}{bounds}{'' if self.ceiling is None else f', ceiling={self.ceiling}'})"
 
     @property
     def evicts(self) -> bool:
@@ -187,7 +187,7 @@ class Threshold(Rule):
             raise KVPatchError(f"Threshold({self.x!r}): give a score of at least 0, such as Threshold(0.01).")
 
     def __str__(self) -> str:
-        return f"Threshold({self.x:g})"
+        return f"Threshold({self.x!r})"
 
     def tokens(self, n: int) -> int:
         return MAX_POSITION
