@@ -53,9 +53,6 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-UNSCORED = torch.empty(0)
-
-
 @dataclass
 class EvictionContext:
     """State of one layer when tokens are evicted: at the end of a prompt, a block, or a decode step.
@@ -105,7 +102,7 @@ class EvictionContext:
     parallel: Parallel = WHOLE
     keep_BH1: Tensor | None = None
     lost_BH1: Tensor | None = None
-    value: Tensor = UNSCORED
+    value: Tensor = field(init=False, repr=False)
     norms: Callable[[Tensor, Tensor | None], Tensor] = field(default=not_weighed, repr=False)
     held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
     plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)
