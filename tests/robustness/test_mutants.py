@@ -461,9 +461,6 @@ MUTANTS = {
         "policies/outputs.py", "v_NMD = rows.p_NGRM.double(), rows",
         "v_NMD = (rows.p_NGRM * rows.candidate_NM[:, None, None]).double(), rows",
         f"{ORACLE}[llama_gqa-dropkv]"),
-    "values of other tokens": (
-        "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
-        f"{ORACLE}[llama_gqa-dropkv]"),
     "the greatest of several blocks' sums": (
         "attention/prefill.py", '"sum": torch.add}', '"sum": torch.maximum}',
         "tests/policies/test_scores.py::test_a_window_in_several_blocks_of_rows[dropkv]"),
