@@ -7,8 +7,9 @@ from einops import einsum
 from torch import Tensor
 
 from ..backends import torch_backend
-from ..cache.modes import Local, Reading
+from ..cache.modes import Reading
 from ..policies.context import accumulator
+from ..policies.queries import Local
 from .layer_call import Call
 
 

@@ -1,4 +1,4 @@
-"""Queries that scores know: moments of a prompt's, and the last ones of a layer."""
+"""Queries that scores know: moments of a prompt's, the last ones of a layer, and those of a chunk with their keys."""
 
 from __future__ import annotations
 
@@ -127,6 +127,37 @@ class Recent:
     def cat(cls, parts: Sequence[Recent]) -> Recent:
         """Concatenate the rows of several records."""
         return cls(torch.cat([part.q_BHGWD for part in parts]), torch.cat([part.positions_BW for part in parts]))
+
+
+@dataclass
+class Local:
+    """Rows of chunks that are not complete: queries, keys, positions (-1 for none) and columns of the layer's slots."""
+
+    q_BHGCD: Tensor
+    k_BHCD: Tensor
+    positions_BC: Tensor
+    columns_BC: Tensor
+
+    def joined(self, later: Local) -> Local:
+        """Return these rows and later ones."""
+        axes = ("q_BHGCD", 3), ("k_BHCD", 2), ("positions_BC", 1), ("columns_BC", 1)
+        return Local(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
+
+    def taken(self, at_BM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries [B,H,G,M,D] and keys [B,H,M,D] at these columns of each row."""
+        b = torch.arange(len(at_BM), device=at_BM.device)[:, None]
+        return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
+
+    def newest(self, count: int, start_B1: Tensor) -> Local:
+        """Return the `count` newest rows at positions from `start_B1`, which may have another number for each text."""
+        at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
+        positions = self.positions_BC.gather(1, at)
+        positions = positions.masked_fill(positions < start_B1, -1)
+        return Local(*self.taken(at), positions, self.columns_BC.gather(1, at))
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Local:
+        """Apply `change`, which acts along the batch axis, to every tensor."""
+        return Local(*(change(tensor) for tensor in vars(self).values()))
 
 
 @dataclass

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ..errors import InvalidError, KVPatchError
 from ..policies.calibration import Calibration
-from .file import checksum, write
+from .file import check_sum, checksum, readable, write
 from .header import Entry, entries, is_count, parse, read
 from .schema import table
 
 FORMAT = "kvpatch calibration 1"
-_AGAIN = "Make it anew with `kvpatch calibrate`."
 
 
 def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> None:
@@ -59,30 +58,20 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         with kvpatch.patched(model, "q_filter", k=0.5, calibration=calibration):
             model.generate(**inputs)
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if not isinstance(path, str | PathLike) or not str(path):
         raise KVPatchError(f"path={path!r} is no path: give the file that `kvpatch calibrate` wrote.")
-    try:
-        with safe_open(Path(path), "pt") as file:
-            texts = file.metadata() or {}
-            about = _about(texts.get("kvpatch", ""))
-            found = entries(file)
-            _check(about, found)
-            tensors = {name: read(file, name) for name in found}
-        if texts.get("checksum") != checksum(texts["kvpatch"], tensors):
-            raise InvalidError("its checksum does not match, so it was altered")
+    again = "Make it anew with `kvpatch calibrate`."
+    with readable(path, "calibration", "`kvpatch calibrate`", again), safe_open(Path(path), "pt") as file:
+        texts = file.metadata() or {}
+        about = _about(texts.get("kvpatch", ""))
+        found = entries(file)
+        _check(about, found)
+        tensors = {name: read(file, name) for name in found}
+        check_sum(texts, tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise InvalidError("it holds a number that is not finite")
-    except FileNotFoundError as error:
-        raise KVPatchError(f"There is no file {path}: give the one that `kvpatch calibrate` wrote.") from error
-    except OSError as error:
-        raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that `kvpatch calibrate` wrote.") from error
-    except SafetensorError as error:
-        message = f"{path} cannot be read as a calibration: it is truncated or no such file ({error})."
-        raise KVPatchError(f"{message} {_AGAIN}") from error
-    except InvalidError as error:
-        raise KVPatchError(f"{path} is no valid calibration: {error}. {_AGAIN}") from error
     directions = {layer: tensors[f"{layer}.direction"] for layer in about["layers"]}
     return Calibration(about["model"], directions, about["tokens"], texts["checksum"])
 

@@ -1,4 +1,4 @@
-"""Writing of safetensors files with a checksum: whole or not at all."""
+"""safetensors files with a checksum: written whole or not at all, and what is said of one that cannot be read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import errno
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..errors import KVPatchError
+from ..errors import InvalidError, KVPatchError
 
 
-def write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str = "cache") -> None:
+def write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
     """Write a file and rename it to its name once it is complete and on the disk; an earlier file stays until then.
 
     Raises:
@@ -62,3 +64,33 @@ def checksum(text: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
         digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def readable(path: str | PathLike[str], what: str, writer: str, again: str) -> Iterator[None]:
+    """Turn the errors of reading a file into a KVPatchError that says what to do.
+
+    Args:
+        path: the file.
+        what: what it should be, "saved cache".
+        writer: what writes such files.
+        again: a sentence that tells how to make the file anew.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise KVPatchError(f"There is no file {path}: give one that {writer} wrote.") from error
+    except OSError as error:
+        raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that {writer} wrote.") from error
+    except SafetensorError as error:
+        raise KVPatchError(f"{path} cannot be read as a {what}: it is truncated or no such file ({error}). {again}") from error
+    except InvalidError as error:
+        raise KVPatchError(f"{path} is no valid {what}: {error}. {again}") from error
+
+
+def check_sum(texts: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """Raise InvalidError unless a file's checksum is that of its description and tensors."""
+    if texts.get("checksum") != checksum(texts["kvpatch"], tensors):
+        raise InvalidError("its checksum does not match, so it was altered")

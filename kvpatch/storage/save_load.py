@@ -20,13 +20,12 @@ from ..cache.layer import SlotLayer
 from ..cache.modes import MODES, Reading
 from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
-from ..errors import KVPatchError
+from ..errors import InvalidError, KVPatchError
 from ..policies.context import SIZES, Limits
 from ..policies.queries import Recent
 from . import contents, schema
-from .file import checksum as _checksum
-from .file import write as _write
-from .header import InvalidError, entries, parse, read
+from .file import check_sum, checksum, readable, write
+from .header import entries, parse, read
 
 FORMAT = "kvpatch cache 4"
 _ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
@@ -46,7 +45,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     with cache.reading("save_cache()"):
         tensors, about = _described(cache, model)
     text = json.dumps(about)
-    _write(path, tensors, {"kvpatch": text, "checksum": _checksum(text, tensors)})
+    write(path, tensors, {"kvpatch": text, "checksum": checksum(text, tensors)}, "cache")
 
 
 def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -102,10 +101,21 @@ def load(
     Raises:
         KVPatchError: the file is missing, truncated or altered, or belongs to another model, policy, budget or seed.
     """
-    try:
+    with readable(path, "saved cache", "save_cache()", "Save it anew with patch.save_cache()."):
         about, tensors = _read(Path(path), cache, model, shapes)
-    except InvalidError as error:
-        raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
+        _restore(cache, about, tensors, shapes, devices)
+        contents.check(cache)
+    cache.drop_stack(due=True)
+    return cache
+
+
+def _restore(
+    cache: EvictingCache,
+    about: dict[str, Any],
+    tensors: dict[str, Tensor],
+    shapes: list[schema.LayerShape],
+    devices: list[torch.device],
+) -> None:
     _set_history(cache, about["cache"])
     for name in _ROWS:
         holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
@@ -115,12 +125,6 @@ def load(
         _fill(cache, layer, own, described, shapes[index])
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
     cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
-    try:
-        contents.check(cache)
-    except InvalidError as error:
-        raise KVPatchError(f"{path} is no valid saved cache: {error}. Save it anew with patch.save_cache().") from error
-    cache.drop_stack(due=True)
-    return cache
 
 
 def _fill(
@@ -173,26 +177,17 @@ def _read(
     path: Path, cache: EvictingCache, model: dict[str, Any], shapes: list[schema.LayerShape]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, "pt") as file:
-            texts = file.metadata() or {}
-            about = _about(texts.get("kvpatch", ""), path)
-            _compare("model", about["model"], model, path)
-            _compare("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
-            found = entries(file)
-            schema.check(about, found, cache, shapes)
-            tensors = {name: read(file, name) for name in found}
-    except FileNotFoundError as error:
-        raise KVPatchError(f"There is no file {path}: give the path that save_cache() wrote to.") from error
-    except OSError as error:
-        raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that save_cache() wrote.") from error
-    except SafetensorError as error:
-        message = f"{path} cannot be read as a saved cache: it is truncated or no such file ({error})."
-        raise KVPatchError(f"{message} Save it anew with patch.save_cache().") from error
-    if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):
-        raise KVPatchError(f"{path} was altered after it was saved: its checksum does not match. Save it anew.")
+    with safe_open(path, "pt") as file:
+        texts = file.metadata() or {}
+        about = _about(texts.get("kvpatch", ""), path)
+        _compare("model", about["model"], model, path)
+        _compare("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
+        found = entries(file)
+        schema.check(about, found, cache, shapes)
+        tensors = {name: read(file, name) for name in found}
+    check_sum(texts, tensors)
     return about, tensors
 
 

@@ -57,9 +57,9 @@ JOIN = [
     (concat, "check"), (concat, "_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill"),
     (concat, "_open"), (concat, "_set_steps"), (concat, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
-SAVE = [(save_load, "_checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
+SAVE = [(save_load, "checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
 LOAD = [
-    (save_load, "_read"), (save_load, "_checksum"), (save_load, "_compare"), (save_load, "_fill"), (handle, "BoundAdapter"),
+    (save_load, "_read"), (save_load, "check_sum"), (save_load, "_compare"), (save_load, "_fill"), (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
     (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set"),

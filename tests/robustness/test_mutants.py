@@ -56,7 +56,7 @@ MUTANTS = {
         "hooks/target.py", "if calibration.model.get(name) != own.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
     "an altered calibration is read": (
-        "storage/calibration.py", 'if texts.get("checksum") != checksum(texts["kvpatch"], tensors):', "if False:",
+        "storage/calibration.py", "check_sum(texts, tensors)", "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
     "a direction points away from the queries": (
         "evaluation/calibrate.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
@@ -436,7 +436,7 @@ MUTANTS = {
         "attention/local.py", "else rows.newest(size - 1, whole_B1)", "else None",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
     "rows of a complete chunk counted again": (
-        "cache/modes.py", "positions.masked_fill(positions < start_B1, -1)", "positions",
+        "policies/queries.py", "positions.masked_fill(positions < start_B1, -1)", "positions",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
     "standardized over all that is held": (
         "policies/content.py", "among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)",
@@ -534,7 +534,7 @@ MUTANTS = {
         "policies/policy.py", "return bool(self.statistics) and", "return False and",
         "tests/cache/test_turns.py::test_schedule_prompt_counts_all_each_or_the_first[h2o-all]"),
     "an altered file passes": (
-        "storage/save_load.py", 'if texts.get("checksum") != _checksum(texts["kvpatch"], tensors):', "if False:",
+        "storage/file.py", 'if texts.get("checksum") != checksum(texts["kvpatch"], tensors):', "if False:",
         "tests/storage/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(new.positions_BQ, "b q -> b 1 q 1")',
@@ -679,6 +679,16 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
     assert status == 0, log
 
 
+def test_each_sabotage_finds_its_line_and_its_test():
+    """A moved line is named here, before the slow tests begin."""
+    for name, (file, before, after, tests) in MUTANTS.items():
+        found = (ROOT / "kvpatch" / file).read_text().count(before)
+        assert found == 1, f"{name}: the line to sabotage stands {found} times in {file}"
+        assert before != after, name
+        path, *parts = tests.partition("[")[0].split("::")
+        assert not parts or f"def {parts[-1]}(" in (ROOT / path).read_text(), f"{name}: no test {tests}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails_its_test(name, tmp_path, worker):
@@ -688,7 +698,6 @@ def test_a_mutant_fails_its_test(name, tmp_path, worker):
     copy_to(tmp_path)
     path = tmp_path / "kvpatch" / file
     source = path.read_text()
-    assert source.count(before) == 1, f"{name}: the line to sabotage stands {source.count(before)} times in {file}"
     path.write_text(source.replace(before, after))
     status, log = worker(tmp_path, [tests])
     assert status == 1, f"{name}: nothing noticed\n{log}"

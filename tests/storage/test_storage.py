@@ -106,8 +106,8 @@ def test_truncated_altered_and_missing_files_are_refused(saved, tmp_path):
     (tmp_path / "truncated").write_bytes(saved.read_bytes()[:-100])
     (tmp_path / "text").write_text("no cache")
     cases = {
-        "altered": "was altered after it was saved",
-        "described": "was altered after it was saved",
+        "altered": "its checksum does not match, so it was altered. Save it anew",
+        "described": "its checksum does not match, so it was altered. Save it anew",
         "other": "is no cache saved by this version",
         "truncated": "is truncated or no such file",
         "text": "is truncated or no such file",
