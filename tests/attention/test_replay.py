@@ -35,7 +35,6 @@ def close(got, want, atol=1e-10):
     torch.testing.assert_close(got, want, atol=atol, rtol=0)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FIVE)
 def test_logits_are_the_rollouts(name, policy):

@@ -31,7 +31,6 @@ POLICIES = (
 )
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("k", [24, 0.4])
 def test_every_policy(policy, k):
@@ -40,7 +39,6 @@ def test_every_policy(policy, k):
         assert batched(model, texts) == [alone(model, ids) for ids in texts]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(
     "name", ["mistral", "mistral_sliding", "gpt2", "gptj", "falcon_gqa", "falcon_alibi", "bloom", "mpt"]
 )
