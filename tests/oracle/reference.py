@@ -907,8 +907,7 @@ class Oracle:
             most = math.inf if rule["ceiling"] is None else b
             victims, margin, self.lost[l][g] = mass(s, free, rule["mass"], lost, min(least, b), most, dead)
         self.margin = min(self.margin, margin)
-        for i in victims:
-            del self.keys[l][g][i], self.values[l][g][i]
+        self.drop(l, g, victims)
 
     def waits(self, l: int) -> bool:
         """With one budget for all layers none evicts before all have read the prompt."""
@@ -989,11 +988,16 @@ class Oracle:
         else:
             victims, margin = worst(s, excess, dead)
         self.margin = min(self.margin, margin)
-        if "merged" in o["wrap"]:
+        self.drop(l, g, victims)
+
+    def drop(self, l: int, g: int, victims: set[int]) -> None:
+        """Forget these tokens, with merged() once their values are folded into those of what stays."""
+        if "merged" in self.options["wrap"]:
             folded = {i for i in victims if not self.dead(l, i)}
             keys = {i: key for i, key in self.keys[l][g].items() if i in folded or i not in victims}
-            values, margin = merged(keys, self.values[l][g], folded, o["threshold"])
+            values, margin = merged(keys, self.values[l][g], folded, self.options["threshold"])
             self.values[l][g] |= values
+            self.rounded[l][g] -= set(values)  # written anew; a key that is rounded twice stays what it is
             self.margin = min(self.margin, margin)
         for i in victims:
             del self.keys[l][g][i], self.values[l][g][i]
