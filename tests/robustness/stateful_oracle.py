@@ -78,7 +78,8 @@ class Chosen:
     def oracle(self, n: int) -> Oracle:
         given = {**dict(self.options), "bits": self.bits, "block": self.block, "positions": self.positions}
         chosen = settings(self.policy, given, self.wrap)
-        return Oracle(subject(self.name)[1], n, plain(listed(self.k)), chosen, TAU_STEPS, functools.partial(draw, 0), self.turns)
+        k, drawn = plain(listed(self.k)), functools.partial(draw, 0)
+        return Oracle(subject(self.name)[1], n, k, chosen, TAU_STEPS, drawn, self.turns)
 
 
 def listed(k: Any) -> Any:
