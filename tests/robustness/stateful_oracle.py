@@ -128,7 +128,8 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
         whole = "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
         options["schedule"] = "both" if options["schedule"] == "decode" and whole else options["schedule"]
     options |= {"lag": 3} if policy == "lag_kv" else SMALL[policy] if policy in PLACED else {}
-    if "merged" in wrap and "schedule" in options:
+    anew = policy == "tova" and isinstance(k, kvpatch.Mass)  # a row's scores, which add up to nothing over steps
+    if "schedule" in options and ("merged" in wrap or anew):
         options["schedule"] = "prompt"
     if policy == "roco" and "protected" not in options:
         options |= {"recent": 1, "protected": 0.3}
