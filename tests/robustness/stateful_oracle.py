@@ -186,7 +186,8 @@ def shortened(oracle: Oracle, count: int) -> Oracle:
     for l, layer in enumerate(oracle.keys):
         for g in range(len(layer)):
             oracle.rounded[l][g] = {i for i in oracle.rounded[l][g] if i < oracle.seen}
-            for held in (oracle.keys[l][g], oracle.values[l][g], oracle.noted[l][g]):
+            noted = oracle.noted[l][g], oracle.repeated[l][g], oracle.local[l][g]
+            for held in (oracle.keys[l][g], oracle.values[l][g], *noted):
                 for gone in [i for i in held if i >= oracle.seen]:
                     del held[gone]
             oracle.rows[l][g] = [row for row in oracle.rows[l][g] if row.t < oracle.seen]
