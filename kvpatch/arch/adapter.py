@@ -160,6 +160,16 @@ def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
     return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
+def of_decoder(config: Any, name: str) -> int | None:
+    """Return num_hidden_layers or num_attention_heads of a configuration's decoder; None if it has neither.
+
+    In the configuration of a family with encoders, such as BART, these names are the encoder's.
+    """
+    return getattr(config, {"num_hidden_layers": "decoder_layers"}.get(name, "decoder_attention_heads"), None) or getattr(
+        config, name, None
+    )
+
+
 def source_module(attn: nn.Module) -> Any:
     """Return the Python module that defines the attention class and its rotary functions."""
     return sys.modules[type(attn).__module__]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
 from .adapter import list_architectures
-from .interface import attends_both_ways, encoder_refused, routes_through_interface
-
-_CROSS = ("encoder_attn", "crossattention", "cross_attn")
+from .interface import attends_both_ways, crosses, encoder_refused, routes_through_interface
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
@@ -32,8 +32,8 @@ def refuse_other_kinds(model: nn.Module) -> None:
             "and keeps no cache that could be put on a budget. Give a causal decoder, or set "
             "is_decoder=True if it was trained as one."
         )
-    crossed = next((at for at, module in text.named_modules() if _crosses(at, module)), None)
-    if crossed is not None:
+    crossed = next((at for at, module in text.named_modules() if crosses(at, module)), None)
+    if crossed is not None and not _reads_alone(model, text.get_submodule(crossed)):
         raise KVPatchError(
             f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
             "attend to their own text alone."
@@ -46,9 +46,13 @@ def _text_part(model: nn.Module) -> nn.Module:
     return part if isinstance(part, nn.Module) else model
 
 
-def _crosses(name: str, module: nn.Module) -> bool:
-    last = name.rpartition(".")[2]
-    return last in _CROSS or "crossattention" in type(module).__name__.lower()
+def _reads_alone(model: nn.Module, crossed: nn.Module) -> bool:
+    """Tell if a decoder skips its cross-attention without encoder_hidden_states, and no encoder stands beside it."""
+    holders = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    decoder = holder_of(model, [crossed])
+    if decoder is None or any(crossed not in one.modules() for one in holders):
+        return False
+    return "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
 
 
 def unknown(model: nn.Module) -> KVPatchError:

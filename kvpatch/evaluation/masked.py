@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arch.adapter import Adapter
+from ..arch.adapter import Adapter, of_decoder
 from ..hooks.attention import parameters
 from ..hooks.target import Target
 from .teacher_forcing import feed, predictions, wide
@@ -18,15 +18,18 @@ Attentions = list[tuple[nn.Module, Adapter]]
 
 
 class Evictions:
-    """Record of what each head holds, noted pass by pass; `n` tokens of `total` are the prompt."""
+    """Record of what each head holds, noted pass by pass; `n` tokens of `total` are the prompt, `pads_B` of them padding."""
 
-    def __init__(self, n: int, total: int) -> None:
-        self.n, self.total = n, total
+    def __init__(self, n: int, total: int, pads_B: Tensor | None = None) -> None:
+        self.n, self.total, self.pads_B = n, total, pads_B
         self.passes: list[list[Tensor]] = []
 
     def note(self, cache: Any) -> None:
         """Note the positions that each layer holds after a pass."""
-        self.passes.append([cache.positions(layer).cpu() for layer in range(len(cache.layers))])
+        held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
+        if self.pads_B is not None and not cache.settings.by_columns:
+            held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
+        self.passes.append(held)
 
     def seen(self) -> list[Tensor]:
         """Return what each query sees, bool [B,H,Q,T] per layer: all before it in the prompt, then what was held."""
@@ -52,7 +55,13 @@ class Evictions:
 
 @torch.no_grad()
 def masked_predictions(
-    model: Any, target: Target, ids_BT: Tensor, n: int, seen: list[Tensor], places: dict[str, Tensor]
+    model: Any,
+    target: Target,
+    ids_BT: Tensor,
+    n: int,
+    seen: list[Tensor],
+    places: dict[str, Tensor],
+    mask_BT: Tensor | None = None,
 ) -> Tensor:
     """Run the unpatched model; each layer's queries see what `seen` says, within the layer's sliding window.
 
@@ -65,18 +74,19 @@ def masked_predictions(
         n: tokens of the prompt.
         seen: bool [B,H,Q,T] per layer, with KV heads H or 1; B may be 1.
         places: position_ids, if the model takes them.
+        mask_BT: 0 for left padding.
 
     Returns:
         Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
     attentions = target.attentions
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    heads = of_decoder(model.config.get_text_config(), "num_attention_heads") or 0
     shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
     groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
     with _masks(attentions, seen, groups):
         if target.stack is not None:
-            return feed(model, ids_BT, n).logits_BSV
-        return wide(predictions(model(ids_BT, use_cache=False, **places)))[:, n - 1 :]
+            return feed(model, ids_BT, n, mask_BT).logits_BSV
+        return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager

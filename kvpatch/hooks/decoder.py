@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..arch.adapter import of_decoder
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
@@ -78,13 +79,14 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     past, config, scratch = call.get("past_key_values"), getattr(decoder, "config", None), _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
-    n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
+    n_layers = state.settings.within(of_decoder(config, "num_hidden_layers") or sys.maxsize)
     if len(cache.layers) != n_layers:
         raise KVPatchError(
             f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
             "model's own patch.new_cache()."
         )
     ownership.check(cache, state)
+    inputs.refuse_encoder(call)
     if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
@@ -184,7 +186,8 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
     """Begin a decode step that torch.compile can trace; False if it cannot."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
-    if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
+    own = mask is not None and mask.ndim != 2
+    if tokens is None or call.get("output_attentions") or own or call.get("encoder_hidden_states") is not None:
         return False  # the untraced hook raises the error
     if decoder.training:
         return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell

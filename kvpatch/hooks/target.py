@@ -14,8 +14,9 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..arch import Adapter, adapter_of
-from ..arch.adapter import dtype_of
+from ..arch.adapter import dtype_of, of_decoder
 from ..arch.automatic import AutomaticAdapter, automatic_rows
+from ..arch.interface import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case
@@ -73,7 +74,7 @@ class Target:
         """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
-        known = ((module, adapter_of(module)) for module in model.modules())
+        known = ((module, adapter_of(module)) for name, module in model.named_modules() if not crosses(name, module))
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:
             refuse_other_kinds(model)
@@ -189,7 +190,7 @@ class Target:
 
     def shapes(self) -> list[LayerShape]:
         """Return the shape that the cache of each layer must have; heads are those of this process."""
-        queries, shapes = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None), []
+        queries, shapes = of_decoder(getattr(self.decoder, "config", None), "num_attention_heads"), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
             group = queries // H if isinstance(queries, int) else None
