@@ -195,10 +195,18 @@ def crosses(name: str, module: nn.Module) -> bool:
 
 def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
     """Return the error for an encoder, whose attention a causal cache would change."""
+    return _both_ways(model, f"is_causal=False of {type(attn).__name__}")
+
+
+def decoder_wanted(model: nn.Module) -> KVPatchError:
+    """Return the error for a model whose attention code makes it an encoder unless its configuration says otherwise."""
+    return _both_ways(model, "is_decoder=False of its configuration")
+
+
+def _both_ways(model: nn.Module, why: str) -> KVPatchError:
     return KVPatchError(
-        f"{type(model).__name__} attends in both directions (is_causal=False of {type(attn).__name__}): an encoder reads its "
-        "text at once and keeps no cache that could be put on a budget. Give a causal decoder, or set is_decoder=True if it "
-        "was trained as one."
+        f"{type(model).__name__} attends in both directions ({why}): an encoder reads its text at once and keeps no cache that "
+        "could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."
     )
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
 from .adapter import list_architectures
-from .interface import attends_both_ways, crosses, encoder_refused, routes_through_interface
+from .interface import attends_both_ways, crosses, decoder_wanted, encoder_refused, routes_through_interface
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
@@ -27,11 +27,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
     if attentions and all(map(attends_both_ways, attentions)):
         raise encoder_refused(model, attentions[0])
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
-        raise KVPatchError(
-            f"{name} attends in both directions (is_decoder=False of its configuration): an encoder reads its text at once "
-            "and keeps no cache that could be put on a budget. Give a causal decoder, or set "
-            "is_decoder=True if it was trained as one."
-        )
+        raise decoder_wanted(model)
     crossed = next((at for at, module in text.named_modules() if crosses(at, module)), None)
     if crossed is not None and not _reads_alone(model, text.get_submodule(crossed)):
         raise KVPatchError(
