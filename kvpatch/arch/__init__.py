@@ -3,7 +3,7 @@
 from .adapter import Adapter, adapter_of, list_architectures, register_arch, unregister_arch
 from .bloom import BloomAdapter
 from .falcon import FalconAdapter
-from .families import FAMILIES
+from .families import FAMILIES, LONGCAT
 from .gpt2 import GPT2Adapter
 from .gpt_neox_japanese import GPTNeoXJapaneseAdapter
 from .gptj import CodeGenAdapter, GPTJAdapter
@@ -15,7 +15,7 @@ from .separate import SEPARATE
 
 _OWN = (LlamaAdapter, MistralAdapter, MptAdapter, GPTJAdapter, GPT2Adapter, FalconAdapter, BloomAdapter)
 _OTHERS = (CodeGenAdapter, GPTNeoXJapaneseAdapter)
-for _adapter in (*(kind() for kind in (*_OWN, *_OTHERS)), *SEPARATE, *FAMILIES):
+for _adapter in (*(kind() for kind in (*_OWN, *_OTHERS)), *SEPARATE, LONGCAT, *FAMILIES):
     register_arch(_adapter)
 
 __all__ = [

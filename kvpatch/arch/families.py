@@ -55,10 +55,14 @@ FAMILIES = (
     _row("bitnet",      "BitNet",      "BitNet: a norm before the output projection", projection=None),
     _row("deepseek_v2", "DeepseekV2",  "DeepSeek V2: latent attention, mixture of experts"),
     _row("deepseek_v3", "DeepseekV3",  "DeepSeek V3 and R1, Kimi K2: latent attention, mixture of experts"),
-    InterfaceAdapter("longcat_flash", "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashMLA",
-                     "LongCat Flash: latent attention, two to a layer"),
     _row("minicpm3",    "MiniCPM3",    "MiniCPM 3: latent attention"),
     _row("youtu",       "Youtu",       "Youtu: latent attention"),
     _row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", projection="dense"),
 )
 # fmt: on
+
+LONGCAT = InterfaceAdapter(  # two modules of attention to a layer, whose class is not named so
+    "longcat_flash",
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashMLA",
+    "LongCat Flash: latent attention, mixture of experts",
+)

@@ -100,6 +100,8 @@ def shrunk(config: Any) -> Any:
             own[key] = [_small(key, one) for one in value]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
+        elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
+            own[key] = {name: few_kv if "kv_n_heads" in name else _small(name, one) for name, one in value.items()}
         else:
             own[key] = _small(key, value)
     for few, *same in ((few_layers, "num_hidden_layers", "decoder_layers"), (few_heads, "num_attention_heads", *_HEADS)):
