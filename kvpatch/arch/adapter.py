@@ -32,6 +32,7 @@ class Adapter:
             `rotate_back` where they are rotated.
         positions_from_mask: whether the decoder derives positions from the padding mask. The patch withholds that mask, so it
             passes position_ids to such a decoder instead.
+        one_mask: whether the module's own code refuses masks that differ by head.
         distances_from_mask: whether ALiBi counts distances in the padding mask, so that padding between two tokens adds
             nothing to their distance.
 
@@ -50,6 +51,7 @@ class Adapter:
     why_not: str = "its adapter does not project keys without positions"
     turns_back: bool = False
     positions_from_mask: bool = False
+    one_mask: bool = False
     distances_from_mask: bool = False
 
     def run(

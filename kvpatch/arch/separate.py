@@ -19,14 +19,15 @@ class SeparateAdapter(Adapter):
         attention: qualified name of the attention class, "package.module.ClassName".
         summary: one line for tables.
         learned: whether positions are a table with config.max_position_embeddings rows.
+        one_mask: as in Adapter.
     """
 
     projection: str | None = "out_proj"
     why_not = "its positions are added to the hidden states, so that they are inside the keys for good"
     turns_back = True  # nothing is rotated
 
-    def __init__(self, name: str, attention: str, summary: str, *, learned: bool = True) -> None:
-        self.name, self.classes, self.summary, self.learned = name, (attention,), summary, learned
+    def __init__(self, name: str, attention: str, summary: str, *, learned: bool = True, one_mask: bool = False) -> None:
+        self.name, self.classes, self.summary, self.learned, self.one_mask = name, (attention,), summary, learned, one_mask
 
     def project(self, attn: Any, hidden_BQE: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
@@ -116,9 +117,9 @@ def _class(home: str, name: str) -> str:
 # fmt: off
 SEPARATE = (
     GPTNeoAdapter("gpt_neo", _class("gpt_neo", "GPTNeoSelfAttention"), "GPT-Neo: every other layer slides, learned positions"),
-    SeparateAdapter("xglm", _class("xglm", "XGLMAttention"), "XGLM: sinusoidal positions", learned=False),
-    SeparateAdapter("mvp", _class("mvp", "MvpAttention"), "MVP, the decoder: learned positions"),
-    SeparateAdapter("trocr", _class("trocr", "TrOCRAttention"), "TrOCR, the decoder: learned positions"),
+    SeparateAdapter("xglm", _class("xglm", "XGLMAttention"), "XGLM: sinusoidal positions", learned=False, one_mask=True),
+    SeparateAdapter("mvp", _class("mvp", "MvpAttention"), "MVP, the decoder: learned positions", one_mask=True),
+    SeparateAdapter("trocr", _class("trocr", "TrOCRAttention"), "TrOCR, the decoder: learned positions", one_mask=True),
     BertAdapter("rembert", _class("rembert", "RemBertSelfAttention"), "RemBERT as a decoder: learned positions"),
     BertAdapter("megatron_bert", _class("megatron_bert", "MegatronBertSelfAttention"),
                 "Megatron-BERT as a decoder: learned positions"),

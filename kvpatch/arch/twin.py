@@ -94,10 +94,8 @@ def shrunk(config: Any) -> Any:
     few_layers = max(_kinds(own, layers), of_hybrid)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in own.items():
-        if isinstance(value, list | tuple) and len(value) == layers:
-            own[key] = [_small(key, one) for one in value[:few_layers]]
-        elif isinstance(value, list | tuple):
-            own[key] = [_small(key, one) for one in value]
+        if isinstance(value, list | tuple):
+            own[key] = [_small(key, one) for one in (value[:few_layers] if len(value) == layers else value)]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
         elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts

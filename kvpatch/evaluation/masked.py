@@ -94,7 +94,7 @@ def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Ite
     hooks = []
     try:
         for (module, adapter), seen_BHQT, group in zip(attentions, seen, groups, strict=True):
-            mask = _Masked(adapter.sliding(module), seen_BHQT, group)
+            mask = _Masked(adapter.sliding(module), seen_BHQT, group, adapter.one_mask)
             hooks.append(module.register_forward_pre_hook(mask, with_kwargs=True))
         yield
     finally:
@@ -102,22 +102,34 @@ def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Ite
             hook.remove()
 
 
+class _OneMask(Tensor):
+    """A mask with a row for each head [B,H,Q,T] for code that adds it to its logits, but asks for the size [B,1,Q,T] first."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size of a mask that is the same for all heads."""
+        B, _, Q, T = self.shape
+        return torch.Size((B, 1, Q, T)) if dim is None else (B, 1, Q, T)[dim]
+
+
 class _Masked:
     """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
 
-    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int) -> None:
+    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int, disguised: bool = False) -> None:
         at = torch.arange(seen_BHQT.shape[-1])
         self.seen = seen_BHQT if window is None else seen_BHQT & (at > at[:, None] - window)
         if self.seen.shape[1] > 1:  # what a KV head holds, for the query heads that share it
             self.seen = self.seen.repeat_interleave(group, 1)
-        self.window, self.read = window, 0
+        self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
         hidden, own = call.pop(names[0]), call.get(name)
-        call[name] = self._hidden(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
+        mask = self._hidden(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
+        call[name] = mask.as_subclass(_OneMask) if self.disguised else mask
         return (hidden,), call
 
     def _of_pass(self, own: Tensor | None, Q: int) -> Tensor:

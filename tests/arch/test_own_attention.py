@@ -91,10 +91,9 @@ def test_two_stage_selection_needs_the_output_projection():
         kvpatch.patch(make("rembert"), "critical_snapkv", 0.5)
 
 
-def bart(**given):
+def bart():
     torch.manual_seed(0)
-    sizes = {name: value for name, value in OWN["mvp"][1].items()}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("bart", **{**sizes, **given})).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("bart", **OWN["mvp"][1])).eval()
 
 
 def test_a_decoder_that_reads_alone(monkeypatch):

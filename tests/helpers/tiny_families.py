@@ -75,15 +75,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**BASE, **LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
+    "deepseek_v3_deep": (  # steps of the layers between the first and the last are others
+        "deepseek_v3",
+        {**BASE, **LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 4}
+        | {"num_hidden_layers": 4},
+    ),
     "minicpm3": ("minicpm3", {**BASE, **LATENT, "scale_emb": 1, "dim_model_base": None, "scale_depth": None}),
     "youtu": ("youtu", {**BASE, **LATENT}),
 }
 _BERT = {**BASE, "is_decoder": True}
-_BART = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 3, "encoder_layers": 1, "max_position_embeddings": 512}
+_BART = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 3, "encoder_layers": 4, "max_position_embeddings": 512}
 _BART |= {"decoder_attention_heads": 4, "encoder_attention_heads": 2, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, **IDS}
 _LOCAL = {"window_size": 7, "attention_types": [[["local", "global"], 1]]}
 OWN: dict[str, tuple[str, dict[str, Any]]] = {  # attention code of their own, tested by tests/arch/test_own_attention.py
-    "codegen": ("codegen", {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 512, **IDS}),
+    "codegen": (
+        "codegen",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 512, **IDS},
+    ),
     "gpt_neo": ("gpt_neo", {**BASE, **_LOCAL, "num_layers": 2, "num_heads": 4}),
     "gpt_neox_japanese": ("gpt_neox_japanese", {**BASE, "intermediate_multiple_size": 2, "rotary_pct": 0.5}),
     "xglm": ("xglm", {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, **IDS}),
