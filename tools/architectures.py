@@ -33,7 +33,7 @@ CAUSAL: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 IMAGE: dict[str, Any] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
-_INDEXED = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 512}
+_INDEXED = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 512}
 _INDEXED |= {"indexer_compress_ratio": 4}
 _GIVEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer", {"is_decoder": True}),

@@ -162,14 +162,10 @@ def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
     return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
-def of_decoder(config: Any, name: str) -> int | None:
-    """Return num_hidden_layers or num_attention_heads of a configuration's decoder; None if it has neither.
-
-    In the configuration of a family with encoders, such as BART, these names are the encoder's.
-    """
-    return getattr(config, {"num_hidden_layers": "decoder_layers"}.get(name, "decoder_attention_heads"), None) or getattr(
-        config, name, None
-    )
+def query_heads(config: Any) -> int | None:
+    """Return the query heads of a decoder, if its configuration tells; in that of BART, num_attention_heads is the encoder's."""
+    names = ("decoder_attention_heads", "num_attention_heads")
+    return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
 
 
 def source_module(attn: nn.Module) -> Any:

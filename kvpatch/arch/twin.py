@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapter import of_decoder
+from .adapter import query_heads
 from .interface import OTHERS, STATES
 
 PARAMETERS = 40_000_000
@@ -73,6 +73,8 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 def _fill(parameter: nn.Parameter) -> None:
     """Draw weights so large that attention is far from uniform, where a mistake would hardly show."""
+    if not parameter.requires_grad:  # a table of sines
+        return
     if parameter.ndim >= 2:
         parameter.normal_(0.0, 0.8 * parameter.shape[-1] ** -0.5)
     else:
@@ -89,7 +91,7 @@ def shrunk(config: Any) -> Any:
     if of_hybrid:  # widths of its other layers follow from others
         own = {key: value for key, value in own.items() if key not in _derived(config)}
     names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
-    layers, heads = (of_decoder(config, name) or 0 for name in ("num_hidden_layers", "num_attention_heads"))
+    layers, heads = config.num_hidden_layers, query_heads(config) or 1
     kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
     few_layers = max(_kinds(own, layers), of_hybrid)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arch.adapter import Adapter, of_decoder
+from ..arch.adapter import Adapter, query_heads
 from ..hooks.attention import parameters
 from ..hooks.target import Target
 from .teacher_forcing import feed, predictions, wide
@@ -80,7 +80,7 @@ def masked_predictions(
         Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
     attentions = target.attentions
-    heads = of_decoder(model.config.get_text_config(), "num_attention_heads") or 0
+    heads = query_heads(model.config.get_text_config()) or 0
     shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
     groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
     with _masks(attentions, seen, groups):

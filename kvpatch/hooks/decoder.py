@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..arch.adapter import of_decoder
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
@@ -79,7 +78,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     past, config, scratch = call.get("past_key_values"), getattr(decoder, "config", None), _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
-    n_layers = state.settings.within(of_decoder(config, "num_hidden_layers") or sys.maxsize)
+    n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
     if len(cache.layers) != n_layers:
         raise KVPatchError(
             f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "

@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
 
-from ..arch.adapter import of_decoder
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
@@ -142,7 +141,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
     """Return an EvictingCache to continue from `past`: None, an EvictingCache, or a cache that an unpatched run filled."""
     if past is None:
         text_config = model.config.get_text_config()
-        return state.new_cache(of_decoder(text_config, "num_hidden_layers"))
+        return state.new_cache(getattr(text_config, "num_hidden_layers", None))
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
         cache = state.new_cache()
         from_dynamic.absorb(cache, past, mask)

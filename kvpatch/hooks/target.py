@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..arch import Adapter, adapter_of
-from ..arch.adapter import dtype_of, of_decoder
+from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.interface import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
@@ -190,10 +190,10 @@ class Target:
 
     def shapes(self) -> list[LayerShape]:
         """Return the shape that the cache of each layer must have; heads are those of this process."""
-        queries, shapes = of_decoder(getattr(self.decoder, "config", None), "num_attention_heads"), []
+        queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
-            group = queries // H if isinstance(queries, int) else None
+            group = None if queries is None else queries // H
             own = H // self.parallel.size
             shapes.append(LayerShape(own, D, adapter.value_size(module), group, adapter.sliding(module)))
         return shapes

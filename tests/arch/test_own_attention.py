@@ -64,7 +64,8 @@ def test_one_changes_nothing(name):
 
 @pytest.mark.parametrize("name", slow_but(FAST, OWN))
 def test_kvpatch_check(name):
-    results = Checks(make(name, dtype=torch.float64), "h2o", 0.5).run()
+    dtype = torch.float32 if name == "xglm" else torch.float64  # in which transformers' XGLM does not run
+    results = Checks(make(name, dtype=dtype), "h2o", 0.5).run()
     assert [result for result in results if not result.passed] == []
     padded = next(result for result in results if "padded" in result.name)
     assert ("count padding" in padded.detail) == (name in COLUMNS)
