@@ -32,7 +32,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 CAUSAL: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 IMAGE: dict[str, Any] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
-_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {**_PLAIN, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 _INDEXED = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 512}
 _INDEXED |= {"indexer_compress_ratio": 4}
 _GIVEN: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -41,7 +42,8 @@ _GIVEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hunyuan_v1_dense hunyuan_v1_moe ministral", {"head_dim": 64}),
     ("nemotron", {"num_key_value_heads": 8}),
     ("dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
-    ("cohere_compass_text", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    ("cohere_compass_text", {"rope_parameters": {"full_attention": _PLAIN}}),
+    ("cohere_compass", {"text_config": {"rope_parameters": {"full_attention": _PLAIN}}}),
     ("dbrx", {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 10000.0}}),
     ("qwen4_exp_text", _INDEXED),
     ("qwen4_exp", {"text_config": _INDEXED}),

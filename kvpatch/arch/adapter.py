@@ -163,7 +163,7 @@ def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
 
 
 def query_heads(config: Any) -> int | None:
-    """Return the query heads of a decoder, if its configuration tells; in that of BART, num_attention_heads is the encoder's."""
+    """Return a decoder's query heads, if its configuration tells; in that of BART, num_attention_heads is the encoder's."""
     names = ("decoder_attention_heads", "num_attention_heads")
     return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
 

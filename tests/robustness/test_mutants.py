@@ -248,11 +248,11 @@ MUTANTS = {
         "tests/arch/test_families.py::test_one_changes_nothing[deepseek_v3]"),
     "values of a step in the keys' size": (
         "attention/bound_step.py", "self.values.view(N, self.C, -1)", "self.values.view(N, self.C, D)",
-        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[16]"),
+        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[1]"),
     "values of a step that appends in the keys' size": (
         "attention/bound_step.py", "kv.values.view(N, self.C, -1)\n        self.heads",
         "kv.values.view(N, self.C, D)\n        self.heads",
-        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[None]"),
+        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[4]"),
     "what an encoder read is passed on": (
         "hooks/inputs.py", 'if call.get("encoder_hidden_states") is not None:', "if False:",
         f"{OWN}_what_an_encoder_read_is_refused"),
