@@ -123,7 +123,7 @@ class InterfaceAdapter(Adapter):
         group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
         names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")
         own = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
-        heads = heads or (config.num_attention_heads // group if group else own)
+        heads = heads or (config.num_attention_heads // group if group else 0) or own  # 0 where layers differ in their heads
         sizes = (getattr(attn, name, None) for name in ("qk_head_dim", "head_dim", "head_size"))
         head_dim = next((size for size in sizes if size), config.hidden_size // config.num_attention_heads)
         return heads, head_dim
