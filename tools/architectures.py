@@ -62,6 +62,7 @@ ROW, AUTOMATIC, UNBUILT = "row", "automatic", "unbuilt"
 CAUSES = {
     "linear layers whose states are in a cache of the model's own": r"in a cache of its own",
     "a recurrent state and no keys and values": r"keeps a recurrent state",
+    "no cache of keys and values": r"keeps no cache of keys and values",
     "attention to an encoder": r"attends to what an encoder read|encoder-decoder",
     "attention in both directions": r"in both directions|bidirectional|diffusion",
     "layers that attend by an index, in chunks or in another way of their own": r"has layers of type|several classes",

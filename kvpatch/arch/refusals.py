@@ -34,6 +34,19 @@ def refuse_other_kinds(model: nn.Module) -> None:
             f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
             "attend to their own text alone."
         )
+    if attentions and not any(map(_may_take_cache, attentions)):
+        raise KVPatchError(
+            f"{name} keeps no cache of keys and values: every step of generate() reads the whole text anew, so that there is "
+            "nothing to evict."
+        )
+
+
+def _may_take_cache(attn: nn.Module) -> bool:
+    """Tell if the forward of an attention module may take a cache; outside transformers it may come in any way."""
+    if not type(attn).__module__.startswith("transformers."):
+        return True
+    takes = inspect.signature(type(attn).forward).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD or any(part in one.name for part in ("past", "cache", "mems")) for one in takes)
 
 
 def _text_part(model: nn.Module) -> nn.Module:

@@ -256,6 +256,12 @@ MUTANTS = {
     "what an encoder read is passed on": (
         "hooks/inputs.py", 'if call.get("encoder_hidden_states") is not None:', "if False:",
         f"{OWN}_what_an_encoder_read_is_refused"),
+    "a model without a cache is not told apart": (
+        "arch/refusals.py", "if attentions and not any(map(_may_take_cache, attentions)):", "if False:",
+        "tests/arch/test_automatic.py::test_refused_with_what_it_is[openai-gpt]"),
+    "cross-attention that is not skipped": (
+        "arch/refusals.py", 'return "encoder_hidden_states" in inspect', 'return True or "encoder_hidden_states" in inspect',
+        "tests/arch/test_automatic.py::test_refused_with_what_it_is[mllama]"),
     "GPT-Neo without windows": (
         "arch/separate.py", 'return attn.config.window_size if attn.attention_type == "local" else None', "return None",
         f"{OWN}_evictions_are_the_oracles[gpt_neo-h2o]"),
