@@ -124,8 +124,9 @@ def page(verdicts: Iterable[Verdict]) -> str:
         f"Made by `python -m tools.architectures --write` with transformers {transformers.__version__}. Every type that "
         "`AutoModelForCausalLM` or `AutoModelForImageTextToText` knows is built from its configuration class. A type of a "
         "family with a row is served by it; of any other a tiny twin has to pass the checks of `kvpatch check` (k=1.0 gives "
-        "the unpatched logits, evictions agree with the model under a mask, a batch agrees with its rows). Your checkpoint "
-        "may differ in its configuration: `kvpatch check MODEL` tells.",
+        "the unpatched logits, evictions agree with the model under a mask, a batch agrees with its rows, or where its own "
+        "positions count the padding with the masked model). Your checkpoint may differ in its configuration: `kvpatch check "
+        "MODEL` tells.",
         *_kinds("Causal language models", causal),
         *_kinds("Models that read images and text", image),
     ]

@@ -223,6 +223,11 @@ class Target:
             for module, adapter in self.attentions
         )
 
+    def places_itself(self) -> bool:
+        """Tell if the decoder counts positions by columns itself: it takes no position_ids, and has no ALiBi in their stead."""
+        takes = inspect.signature(type(self.decoder).forward).parameters
+        return "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions)
+
     def names(self) -> tuple[str, ...]:
         """Return the names of the attention modules, in the order of their layers."""
         names = {module: name for name, module in self.decoder.named_modules()}

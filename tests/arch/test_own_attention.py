@@ -119,3 +119,24 @@ def test_what_an_encoder_read_is_refused():
         with pytest.raises(kvpatch.KVPatchError, match="encoder_hidden_states: under a budget"):
             model(ids[:, :1], past_key_values=cache, encoder_hidden_states=states)
         assert torch.equal(model(ids, encoder_hidden_states=states, use_cache=False).logits, want), "its own code"
+
+
+@pytest.mark.parametrize("name", ["trocr", "roformer"])
+def test_what_needs_positions_of_our_own_is_refused(name):
+    """These decoders take no position_ids, and count columns."""
+    model, ids = make(name), prompt(1, 12)
+    with kvpatch.patched(model, "h2o", 6, record=True) as patch:
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+        record = patch.record()
+        with pytest.raises(kvpatch.KVPatchError, match="Steps of this model are not captured, for its decoder takes no"):
+            patch.graph(model)
+        with patch.replay(record), pytest.raises(kvpatch.KVPatchError, match="A replay gives each token the position that"):
+            model(ids)
+    with kvpatch.patched(model, "h2o", 6) as patch:
+        with pytest.raises(kvpatch.KVPatchError, match="packs requests that are at different places of their texts"):
+            model.generate_batch([ids[0].tolist()])
+        caches = [patch.new_cache() for _ in range(2)]
+        for cache, text in zip(caches, (ids, ids[:, :9]), strict=True):
+            model(text, past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="cannot be told, for it takes no position_ids"):
+            model(prompt(2, 1), past_key_values=kvpatch.EvictingCache.concatenate(caches))

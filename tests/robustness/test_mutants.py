@@ -262,6 +262,9 @@ MUTANTS = {
     "cross-attention that is not skipped": (
         "arch/refusals.py", 'return "encoder_hidden_states" in inspect', 'return True or "encoder_hidden_states" in inspect',
         "tests/arch/test_automatic.py::test_refused_with_what_it_is[mllama]"),
+    "a decoder is told positions that it does not take": (
+        "hooks/target.py", 'return "position_ids" not in takes and any', "return False and any",
+        f"{OWN}_what_needs_positions_of_our_own_is_refused[roformer]"),
     "GPT-Neo without windows": (
         "arch/separate.py", 'return attn.config.window_size if attn.attention_type == "local" else None', "return None",
         f"{OWN}_evictions_are_the_oracles[gpt_neo-h2o]"),
