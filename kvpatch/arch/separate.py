@@ -40,7 +40,8 @@ class SeparateAdapter(Adapter):
         return attn.num_heads, attn.head_dim
 
     def max_positions(self, config: Any) -> int | None:
-        return config.max_position_embeddings if self.learned else None
+        learned = self.learned and getattr(config, "use_learned_position_embeddings", True)
+        return config.max_position_embeddings if learned else None
 
     def check(self, model: nn.Module) -> None:
         name, config = type(model).__name__, model.config
@@ -119,7 +120,7 @@ SEPARATE = (
     GPTNeoAdapter("gpt_neo", _class("gpt_neo", "GPTNeoSelfAttention"), "GPT-Neo: every other layer slides, learned positions"),
     SeparateAdapter("xglm", _class("xglm", "XGLMAttention"), "XGLM: sinusoidal positions", learned=False, one_mask=True),
     SeparateAdapter("mvp", _class("mvp", "MvpAttention"), "MVP, the decoder: learned positions", one_mask=True),
-    SeparateAdapter("trocr", _class("trocr", "TrOCRAttention"), "TrOCR, the decoder: learned positions", one_mask=True),
+    SeparateAdapter("trocr", _class("trocr", "TrOCRAttention"), "TrOCR, the decoder: absolute positions", one_mask=True),
     BertAdapter("rembert", _class("rembert", "RemBertSelfAttention"), "RemBERT as a decoder: learned positions"),
     BertAdapter("megatron_bert", _class("megatron_bert", "MegatronBertSelfAttention"),
                 "Megatron-BERT as a decoder: learned positions"),
