@@ -73,7 +73,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 def _fill(parameter: nn.Parameter) -> None:
     """Draw weights so large that attention is far from uniform, where a mistake would hardly show."""
-    if not parameter.requires_grad:  # a table of sines
+    if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
         return
     if parameter.ndim >= 2:
         parameter.normal_(0.0, 0.8 * parameter.shape[-1] ** -0.5)

@@ -122,7 +122,7 @@ def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
     model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "eager"} if capped else {})).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if not parameter.requires_grad:  # a table of sines
+            if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
                 continue
             if "norm" in key and "weight" in key:
                 parameter.uniform_(1.0, 2.0) if ".q" in key or ".k" in key else parameter.uniform_(0.7, 1.3)
