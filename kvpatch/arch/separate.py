@@ -40,8 +40,7 @@ class SeparateAdapter(Adapter):
         return attn.num_heads, attn.head_dim
 
     def max_positions(self, config: Any) -> int | None:
-        learned = self.learned and getattr(config, "use_learned_position_embeddings", True)
-        return config.max_position_embeddings if learned else None
+        return config.max_position_embeddings if self.learned else None
 
     def check(self, model: nn.Module) -> None:
         name, config = type(model).__name__, model.config

@@ -14,7 +14,7 @@ from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import OWN, make
 from tests.oracle import reference
 
-COLUMNS = ("mvp", "trocr", "trocr_sines", "roformer_values")  # positions count the padding, in the family's own code
+COLUMNS = ("mvp", "trocr", "roformer_values")  # positions count the padding, in the family's own code
 FAST = ("codegen", "gpt_neo", "mvp", "roformer_values", "longcat_flash")
 
 
@@ -71,7 +71,7 @@ def test_kvpatch_check(name):
     assert ("count padding" in padded.detail) == (name in COLUMNS)
 
 
-@pytest.mark.parametrize(("name", "most"), [("gpt_neo", 512), ("trocr", 512), ("trocr_sines", None), ("xglm", None)])
+@pytest.mark.parametrize(("name", "most"), [("gpt_neo", 512), ("trocr", 512), ("xglm", None)])
 def test_positions_end_where_a_table_does(name, most):
     model, ids = make(name), prompt(1, 513)
     with torch.no_grad(), kvpatch.patched(model, "h2o", 6):

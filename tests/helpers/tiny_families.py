@@ -97,7 +97,6 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {  # attention code of their own, t
     "xglm": ("xglm", {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, **IDS}),
     "mvp": ("mvp", _BART),
     "trocr": ("trocr", _BART),
-    "trocr_sines": ("trocr", {**_BART, "use_learned_position_embeddings": False}),
     "rembert": ("rembert", {**_BERT, "input_embedding_size": 16, "output_embedding_size": 24}),
     "megatron-bert": ("megatron-bert", _BERT),
     "roformer": ("roformer", _BERT),
