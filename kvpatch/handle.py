@@ -54,7 +54,7 @@ class Patch:
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        return PatchState(self.settings, adapter, limit, target.shapes(), names, target.identity)
+        return PatchState(self.settings, adapter, limit, target.shapes(), names, target.identity, target.places_itself())
 
     def __repr__(self) -> str:
         policy, ks = self.settings.policy, self.settings.budget.per_layer

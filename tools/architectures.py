@@ -32,15 +32,25 @@ PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 CAUSAL: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 IMAGE: dict[str, Any] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
-_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {**_PLAIN, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+_INDEXED = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 512}
+_INDEXED |= {"indexer_compress_ratio": 4}
 _GIVEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer", {"is_decoder": True}),
-    ("rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod", {"is_decoder": True}),
+    ("rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl", {"is_decoder": True}),
     ("hunyuan_v1_dense hunyuan_v1_moe ministral", {"head_dim": 64}),
     ("nemotron", {"num_key_value_heads": 8}),
     ("dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
+    ("cohere_compass_text", {"rope_parameters": {"full_attention": _PLAIN}}),
+    ("cohere_compass", {"text_config": {"rope_parameters": {"full_attention": _PLAIN}}}),
+    ("dbrx", {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 10000.0}}),
+    ("qwen4_exp_text", _INDEXED),
+    ("qwen4_exp", {"text_config": _INDEXED}),
+    ("xmod", {"default_language": "en_XX", "is_decoder": True}),
     ("bamba", {"attn_layer_indices": [1, 3]}),
     ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 16}),
+    ("lfm2_moe", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     ("lfm2", {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}),
     ("glm46v glm4v glmga", {"text_config": {"rope_parameters": _SECTIONS}}),
     ("glm4v_moe", {"text_config": {"rope_parameters": _SECTIONS, "head_dim": 128}}),
@@ -52,6 +62,7 @@ ROW, AUTOMATIC, UNBUILT = "row", "automatic", "unbuilt"
 CAUSES = {
     "linear layers whose states are in a cache of the model's own": r"in a cache of its own",
     "a recurrent state and no keys and values": r"keeps a recurrent state",
+    "no cache of keys and values": r"keeps no cache of keys and values",
     "attention to an encoder": r"attends to what an encoder read|encoder-decoder",
     "attention in both directions": r"in both directions|bidirectional|diffusion",
     "layers that attend by an index, in chunks or in another way of their own": r"has layers of type|several classes",
@@ -113,8 +124,9 @@ def page(verdicts: Iterable[Verdict]) -> str:
         f"Made by `python -m tools.architectures --write` with transformers {transformers.__version__}. Every type that "
         "`AutoModelForCausalLM` or `AutoModelForImageTextToText` knows is built from its configuration class. A type of a "
         "family with a row is served by it; of any other a tiny twin has to pass the checks of `kvpatch check` (k=1.0 gives "
-        "the unpatched logits, evictions agree with the model under a mask, a batch agrees with its rows). Your checkpoint "
-        "may differ in its configuration: `kvpatch check MODEL` tells.",
+        "the unpatched logits, evictions agree with the model under a mask, a batch agrees with its rows, or where its own "
+        "positions count the padding with the masked model). Your checkpoint may differ in its configuration: `kvpatch check "
+        "MODEL` tells.",
         *_kinds("Causal language models", causal),
         *_kinds("Models that read images and text", image),
     ]

@@ -32,6 +32,7 @@ class Adapter:
             `rotate_back` where they are rotated.
         positions_from_mask: whether the decoder derives positions from the padding mask. The patch withholds that mask, so it
             passes position_ids to such a decoder instead.
+        one_mask: whether the module's own code refuses masks that differ by head.
         distances_from_mask: whether ALiBi counts distances in the padding mask, so that padding between two tokens adds
             nothing to their distance.
 
@@ -50,6 +51,7 @@ class Adapter:
     why_not: str = "its adapter does not project keys without positions"
     turns_back: bool = False
     positions_from_mask: bool = False
+    one_mask: bool = False
     distances_from_mask: bool = False
 
     def run(
@@ -158,6 +160,12 @@ class Adapter:
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
     """Return a view [B,heads,Q,D] of a tensor [B,Q,heads*D]."""
     return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
+
+
+def query_heads(config: Any) -> int | None:
+    """Return a decoder's query heads, if its configuration tells; in that of BART, num_attention_heads is the encoder's."""
+    names = ("decoder_attention_heads", "num_attention_heads")
+    return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
 
 
 def source_module(attn: nn.Module) -> Any:

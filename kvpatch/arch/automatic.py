@@ -6,6 +6,7 @@ checks of `kvpatch check` on the model's tiny twin (twin.py); the verdict is rem
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,14 @@ from torch import nn
 
 from ..errors import KVPatchError
 from .adapter import qualified_name
-from .interface import STATES, InterfaceAdapter, attends_both_ways, knows_number, routes_through_interface
+from .interface import (
+    STATES,
+    InterfaceAdapter,
+    attends_both_ways,
+    knows_number,
+    position_limit,
+    routes_through_interface,
+)
 from .refusals import holder_of, innermost_attentions, row_of, unknown
 from .twin import PARAMETERS, make_twin, shrunk
 
@@ -111,10 +119,13 @@ def _judge(
     """Return the first row that passes, or the error that names the first failure of the plain one."""
     import kvpatch  # the checks are a layer above: taken by their public name
 
-    failures = []
-    # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone
-    for from_mask, slides in ((False, False), (True, False), (False, True), (True, True)):
-        row = derive(attentions, decoder, positions_from_mask=from_mask, slides=slides)
+    failures = list[tuple[str, str]]()
+    # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
+    # that are scaled before attention
+    for scaled, slides, from_mask in itertools.product((False, True), repeat=3):
+        if scaled and "set scale=" not in failures[0][0]:
+            break
+        row = derive(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
         try:
             with _on_trial(row), torch.random.fork_rng(devices=[]):
                 table = kvpatch.check_model(twin, "h2o", 0.5)
@@ -149,17 +160,25 @@ def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
 
 
 def derive(
-    attentions: list[Any], decoder: Any, *, positions_from_mask: bool = False, slides: bool = False
+    attentions: list[Any],
+    decoder: Any,
+    *,
+    positions_from_mask: bool = False,
+    slides: bool = False,
+    scaled: bool = False,
 ) -> InterfaceAdapter:
-    """Derive a row from the attention modules of a decoder, by the names that other families use."""
+    """Derive a row from the attention modules of a decoder, by the names that other families use.
+
+    scaled: whether the module scales its queries itself, and asks for no more.
+    """
     attn, config = attentions[0], attentions[0].config
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = position_limit(config)
     tables = (m for name, m in decoder.named_modules() if isinstance(m, nn.Embedding) and "position" in name)
     return AutomaticAdapter(
         type(attn).__module__.split(".")[-2],
         qualified_name(attn),
         projection=None,
-        scale=next((name for name in ("scaling", "scale") if hasattr(attn, name)), "scaling"),
+        scale=1.0 if scaled else next((name for name in ("scaling", "scale") if hasattr(attn, name)), "scaling"),
         slides=slides or any(getattr(one, "sliding_window", None) is not None for one in attentions),
         softcap="attn_logit_softcapping" if hasattr(attn, "attn_logit_softcapping") else None,
         sinks="sinks" if any(isinstance(getattr(one, "sinks", None), torch.Tensor) for one in attentions) else None,

@@ -60,3 +60,9 @@ FAMILIES = (
     _row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", projection="dense"),
 )
 # fmt: on
+
+LONGCAT = InterfaceAdapter(  # two modules of attention to a layer, whose class is not named so
+    "longcat_flash",
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashMLA",
+    "LongCat Flash: latent attention, mixture of experts",
+)

@@ -1,4 +1,4 @@
-"""GPT-J: rotary positions on the first `rotary_dim` elements of a head, interleaved in pairs."""
+"""GPT-J and CodeGen: rotary positions on the first `rotary_dim` elements of a head, interleaved in pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GPTJAdapter(Adapter):
 
     name = "gptj"
     summary = "GPT-J: partial rotary positions"
-    classes = (
+    classes: tuple[str, ...] = (
         "transformers.models.gptj.modeling_gptj.GPTJAttention",
         "transformers.models.gptj.modeling_gptj.GPTJFlashAttention2",
     )
@@ -65,3 +65,16 @@ class GPTJAdapter(Adapter):
 
     def max_positions(self, config: Any) -> int | None:
         return config.max_position_embeddings
+
+
+class CodeGenAdapter(GPTJAdapter):
+    """CodeGen: one fused projection in four parts, of each its queries, its values, its keys."""
+
+    name = "codegen"
+    summary = "CodeGen: partial rotary positions"
+    classes = ("transformers.models.codegen.modeling_codegen.CodeGenAttention",)
+
+    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        parts = attn.qkv_proj(hidden_BQE).unflatten(-1, (4, 3, -1))
+        q, v, k = (heads_first(part.flatten(2), attn.head_dim) for part in parts.unbind(3))
+        return q, k, v

@@ -28,6 +28,9 @@ SLIDING = frozenset(("sliding_attention", "hybrid_sliding"))
 OTHERS = STATES | {"hybrid", "hybrid_sliding", "moe", "mlp"}
 """Kinds of layers beside or around attention that nothing has to be done for."""
 
+CROSS = frozenset(("encoder_attn", "crossattention", "cross_attn"))
+"""Names of modules that attend to what an encoder read."""
+
 
 class InterfaceAdapter(Adapter):
     """Adapter of a family whose attention module calls AttentionInterface.
@@ -118,24 +121,26 @@ class InterfaceAdapter(Adapter):
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         config = attn.config
         group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
-        heads = heads or (config.num_attention_heads // group if group else getattr(config, "num_key_value_heads", None))
+        names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")
+        own = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+        heads = heads or (config.num_attention_heads // group if group else 0) or own  # 0 where layers differ in their heads
         sizes = (getattr(attn, name, None) for name in ("qk_head_dim", "head_dim", "head_size"))
         head_dim = next((size for size in sizes if size), config.hidden_size // config.num_attention_heads)
-        return heads or config.num_attention_heads, head_dim
+        return heads, head_dim
 
     def value_size(self, attn: Any) -> int:
         return getattr(attn, "v_head_dim", None) or self.kv_shape(attn)[1]
 
     def max_positions(self, config: Any) -> int | None:
-        return config.max_position_embeddings if self.learned else None
+        return position_limit(config) if self.learned else None
 
     def check(self, model: nn.Module) -> None:
         config: Any = model.config
         for name in ("use_bidirectional_attention", "add_cross_attention"):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
-        for module in model.modules():
-            if qualified_name(module) in self.classes and attends_both_ways(module):
+        for name, module in model.named_modules():
+            if qualified_name(module) in self.classes and attends_both_ways(module) and not crosses(name, module):
                 raise encoder_refused(model, module)
         others = set(getattr(config, "layer_types", None) or ()) - ATTENTION - OTHERS
         if others:
@@ -182,18 +187,38 @@ def attends_both_ways(module: nn.Module) -> bool:
     return getattr(module, "is_causal", None) is False
 
 
+def crosses(name: str, module: nn.Module) -> bool:
+    """Tell if the module of this name is attention to what an encoder read."""
+    last = name.rpartition(".")[2]
+    return last in CROSS or "crossattention" in type(module).__name__.lower()
+
+
 def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
     """Return the error for an encoder, whose attention a causal cache would change."""
+    return _both_ways(model, f"is_causal=False of {type(attn).__name__}")
+
+
+def decoder_wanted(model: nn.Module) -> KVPatchError:
+    """Return the error for a model whose attention code makes it an encoder unless its configuration says otherwise."""
+    return _both_ways(model, "is_decoder=False of its configuration")
+
+
+def _both_ways(model: nn.Module, why: str) -> KVPatchError:
     return KVPatchError(
-        f"{type(model).__name__} attends in both directions (is_causal=False of {type(attn).__name__}): an encoder reads its "
-        "text at once and keeps no cache that could be put on a budget. Give a causal decoder, or set is_decoder=True if it "
-        "was trained as one."
+        f"{type(model).__name__} attends in both directions ({why}): an encoder reads its text at once and keeps no cache that "
+        "could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."
     )
+
+
+def position_limit(config: Any) -> int | None:
+    """Return how many positions a configuration names, if any."""
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 
 def knows_number(attn: Any) -> bool:
     """Tell whether an attention module knows the number of its layer; in a block that several layers share it does not."""
-    return isinstance(attn.layer_idx, int) and attn.layer_idx >= 0
+    number = getattr(attn, "layer_idx", None)
+    return isinstance(number, int) and number >= 0
 
 
 def routes_through_interface(module: nn.Module) -> bool:

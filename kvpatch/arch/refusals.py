@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
 from .adapter import list_architectures
-from .interface import attends_both_ways, encoder_refused, routes_through_interface
-
-_CROSS = ("encoder_attn", "crossattention", "cross_attn")
+from .interface import attends_both_ways, crosses, decoder_wanted, encoder_refused, routes_through_interface
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
@@ -27,17 +27,26 @@ def refuse_other_kinds(model: nn.Module) -> None:
     if attentions and all(map(attends_both_ways, attentions)):
         raise encoder_refused(model, attentions[0])
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
-        raise KVPatchError(
-            f"{name} attends in both directions (is_decoder=False of its configuration): an encoder reads its text at once "
-            "and keeps no cache that could be put on a budget. Give a causal decoder, or set "
-            "is_decoder=True if it was trained as one."
-        )
-    crossed = next((at for at, module in text.named_modules() if _crosses(at, module)), None)
-    if crossed is not None:
+        raise decoder_wanted(model)
+    crossed = next((at for at, module in text.named_modules() if crosses(at, module)), None)
+    if crossed is not None and not _reads_alone(model, text.get_submodule(crossed)):
         raise KVPatchError(
             f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
             "attend to their own text alone."
         )
+    if attentions and not any(map(_may_take_cache, attentions)):
+        raise KVPatchError(
+            f"{name} keeps no cache of keys and values: every step of generate() reads the whole text anew, so that there is "
+            "nothing to evict."
+        )
+
+
+def _may_take_cache(attn: nn.Module) -> bool:
+    """Tell if the forward of an attention module may take a cache; outside transformers it may come in any way."""
+    if not type(attn).__module__.startswith("transformers."):
+        return True
+    takes = inspect.signature(type(attn).forward).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD or any(part in one.name for part in ("past", "cache", "mems")) for one in takes)
 
 
 def _text_part(model: nn.Module) -> nn.Module:
@@ -46,9 +55,13 @@ def _text_part(model: nn.Module) -> nn.Module:
     return part if isinstance(part, nn.Module) else model
 
 
-def _crosses(name: str, module: nn.Module) -> bool:
-    last = name.rpartition(".")[2]
-    return last in _CROSS or "crossattention" in type(module).__name__.lower()
+def _reads_alone(model: nn.Module, crossed: nn.Module) -> bool:
+    """Tell if a decoder skips its cross-attention without encoder_hidden_states, and no encoder stands beside it."""
+    holders = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    decoder = holder_of(model, [crossed])
+    if decoder is None or any(crossed not in one.modules() for one in holders):
+        return False
+    return "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
 
 
 def unknown(model: nn.Module) -> KVPatchError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapter import query_heads
 from .interface import OTHERS, STATES
 
 PARAMETERS = 40_000_000
@@ -28,6 +29,7 @@ _LIMITS = (  # the first that fits; the last so that a layer that looks at few t
     (("experts",), _EXPERTS),
     (("window", "chunk", "block_size"), _WINDOW),
 )
+_HEADS = ("decoder_attention_heads", "encoder_attention_heads")
 
 
 def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
@@ -71,6 +73,8 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 def _fill(parameter: nn.Parameter) -> None:
     """Draw weights so large that attention is far from uniform, where a mistake would hardly show."""
+    if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
+        return
     if parameter.ndim >= 2:
         parameter.normal_(0.0, 0.8 * parameter.shape[-1] ** -0.5)
     else:
@@ -87,20 +91,21 @@ def shrunk(config: Any) -> Any:
     if of_hybrid:  # widths of its other layers follow from others
         own = {key: value for key, value in own.items() if key not in _derived(config)}
     names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
-    layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    layers, heads = config.num_hidden_layers, query_heads(config) or 1
+    kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
     few_layers = max(_kinds(own, layers), of_hybrid)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in own.items():
-        if isinstance(value, list | tuple) and len(value) == layers:
-            own[key] = [_small(key, one) for one in value[:few_layers]]
-        elif isinstance(value, list | tuple):
-            own[key] = [_small(key, one) for one in value]
+        if isinstance(value, list | tuple):
+            own[key] = [_small(key, one) for one in (value[:few_layers] if len(value) == layers else value)]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
+        elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
+            own[key] = {name: few_kv if "kv_n_heads" in name else _small(name, one) for name, one in value.items()}
         else:
             own[key] = _small(key, value)
-    own |= {names[name]: few_layers for name in ("num_hidden_layers",) if name in names}  # else a list's length
-    own[names["num_attention_heads"]] = few_heads
+    for few, *same in ((few_layers, "num_hidden_layers", "decoder_layers"), (few_heads, "num_attention_heads", *_HEADS)):
+        own |= dict.fromkeys({names.get(name, name) for name in same} & own.keys(), few)  # else a list's length
     if kv_heads is not None:
         own[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
     if (config.to_dict().get("sliding_window") or 0) >= getattr(config, "max_position_embeddings", sys.maxsize):

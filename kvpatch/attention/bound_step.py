@@ -40,7 +40,8 @@ class BoundStep:
         self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
-        self.query, self.row, self.out = (B, H, call.group, D), (B * H, D), (B, 1, -1)
+        self.query, self.out = (B, H, call.group, D), (B, 1, -1)
+        self.row, self.value_row = ((B * H, size) for size in call.slots.kv.sizes)
         selects = call.evicts and call.policy.keeps_norms
         self.entry: Callable[[Tensor], dict[str, Tensor]] | None = call.selection_entry if selects else None
 
@@ -76,7 +77,7 @@ class StackedByTorch(BoundStep):
         super().__init__(call)
         N, D = self.row
         self.keys, self.values = call.slots.kv.flat()
-        self.kt_NDC, self.v_NCD = self.keys.view(N, self.C, D).transpose(1, 2), self.values.view(N, self.C, D)
+        self.kt_NDC, self.v_NCV = self.keys.view(N, self.C, D).transpose(1, 2), self.values.view(N, self.C, -1)
         self.p_NGC = stack.buffer(call, self.dtype).flatten(0, 1) if call.observes else None
         self.heads = (N, call.group, D)
 
@@ -85,14 +86,14 @@ class StackedByTorch(BoundStep):
         slots.seen += 1
         at = slots.free_slots()
         self.keys.index_copy_(0, at, k.reshape(self.row))
-        self.values.index_copy_(0, at, v.reshape(self.row))
+        self.values.index_copy_(0, at, v.reshape(self.value_row))
         if self.entry is not None:
             slots.write_entry(self.entry(v))
         if self.p_NGC is None:
             kv, scale = slots.kv, self.geometry.scale
             return F.scaled_dot_product_attention(q.view(self.query), kv.keys, kv.values, scale=scale).view(self.out)
         x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, self.kt_NDC)
-        return torch.bmm(torch.softmax(x, -1, out=self.p_NGC), self.v_NCD).view(self.out)
+        return torch.bmm(torch.softmax(x, -1, out=self.p_NGC), self.v_NCV).view(self.out)
 
 
 class StackedFilling(BoundStep):
@@ -101,7 +102,7 @@ class StackedFilling(BoundStep):
     def __init__(self, call: Call, stack: LayerStack) -> None:
         super().__init__(call)
         (N, D), kv = self.row, call.slots.kv
-        self.kt_NDC, self.v_NCD = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, D)
+        self.kt_NDC, self.v_NCV = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, -1)
         self.heads, self.stack, self.call, self.observes = (N, call.group, D), stack, call, call.observes
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class StackedFilling(BoundStep):
             return out.reshape(self.out)
         p_NGT = self.stack.buffer(self.call, self.dtype).flatten(0, 1)
         x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, self.kt_NDC.narrow(2, 0, start + 1))
-        return torch.bmm(torch.softmax(x, -1, out=p_NGT), self.v_NCD.narrow(1, 0, start + 1)).view(self.out)
+        return torch.bmm(torch.softmax(x, -1, out=p_NGT), self.v_NCV.narrow(1, 0, start + 1)).view(self.out)
 
 
 class StackedByKernels(BoundStep):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arch.adapter import Adapter
+from ..arch.adapter import Adapter, query_heads
 from ..hooks.attention import parameters
 from ..hooks.target import Target
 from .teacher_forcing import feed, predictions, wide
@@ -18,15 +18,18 @@ Attentions = list[tuple[nn.Module, Adapter]]
 
 
 class Evictions:
-    """Record of what each head holds, noted pass by pass; `n` tokens of `total` are the prompt."""
+    """Record of what each head holds, noted pass by pass; `n` tokens of `total` are the prompt, `pads_B` of them padding."""
 
-    def __init__(self, n: int, total: int) -> None:
-        self.n, self.total = n, total
+    def __init__(self, n: int, total: int, pads_B: Tensor | None = None) -> None:
+        self.n, self.total, self.pads_B = n, total, pads_B
         self.passes: list[list[Tensor]] = []
 
     def note(self, cache: Any) -> None:
         """Note the positions that each layer holds after a pass."""
-        self.passes.append([cache.positions(layer).cpu() for layer in range(len(cache.layers))])
+        held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
+        if self.pads_B is not None and not cache.settings.by_columns:
+            held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
+        self.passes.append(held)
 
     def seen(self) -> list[Tensor]:
         """Return what each query sees, bool [B,H,Q,T] per layer: all before it in the prompt, then what was held."""
@@ -52,7 +55,13 @@ class Evictions:
 
 @torch.no_grad()
 def masked_predictions(
-    model: Any, target: Target, ids_BT: Tensor, n: int, seen: list[Tensor], places: dict[str, Tensor]
+    model: Any,
+    target: Target,
+    ids_BT: Tensor,
+    n: int,
+    seen: list[Tensor],
+    places: dict[str, Tensor],
+    mask_BT: Tensor | None = None,
 ) -> Tensor:
     """Run the unpatched model; each layer's queries see what `seen` says, within the layer's sliding window.
 
@@ -65,18 +74,19 @@ def masked_predictions(
         n: tokens of the prompt.
         seen: bool [B,H,Q,T] per layer, with KV heads H or 1; B may be 1.
         places: position_ids, if the model takes them.
+        mask_BT: 0 for left padding.
 
     Returns:
         Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
     attentions = target.attentions
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    heads = query_heads(model.config.get_text_config()) or 0
     shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
     groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
     with _masks(attentions, seen, groups):
         if target.stack is not None:
-            return feed(model, ids_BT, n).logits_BSV
-        return wide(predictions(model(ids_BT, use_cache=False, **places)))[:, n - 1 :]
+            return feed(model, ids_BT, n, mask_BT).logits_BSV
+        return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager
@@ -84,7 +94,7 @@ def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Ite
     hooks = []
     try:
         for (module, adapter), seen_BHQT, group in zip(attentions, seen, groups, strict=True):
-            mask = _Masked(adapter.sliding(module), seen_BHQT, group)
+            mask = _Masked(adapter.sliding(module), seen_BHQT, group, adapter.one_mask)
             hooks.append(module.register_forward_pre_hook(mask, with_kwargs=True))
         yield
     finally:
@@ -92,22 +102,34 @@ def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Ite
             hook.remove()
 
 
+class _OneMask(Tensor):
+    """A mask with a row for each head [B,H,Q,T] for code that adds it to its logits, but asks for the size [B,1,Q,T] first."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size of a mask that is the same for all heads."""
+        B, _, Q, T = self.shape
+        return torch.Size((B, 1, Q, T)) if dim is None else (B, 1, Q, T)[dim]
+
+
 class _Masked:
     """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
 
-    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int) -> None:
+    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int, disguised: bool = False) -> None:
         at = torch.arange(seen_BHQT.shape[-1])
         self.seen = seen_BHQT if window is None else seen_BHQT & (at > at[:, None] - window)
         if self.seen.shape[1] > 1:  # what a KV head holds, for the query heads that share it
             self.seen = self.seen.repeat_interleave(group, 1)
-        self.window, self.read = window, 0
+        self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
         hidden, own = call.pop(names[0]), call.get(name)
-        call[name] = self._hidden(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
+        mask = self._hidden(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
+        call[name] = mask.as_subclass(_OneMask) if self.disguised else mask
         return (hidden,), call
 
     def _of_pass(self, own: Tensor | None, Q: int) -> Tensor:

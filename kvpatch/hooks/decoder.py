@@ -85,6 +85,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
             "model's own patch.new_cache()."
         )
     ownership.check(cache, state)
+    inputs.refuse_encoder(call)
     if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
@@ -184,7 +185,8 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
     """Begin a decode step that torch.compile can trace; False if it cannot."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
-    if tokens is None or call.get("output_attentions") or (mask is not None and mask.ndim != 2):
+    own = mask is not None and mask.ndim != 2
+    if tokens is None or call.get("output_attentions") or own or call.get("encoder_hidden_states") is not None:
         return False  # the untraced hook raises the error
     if decoder.training:
         return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell

@@ -312,6 +312,11 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
                 "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid "
                 "cannot be read from: use generate()."
             )
+        if state.places_itself:
+            raise KVPatchError(
+                "Continuous batching packs requests that are at different places of their texts, which this model's decoder "
+                "cannot be told, for it takes no position_ids: use generate()."
+            )
         if state.settings.rereads:
             raise KVPatchError(
                 f"Continuous batching packs prompts, and policy {state.settings.policy.name!r} reads each a second time: use "

@@ -177,10 +177,15 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     """Make the StepGraph of a model on a CUDA device.
 
     Raises:
-        KVPatchError: there is none, or the model is a hybrid.
+        KVPatchError: there is none, or the model is a hybrid or takes no position_ids.
     """
     if state.settings.stack is not None:
         raise KVPatchError("Steps of a hybrid are not captured, for its states are transformers' own: call the model itself.")
+    if state.places_itself:
+        raise KVPatchError(
+            "Steps of this model are not captured, for its decoder takes no position_ids and counts positions on the host: "
+            "call the model itself."
+        )
     if not torch.cuda.is_available():
         raise KVPatchError(NO_DEVICE.format("torch finds no CUDA device here"))
     if device.type != "cuda":

@@ -77,6 +77,15 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     return value
 
 
+def refuse_encoder(call: dict[str, Any]) -> None:
+    """Raise KVPatchError if a pass brings what an encoder read, to which a decoder with cross-attention would attend."""
+    if call.get("encoder_hidden_states") is not None:
+        raise KVPatchError(
+            "encoder_hidden_states: under a budget this model is a decoder that attends to its own text alone, and what an "
+            "encoder read is not put on a budget. Leave them out, or run such passes outside of the block."
+        )
+
+
 def padding_mask(mask: object, B: int) -> Tensor | None:
     """Return the caller's attention_mask [B,T] of ones and zeros, or None; a prompt's on a GPU is read with its lengths."""
     if mask is None:

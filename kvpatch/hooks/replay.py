@@ -22,6 +22,12 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             "A replay reads whole texts without a cache: leave out past_key_values, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
+    if state.places_itself:
+        raise KVPatchError(
+            "A replay gives each token the position that it had, which this model's decoder cannot be told, for it takes no "
+            "position_ids: compute logits in the rollout."
+        )
+    inputs.refuse_encoder(call)
     tokens = inputs.tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:
         return None  # the model raises the error

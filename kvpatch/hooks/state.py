@@ -73,7 +73,8 @@ class PatchState:
     decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
     during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a step for a graph
     (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed texts that others begin
-    with. identity: describes the model. merged: what a pass was given in front of the decoder, in each thread.
+    with. identity: describes the model. merged: what a pass was given in front of the decoder, in each thread. places_itself:
+    the decoder counts positions by columns, and can be told no others.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PatchState:
         shapes: list[LayerShape],
         decoder_parameters: tuple[str, ...],
         identity: Callable[[], dict[str, Any]],
+        places_itself: bool,
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
@@ -91,7 +93,7 @@ class PatchState:
         self.capturing = False
         self.replayed: Record | None = None
         self.prefixes, self.identity = Prefixes(), identity
-        self.merged = Merged()
+        self.merged, self.places_itself = Merged(), places_itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..arch import Adapter, adapter_of
-from ..arch.adapter import dtype_of
+from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
+from ..arch.interface import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case
@@ -73,7 +74,7 @@ class Target:
         """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
-        known = ((module, adapter_of(module)) for module in model.modules())
+        known = ((module, adapter_of(module)) for name, module in model.named_modules() if not crosses(name, module))
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:
             refuse_other_kinds(model)
@@ -189,10 +190,10 @@ class Target:
 
     def shapes(self) -> list[LayerShape]:
         """Return the shape that the cache of each layer must have; heads are those of this process."""
-        queries, shapes = getattr(getattr(self.decoder, "config", None), "num_attention_heads", None), []
+        queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
-            group = queries // H if isinstance(queries, int) else None
+            group = None if queries is None else queries // H
             own = H // self.parallel.size
             shapes.append(LayerShape(own, D, adapter.value_size(module), group, adapter.sliding(module)))
         return shapes
@@ -221,6 +222,11 @@ class Target:
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions
         )
+
+    def places_itself(self) -> bool:
+        """Tell if the decoder counts positions by columns itself: it takes no position_ids, and has no ALiBi in their stead."""
+        takes = inspect.signature(type(self.decoder).forward).parameters
+        return "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the attention modules, in the order of their layers."""

@@ -15,6 +15,7 @@ from kvpatch.hooks.target import Target
 from tests.helpers.marks import slow_but
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import EXPERTS, GQA
+from tools.architectures import GIVEN
 
 
 @pytest.fixture(autouse=True)
@@ -82,16 +83,20 @@ SERVED = {
     "modernbert-decoder": {}, "moshi": {}, "nanochat": {}, "phimoe": {}, "solar_open": {}, "vaultgemma": {},
     "emu3": {}, "flint": {}, "gemma4": {}, "gemma4_text": {}, "glm4_moe_lite": {}, "granite_swa": {}, "granitemoe_swa": {},
     "hy_v3": {}, "kolibri1": {}, "minimax_m3_vl_text": {}, "axk1": {}, "jetmoe": {}, "mimo_v2_flash": {},
-    "bert": {"is_decoder": True}, "falcon_h1": {}, "kimi_linear": {}, "nemotron_h": {}, "zamba": {}, "lfm3": {},
+    **{kind: {} for kind in ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")},
+    "cohere_compass_text": GIVEN["cohere_compass_text"], "dbrx": GIVEN["dbrx"], "lfm2_moe": GIVEN["lfm2_moe"],
+    "xmod": GIVEN["xmod"], "bert": {"is_decoder": True},
+    "falcon_h1": {}, "kimi_linear": {}, "nemotron_h": {}, "zamba": {}, "lfm3": {},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", slow_but(("cwm", "vaultgemma"), SERVED))
+@pytest.mark.parametrize("kind", slow_but(("cwm", "vaultgemma", "whisper", "dbrx"), SERVED))
 def test_served_by_an_automatic_row(kind):
     target = Target.find(sketch(kind, **SERVED[kind]))
     assert all(isinstance(adapter, automatic.AutomaticAdapter) for _, adapter in target.attentions)
     stack = target.stack
-    assert len(target.attentions) == (len(stack.attention) if stack else target.decoder.config.num_hidden_layers)
+    layers = getattr(target.decoder.config, "decoder_layers", target.decoder.config.num_hidden_layers)
+    assert len(target.attentions) == (len(stack.attention) if stack else layers)
 
 
 RECURRENT = r"keeps a recurrent state, not keys and values: there is nothing to evict\."
@@ -101,7 +106,8 @@ OTHER_LAYERS = r"has layers of type [\w, ]+, whose state is no cache of all keys
 REFUSED = {
     "mamba": RECURRENT, "mamba2": RECURRENT, "falcon_mamba": RECURRENT, "rwkv": RECURRENT, "xlstm": RECURRENT,
     "bert": ENCODER, "roberta": ENCODER, "electra": ENCODER, "roformer": ENCODER, "rembert": ENCODER,
-    "bart": CROSSED, "marian": CROSSED, "trocr": CROSSED, "mllama": CROSSED, "blt": CROSSED,
+    "mllama": CROSSED, "blt": CROSSED,
+    "openai-gpt": r"keeps no cache of keys and values: every step of generate\(\) reads the whole text anew",
     "minimax": "keeps the state of its linear layers in a cache of its own, MiniMaxCache, and takes no other",
     "llama4": OTHER_LAYERS, "deepseek_v4": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
     "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
@@ -109,7 +115,7 @@ REFUSED = {
     "hrm_text": r"passes through its layers more than once per token",
     "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
 }  # fmt: skip
-FAST = ("mamba", "rwkv", "bert", "roformer", "bart", "mllama", "minimax", "llama4", "diffllama", "doge")
+FAST = ("mamba", "rwkv", "bert", "roformer", "mllama", "openai-gpt", "minimax", "llama4", "diffllama", "doge")
 
 
 @pytest.mark.parametrize("kind", slow_but(FAST, REFUSED))

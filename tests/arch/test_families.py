@@ -137,8 +137,9 @@ def test_layers_that_bound_themselves_hold_their_window_and_are_named(name):
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BOUNDED])
 def test_all_other_layers_are_the_policys(name):
-    with kvpatch.patched(make(name), "h2o", 10) as patch:
-        assert patch.new_cache().settings.bounds == (None,) * 2
+    model = make(name)
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        assert patch.new_cache().settings.bounds == (None,) * model.config.num_hidden_layers
     assert name not in ONE_WINDOW or make(name).config.sliding_window == 7
 
 

@@ -31,6 +31,12 @@ def test_rounded_entries_are_the_oracle_s(bits):
     certain("deepseek_v3", "h2o", 0.4, bits=bits)
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_steps_between_the_first_layer_and_the_last(every):
+    """They are bound to their layers, in a model of more than two."""
+    certain("deepseek_v3_deep", "h2o", 7, schedule="both", steps=6, every=every)
+
+
 def test_blocks_are_the_oracle_s():
     certain("deepseek_v3", "critical_adakv", 8, block=6)
 

@@ -9,8 +9,8 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     BertModel,
-    CodeGenConfig,
-    CodeGenForCausalLM,
+    CpmAntConfig,
+    CpmAntForCausalLM,
     FlexOlmoConfig,
     FlexOlmoForCausalLM,
 )
@@ -218,9 +218,9 @@ def test_a_row_for_an_encoder_is_refused_and_for_its_decoder_served():
 
 
 def test_the_error_for_any_other_model_holds_the_recipe_of_an_adapter():
-    config = CodeGenConfig(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=2, rotary_dim=4)
+    config = CpmAntConfig(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2)
     with pytest.raises(kvpatch.KVPatchError, match=r"subclass kvpatch\.Adapter \(project, output, kv_shape.*register_arch"):
-        kvpatch.patch(CodeGenForCausalLM(config), "h2o", 5)
+        kvpatch.patch(CpmAntForCausalLM(config), "h2o", 5)
     with pytest.raises(kvpatch.KVPatchError, match="No adapter for Linear"):
         kvpatch.patch(nn.Linear(2, 2), "h2o", 5)
 

@@ -75,8 +75,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**BASE, **LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
+    "deepseek_v3_deep": (  # steps of the layers between the first and the last are others
+        "deepseek_v3",
+        {**BASE, **LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 4}
+        | {"num_hidden_layers": 4},
+    ),
     "minicpm3": ("minicpm3", {**BASE, **LATENT, "scale_emb": 1, "dim_model_base": None, "scale_depth": None}),
     "youtu": ("youtu", {**BASE, **LATENT}),
+}
+_BERT = {**BASE, "is_decoder": True}
+_BART = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 3, "encoder_layers": 4, "max_position_embeddings": 512}
+_BART |= {"decoder_attention_heads": 4, "encoder_attention_heads": 2, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, **IDS}
+_LOCAL = {"window_size": 7, "attention_types": [[["local", "global"], 1]]}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {  # attention code of their own, tested by tests/arch/test_own_attention.py
+    "codegen": (
+        "codegen",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 512, **IDS},
+    ),
+    "gpt_neo": ("gpt_neo", {**BASE, **_LOCAL, "num_layers": 2, "num_heads": 4}),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {**BASE, "intermediate_multiple_size": 2, "rotary_pct": 0.5}),
+    "xglm": ("xglm", {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, **IDS}),
+    "mvp": ("mvp", _BART),
+    "trocr": ("trocr", _BART),
+    "rembert": ("rembert", {**_BERT, "input_embedding_size": 16, "output_embedding_size": 24}),
+    "megatron-bert": ("megatron-bert", _BERT),
+    "roformer": ("roformer", _BERT),
+    "roformer_values": ("roformer", {**_BERT, "rotary_value": True}),
+    "longcat_flash": (
+        "longcat_flash",
+        {**BASE, **LATENT, "num_layers": 2, "num_hidden_layers": 4, "head_dim": 4, "ffn_hidden_size": 48, "n_routed_experts": 4}
+        | {"moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 16, "experts_implementation": "eager"},
+    ),
 }
 ONE_WINDOW = ("phi3_sliding", "starcoder2", "mixtral")  # all layers slide alike: the policy acts on all
 
@@ -84,7 +113,7 @@ ONE_WINDOW = ("phi3_sliding", "starcoder2", "mixtral")  # all layers slide alike
 def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A model with weights large enough that attention is far from uniform; norms, biases and sinks are random too."""
     torch.manual_seed(seed)
-    kind, given = FAMILIES[name]
+    kind, given = {**FAMILIES, **OWN}[name]
     config = AutoConfig.for_model(kind, **given)
     for rate in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
         setattr(config, rate, 0.0)
@@ -92,6 +121,8 @@ def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
     model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "eager"} if capped else {})).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
+                continue
             if "norm" in key and "weight" in key:
                 parameter.uniform_(1.0, 2.0) if ".q" in key or ".k" in key else parameter.uniform_(0.7, 1.3)
             elif parameter.ndim >= 2:

@@ -1,4 +1,4 @@
-"""Seven architectures as the oracle needs them: everything but attention, in float64, from the model's own modules.
+"""Nine architectures as the oracle needs them: everything but attention, in float64, from the model's own modules.
 
 Two kinds of these modules round to float32 inside a float64 model: RMSNorm, and the rotary tables of Llama, Mistral and
 GPT-J. That is accepted: whoever runs the same float64 model computes with the same roundings of the same numbers, so
@@ -383,12 +383,51 @@ class Gpt2(Decoder):
         return self.model.lm_head(self.model.transformer.ln_f(x_TE))
 
 
+class CodeGen(Gptj):
+    """CodeGen: four parts of the fused projection, of each its queries, its values, its keys."""
+
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fused = self.model.transformer.h[l].attn.qkv_proj(h_TE)
+        q, v, k = (split(part, self.D) for part in rearrange(fused, "T (M P E) -> P T (M E)", M=4, P=3))
+        return q, k, v
+
+
+class GptNeo(Gpt2):
+    """GPT-Neo: learned positions, logits without a scale, layers with a window."""
+
+    def __init__(self, model: Any) -> None:
+        Decoder.__init__(self, model)
+        config = model.config
+        self.layers, self.query_heads = config.num_layers, config.num_heads
+        self.kv_heads, self.D = self.query_heads, config.hidden_size // self.query_heads
+        self.attentions = [layer.attn.attention for layer in model.transformer.h]
+
+    def scale(self, l: int) -> float:
+        return 1.0
+
+    def reach(self, l: int) -> int | None:
+        return self.model.config.window_size if self.model.config.attention_layers[l] == "local" else None
+
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.attentions[l]
+        q, k, v = (split(p(h_TE), self.D) for p in (m.q_proj, m.k_proj, m.v_proj))
+        return q, k, v
+
+    def output(self, l: int, y_TE: Tensor) -> Tensor:
+        return self.attentions[l].out_proj(y_TE)
+
+    def output_rows(self, l: int, h: int) -> Tensor:
+        return self.attentions[l].out_proj.weight[:, h * self.D : (h + 1) * self.D].T
+
+
 FAMILIES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "MptForCausalLM": Mpt,
     "GPTJForCausalLM": Gptj,
     "GPT2LMHeadModel": Gpt2,
+    "CodeGenForCausalLM": CodeGen,
+    "GPTNeoForCausalLM": GptNeo,
     "FalconForCausalLM": Falcon,
     "BloomForCausalLM": Bloom,
 }

@@ -22,6 +22,7 @@ GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 BUDGETS = "tests/oracle/test_oracle_budgets.py::test_kept_tokens_and_logits"
 RHYTHM = "tests/attention/test_rhythm.py"
+OWN = "tests/arch/test_own_attention.py::test"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
 DECODES = "tests/policies/test_decoding.py::test"
@@ -248,6 +249,50 @@ MUTANTS = {
     "zeros beside values that are smaller than keys": (
         "backends/torch_backend.py", "return out[..., : keys.v_BHTD.shape[-1]], lse", "return out, lse",
         "tests/arch/test_families.py::test_one_changes_nothing[deepseek_v3]"),
+    "values of a step in the keys' size": (
+        "attention/bound_step.py", "self.values.view(N, self.C, -1)", "self.values.view(N, self.C, D)",
+        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[1]"),
+    "values of a step that appends in the keys' size": (
+        "attention/bound_step.py", "kv.values.view(N, self.C, -1)\n        self.heads",
+        "kv.values.view(N, self.C, D)\n        self.heads",
+        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[4]"),
+    "what an encoder read is passed on": (
+        "hooks/inputs.py", 'if call.get("encoder_hidden_states") is not None:', "if False:",
+        f"{OWN}_what_an_encoder_read_is_refused"),
+    "a model without a cache is not told apart": (
+        "arch/refusals.py", "if attentions and not any(map(_may_take_cache, attentions)):", "if False:",
+        "tests/arch/test_automatic.py::test_refused_with_what_it_is[openai-gpt]"),
+    "cross-attention that is not skipped": (
+        "arch/refusals.py", 'return "encoder_hidden_states" in inspect', 'return True or "encoder_hidden_states" in inspect',
+        "tests/arch/test_automatic.py::test_refused_with_what_it_is[mllama]"),
+    "a decoder is told positions that it does not take": (
+        "hooks/target.py", 'return "position_ids" not in takes and any', "return False and any",
+        f"{OWN}_what_needs_positions_of_our_own_is_refused[roformer]"),
+    "GPT-Neo without windows": (
+        "arch/separate.py", 'return attn.config.window_size if attn.attention_type == "local" else None', "return None",
+        f"{OWN}_evictions_are_the_oracles[gpt_neo-h2o]"),
+    "CodeGen's values taken as keys": (
+        "arch/gptj.py", "q, v, k = (heads_first(part", "q, k, v = (heads_first(part",
+        f"{OWN}_evictions_are_the_oracles[codegen-h2o]"),
+    "the last layer's bias left out": (
+        "arch/gpt_neox_japanese.py", ", positioned), attn.dense_bias", ", positioned), None",
+        f"{OWN}_one_changes_nothing[gpt_neox_japanese]"),
+    "values that are not rotated": (
+        "arch/separate.py", "if attn.rotary_value:", "if False:", f"{OWN}_one_changes_nothing[roformer_values]"),
+    "an encoder with an adapter is served": (
+        "arch/separate.py", "raise decoder_wanted(model)", "pass", f"{OWN}_an_encoder_is_refused[rembert]"),
+    "keys and values beside the cache": (
+        "arch/separate.py", 'if getattr(model, "use_prompt", False):', "if False:",
+        f"{OWN}_what_stands_beside_the_cache_is_refused"),
+    "the encoder's heads for the decoder's": (
+        "arch/interface.py", 'names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")',
+        'names = ("num_key_value_heads", "num_attention_heads")', f"{OWN}_a_decoder_that_reads_alone"),
+    "cross-attention taken for the layer's own": (
+        "hooks/target.py", "model.named_modules() if not crosses(name, module))", "model.named_modules())",
+        f"{OWN}_one_changes_nothing[trocr]"),
+    "check: padding is not where the mask has it": (
+        "evaluation/masked.py", "held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]", "pass",
+        f"{OWN}_kvpatch_check[mvp]"),
     "values saved in the keys' size": (
         "storage/save_load.py", "codecs(layer.bits, shape.key, shape.value,", "codecs(layer.bits, shape.key, shape.key,",
         "tests/arch/test_latent.py::test_saved_and_joined[4]"),
@@ -324,7 +369,7 @@ MUTANTS = {
     "stacked layers: score not reset": (
         "attention/stacked.py", 'if self.backend != "triton":', "if False:", f"{ALIKE}[llama-h2o]"),
     "bound steps: the key as the value": (
-        "attention/bound_step.py", "index_copy_(0, at, v.reshape(self.row))", "index_copy_(0, at, k.reshape(self.row))",
+        "attention/bound_step.py", "v.reshape(self.value_row))", "k.reshape(self.value_row))",
         "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
     "bound steps: of another batch": (
         "attention/bound_step.py", " or step.kv is not call.slots.kv", "",

@@ -1,0 +1,53 @@
+"""GPT-NeoX Japanese: partial rotary positions; head by head the fused projection is its query, its key, its value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter import Core, Forward, source_module
+from .llama import LlamaAdapter
+
+
+class GPTNeoXJapaneseAdapter(LlamaAdapter):
+    """GPT-NeoX Japanese."""
+
+    name = "gpt_neox_japanese"
+    summary = "GPT-NeoX Japanese: partial rotary positions"
+    classes = ("transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention",)
+
+    projection = "dense"
+
+    def run(
+        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
+    ) -> Any:
+        return *super().run(attn, own, core, hidden_BQE, call, positioned), attn.dense_bias
+
+    def project(
+        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.plain(attn, hidden_BQE)
+        n = attn.rotary_ndims
+        turned = source_module(attn).apply_rotary_pos_emb(q[..., :n], k[..., :n], *position_embeddings)
+        q, k = (torch.cat([one, rest[..., n:]], -1) for one, rest in zip(turned, (q, k), strict=True))
+        return q, k, v
+
+    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_attention_heads, 3, attn.head_size))
+        q, k, v = qkv.transpose(1, 2).unbind(3)
+        return q, k, v
+
+    def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        n = attn.rotary_ndims
+        return torch.cat([super().rotate(attn, x_BHTD[..., :n], places_BHT, table), x_BHTD[..., n:]], -1)
+
+    def scale(self, attn: Any) -> float:
+        return 1.0 / attn.norm_factor
+
+    def dropout(self, attn: Any) -> float:
+        return attn.attention_dropout.p
+
+    def kv_shape(self, attn: Any) -> tuple[int, int]:
+        return attn.num_attention_heads, attn.head_size
