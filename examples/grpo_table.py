@@ -30,11 +30,9 @@ def table(path: Path) -> str:
     rows = []
     for arm in ARMS:
         least, most = min(one["least"] for one in by_arm[arm]), max(one["most"] for one in by_arm[arm])
-        ratio = f"{over(arm, 'ratio').mean:.6f}"
-        rows.append([arm, ratio, f"{least:.3g}", f"{most:.6g}", *(shown(over(arm, name)) for name in ("before", "budget", "full"))])
-    costs = [
-        [arm, f"{over(arm, 'bytes').mean:,.0f}", shown(over(arm, "seconds"))] for arm in ARMS
-    ]
+        ratios = [f"{over(arm, 'ratio').mean:.6f}", *(f"{one:.6g}" for one in (least, most))]
+        rows.append([arm, *ratios, *(shown(over(arm, name)) for name in ("before", "budget", "full"))])
+    costs = [[arm, f"{over(arm, 'bytes').mean:,.0f}", shown(over(arm, "seconds"))] for arm in ARMS]
     gaps = []
     for other in ARMS[:2]:
         pairs = list(zip(by_arm[ARMS[2]], by_arm[other], strict=True))

@@ -14,6 +14,7 @@ Made with TRL 1.16.0 and transformers 5.23.0. `python -m tools.docs_tables` writ
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
@@ -51,9 +52,10 @@ class Rollouts:
         asked = trainer.processing_class(prompts, return_tensors="pt", padding=True, padding_side="left")
         asked = {name: asked[name].to(trainer.accelerator.device) for name in ("input_ids", "attention_mask")}
         model, start = trainer.accelerator.unwrap_model(trainer.model).eval(), time.perf_counter()
-        wanted = {"output_scores": True, "return_dict_in_generate": True, "generation_config": trainer.generation_config}
+        how = copy.deepcopy(trainer.generation_config)
+        how.update(output_scores=True, return_dict_in_generate=True)
         with torch.no_grad():
-            out = model.generate(**asked, **wanted)
+            out = model.generate(**asked, generation_config=how)
         self.seconds.append(time.perf_counter() - start)
         self.kv_bytes.append(held_bytes(out.past_key_values) / len(prompts))
         model.train()
@@ -148,12 +150,13 @@ def train(arm: str, seed: int, given: dict[str, Any], **extra: Any) -> dict[str,
 
 def main(
     model: Annotated[str, typer.Option(help="a shipped model of the synthetic tasks")] = "llama-1",
-    policy: Annotated[str, typer.Option(help="any of `kvpatch policies`")] = "h2o",
+    policy: Annotated[str, typer.Option(help="any of `kvpatch policies`")] = "window",
     k: Annotated[float, typer.Option(help="the budget, a share of the prompt")] = 0.5,
     seeds: Annotated[int, typer.Option(help="runs of each arm")] = 1,
-    steps: Annotated[int, typer.Option(help="of the optimizer")] = 30,
+    steps: Annotated[int, typer.Option(help="of the optimizer")] = 60,
     length: Annotated[int, typer.Option(help="tokens of the list")] = 32,
     new: Annotated[int, typer.Option(help="tokens that are generated")] = 16,
+    prompts_per_step: Annotated[int, typer.Option(help="prompts of each step")] = 8,
     group: Annotated[int, typer.Option(help="rollouts of each prompt")] = 8,
     learning_rate: Annotated[float, typer.Option(help="falls to 0")] = 3e-4,
     lines: Annotated[Path | None, typer.Option(help="add the runs to this file; those it has are not run again")] = None,
@@ -162,7 +165,7 @@ def main(
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     given = {"model": model, "policy": policy, "k": k, "steps": steps, "length": length, "new": new, "group": group}
-    given |= {"prompts": 4, "learning_rate": learning_rate}
+    given |= {"prompts": prompts_per_step, "learning_rate": learning_rate}
     done = [json.loads(line) for line in lines.read_text().splitlines()] if lines and lines.exists() else []
     done = [one for one in done if given.items() <= one.items()]
     ready = {(one["arm"], one["seed"]) for one in done}
