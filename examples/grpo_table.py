@@ -15,9 +15,10 @@ ARMS = ("full cache", "budget, dense learner", "budget, replay")
 COLUMNS = ("", "ratio, mean", "ratio, from", "ratio, to", "reward before", "reward after", "reward after, full cache")
 
 
-def table(path: Path) -> str:
-    """A row for each arm: ratios, rewards, and what a rollout took; and what the replay's reward is beyond the others'."""
+def table(path: Path, policy: str) -> str:
+    """Runs of one policy: each arm's ratios and rewards, the replay's reward beyond the others', and what a rollout took."""
     runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    runs = [one for one in runs if one["policy"] == policy]
     by_arm = {arm: sorted((one for one in runs if one["arm"] == arm), key=lambda one: one["seed"]) for arm in ARMS}
     seeds = [[one["seed"] for one in by_arm[arm]] for arm in ARMS]
     if seeds[0] != seeds[1] or seeds[0] != seeds[2]:

@@ -62,7 +62,7 @@ def train(model: Any, tokenizer: Any, data: list[dict[str, Any]], folder: str, l
     """Train on all rows but the first 8; on_evaluate is called before, in the middle and at the end."""
     asked: dict[str, Any] = {"per_device_train_batch_size": 4, "seed": 1, "use_cpu": True, "bf16": False, "logging_steps": 1}
     asked |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "steps", "eval_on_start": True}
-    settings = SFTConfig(folder, **{**asked, "packing": False, **options})
+    settings = SFTConfig(folder, **{**asked, "completion_only_loss": True, "packing": False, **options})
     read, held_out = Dataset.from_list(data[8:]), Dataset.from_list(data[:8])
     trainer = SFTTrainer(
         model, settings, train_dataset=read, eval_dataset=held_out, processing_class=tokenizer, callbacks=[losses]
