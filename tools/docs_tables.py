@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import kvpatch
+from examples import grpo_table
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.policies import POLICIES, Policy
 from tools import peer_presses
@@ -166,6 +167,11 @@ def served(_: str) -> str:
     return f"{rows}; {found[1]} of transformers' {found[2]} causal model types [are served](docs/architectures.md)."
 
 
+def grpo(policy: str) -> str:
+    """What `python -m examples.grpo_under_budget` found with one policy."""
+    return grpo_table.table(DOCS / "grpo.jsonl", policy)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -175,6 +181,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "peers": peers,
     "goldens": goldens,
     "served": served,
+    "grpo": grpo,
 }
 
 

@@ -105,6 +105,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
+    inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
     if cache.rows.joined and not renumbered:
         inputs.place(call, cache, Q, mask, state.decoder_parameters)

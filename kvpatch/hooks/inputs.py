@@ -166,6 +166,23 @@ def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
         raise KVPatchError(f"position_ids hold {int(given.min())}: give 0 or more, with clamp(min=0) where there is padding.")
 
 
+def one_text_a_row(call: dict[str, Any]) -> None:
+    """Raise KVPatchError for several texts in one row, which transformers tells apart by position_ids that begin anew.
+
+    It does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
+    """
+    given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
+    if call.get("past_key_values") is not None or call.get("attention_mask") is not None:
+        return
+    packed = isinstance(lengths, Tensor) and lengths.numel() > 2
+    if packed or (isinstance(given, Tensor) and given.ndim == 2 and bool((given.diff(dim=-1) < 1).any())):
+        raise KVPatchError(
+            "position_ids begin anew within a row: several texts are packed into one, and a budget is of one text. Give each a "
+            "row of its own, with attention_mask=0 for padding (TRL: packing=False and padding_free=False), or texts that "
+            "may attend to each other, with position_ids that go on (TRL: packing_strategy='wrapped')."
+        )
+
+
 def file_path(path: object) -> Path:
     """Return a path that names a file."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):

@@ -38,6 +38,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     if mask is not None and mask.shape[1] != Q:
         raise KVPatchError(f"attention_mask has {mask.shape[1]} columns, but input_ids have {Q}: a replay takes whole texts.")
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
+    inputs.one_text_a_row(call)
     real_BQ = torch.ones(B, Q, dtype=torch.bool) if mask is None else mask.cpu().bool().expand(B, -1)
     text_B = match(record, tokens.cpu(), real_BQ)
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)

@@ -90,6 +90,12 @@ MUTANTS = {
     "deaths kept through a roll-back": (
         "cache/cache.py", "                self.lifetimes.crop(self.seen_B)", "                pass",
         "tests/attention/test_replay.py::test_rolled_back_joined_and_chosen_rows"),
+    "several texts packed into a row": (
+        "hooks/decoder.py", "    inputs.one_text_a_row(call)\n", "",
+        "tests/robustness/test_packing.py::test_texts_that_are_packed_into_a_row_are_refused"),
+    "several texts packed into a replayed row": (
+        "hooks/replay.py", "    inputs.one_text_a_row(call)\n", "",
+        "tests/robustness/test_packing.py::test_a_replay_refuses_them_too"),
     "an altered text replayed": (
         "hooks/replay.py", "    if agree >= n - 1:", "    if agree >= n - 9:",
         "tests/attention/test_replay.py::test_what_a_replay_refuses"),
