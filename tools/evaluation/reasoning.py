@@ -7,8 +7,9 @@ A budget is a share of prompt and trace together, and no head ever holds more, w
     prompt kept    schedule="decode": only the trace is evicted, and has what the prompt leaves of the budget
     every m        eviction takes m tokens at once, so that a head is down to m - 1 tokens less than the budget each time
 
-What the model writes is fed back, so a mistake stays in the text: counted are the visits before the first one, and texts that
-end in a loop, the same words over and over (VaSE says that the loss of values of large range does that).
+Each walk is written twice. First the true trace is fed, token by token: which visits would be right? Then what the model writes
+is fed back, so that a mistake stays in the text: how many visits come before the first one, and does the text end in a loop,
+the same words over and over (VaSE says that the loss of values of large range does that)?
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
+
+import torch
 
 from kvpatch import get_policy
 from kvpatch.errors import KVPatchError
+from kvpatch.evaluation.teacher_forcing import feed
 from tools.training import walks
 
 from .greedy import Tokens, generate, number
@@ -46,12 +51,18 @@ def loops(tokens: Sequence[int]) -> bool:
     return False
 
 
+def share_right(guessed: Sequence[int], trace: Sequence[int]) -> float:
+    """The share of a trace's visits of which every token is guessed."""
+    whole = [guessed[start:stop] == trace[start:stop] for start, stop in pairwise([0, *walks.visits(trace)])]
+    return sum(whole) / len(whole)
+
+
 def score(written: Sequence[int], trace: Sequence[int]) -> dict[str, Any]:
     """What `Reasoning` measures of a text that should be `trace`."""
-    same = next((i for i, pair in enumerate(zip(written, trace, strict=False)) if pair[0] != pair[1]), len(written))
+    same = next((i for i, (a, b) in enumerate(zip(written, trace, strict=False)) if a != b), min(len(written), len(trace)))
     ends = walks.visits(trace)
-    right = sum(end <= min(same, len(trace)) for end in ends) / len(ends)
-    return {"reached": right, "traces": list(written) == list(trace), "loops": loops(written)}
+    reached = sum(end <= same for end in ends) / len(ends)
+    return {"reached": reached, "traces": list(written) == list(trace), "loops": loops(written)}
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,10 @@ class Reasoning(Task):
     name = "reasoning"
     about = "Traces of hundreds of tokens that need earlier steps, evicted while they are written."
     source = "[R-KV; RaaS; LazyEviction; VaSE]"
-    metric = "reached"
+    metric = "visits"
     metrics: ClassVar[dict[str, str]] = {
-        "reached": "share of a walk's visits before the first mistake",
+        "visits": "share of a walk's visits that are right when the true trace is fed",
+        "reached": "share of a walk's visits before the first mistake, when what is written is fed",
         "traces": "share of traces without a mistake",
         "loops": "share of traces that end in a loop",
     }
@@ -147,10 +159,15 @@ class Reasoning(Task):
     ) -> Iterator[dict[str, Any]]:
         for part, draw in together(samples, request.batch, setting):
             own = held(setting, *part[0].data.shape)
+            n, new = part[0].data.shape
+            tokens_BT = torch.tensor([sample.data.ids + sample.data.trace for sample in part])[:, :-1]
+            with own.told(new).patched(subject.model, seed_of(seed, draw)):
+                fed = feed(subject.model, tokens_BT.to(subject.model.device), n)
+            guesses = fed.logits_BSV.argmax(-1).tolist()
             with own.patched(subject.model, seed_of(seed, draw)):
-                texts = generate(subject, [sample.data.ids for sample in part], len(part[0].data.trace))
-            for sample, written in zip(part, texts, strict=True):
-                yield score(written, sample.data.trace)
+                texts = generate(subject, [sample.data.ids for sample in part], new)
+            for sample, guessed, written in zip(part, guesses, texts, strict=True):
+                yield {"visits": share_right(guessed, sample.data.trace), **score(written, sample.data.trace)}
 
 
 def held(setting: Setting, n: int, new: int) -> Setting:
