@@ -120,7 +120,10 @@ class Reasoning(Task):
 
     def _schedule(self, name: str, way: str) -> str | None:
         """decode where the prompt is kept, in this way or always; else both. None: the policy has no such way."""
-        schedules = get_policy(name).score.schedules
+        policy = get_policy(name)
+        schedules = policy.score.schedules
+        if policy.every > 1 and RHYTHMS[way] == 1:  # its authors evict many at once, and its score is too dear for every step
+            return None
         if way == KEPT or "both" not in schedules:
             return "decode" if "decode" in schedules and way != "every token" else None
         return "both"

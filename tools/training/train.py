@@ -1,7 +1,7 @@
 """Train the small shipped models, measure them, and write their cards.
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
-    python -m tools.training llama-walks        one that writes long traces: a quarter of an hour
+    python -m tools.training llama-walks        one that writes long traces: seven minutes
     python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
@@ -133,7 +133,7 @@ def longer(recipe: Recipe) -> Recipe:
 RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if not recipe.language}
 RECIPES["llama-walks"] = Recipe(
     "llama", _TOKENS | _LLAMA | {"max_position_embeddings": 1024}, stages=WALK_STAGES, walks=True, passes=0.93,
-    final_steps=2600, max_steps=8000,
+    final_steps=900, max_steps=6000,
 )  # fmt: skip
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
