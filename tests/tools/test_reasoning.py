@@ -162,6 +162,11 @@ def test_policies_run_in_the_ways_that_they_have():
     }
 
 
+def test_policies_with_a_rhythm_run_with_one():
+    names = [one.name for one in Reasoning().settings(Request(policies=("r_kv", "lazy"), budgets=(0.5,)), None)]
+    assert names == ["full", *(f"{policy}, {way}" for policy in ("r_kv", "lazy") for way in ("every 32", "every 128"))]
+
+
 def test_a_budget_that_leaves_nothing_is_refused_in_words():
     with pytest.raises(KVPatchError, match="a budget of 37 tokens leaves -126, too few"):
         held(Setting("h2o", 0.05, {"schedule": "decode", "every": 1}), 163, 577)
