@@ -26,8 +26,8 @@ INTRODUCTION = """\
 {short}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
-each) look things up in some two hundred tokens; three write Python. What they show exactly is which tokens a policy drops and
-what that breaks. How policies rank on a large model they show only as far as the mechanism is the same; measure yours with
+each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is which
+tokens a policy drops and what that breaks. How policies rank on a large model they show only as far as the mechanism is the same; measure yours with
 `python -m tools.evaluation` or `kvpatch compare`.
 
 {intervals} Models weigh the same within an architecture, and architectures weigh the same. Three training seeds are few: an
@@ -54,10 +54,10 @@ REASONED = """\
 One model writes walks through a graph (`tools/training/walks.py`): a prompt of 163 tokens and a trace of 577, in which a visit
 takes up what the node's last visit wrote, at distances that the graph decides. k is the share of prompt and trace that a head
 holds at most, in every column. prompt kept: only the trace is evicted. every m: eviction takes m tokens at once, so that a head
-is down to m - 1 tokens less each time. raas and lazy always keep the
-prompt; lazy, r_kv and vase are run with a rhythm alone, as published. A record is needed once more, when its node is
-visited again, and never after. The model makes one mistake in some 25 visits with its full cache, which `visits` forgives and
-the other measures do not: read that one. Intervals are over walks of one trained model; they know nothing of other models."""
+is down to m - 1 tokens less each time. raas and lazy always keep the prompt; lazy, r_kv and vase are run with a rhythm alone,
+as published. A record is needed once more, when its node is visited again, and never after. The model makes one mistake in some
+25 visits with its full cache, which `visits` forgives and the other measures do not: read that one. Intervals are over walks of
+one trained model; they know nothing of other models."""
 
 
 @dataclass(frozen=True)
