@@ -26,9 +26,9 @@ INTRODUCTION = """\
 {short}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
-each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is which
-tokens a policy drops and what that breaks. How policies rank on a large model they show only as far as the mechanism is the same; measure yours with
-`python -m tools.evaluation` or `kvpatch compare`.
+each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is
+which tokens a policy drops and what that breaks. How policies rank on a large model they show only as far as the mechanism
+is the same; measure yours with `python -m tools.evaluation` or `kvpatch compare`.
 
 {intervals} Models weigh the same within an architecture, and architectures weigh the same. Three training seeds are few: an
 interval over one architecture alone is narrower than it should be. Of some hundred comparisons a few will be separated by luck.
