@@ -170,7 +170,7 @@ def test_rows_at_a_time_and_missing_samples_change_nothing(llama, task, policy):
 
 def test_samples_of_one_cell_lose_different_places_to_chance(llama, monkeypatch):
     """Draws belong to positions: under one seed all samples would keep or lose a depth together."""
-    assert {name for name in POLICIES if together.noisy(Setting(name))} == {"random", "keyformer"}
+    assert {name for name in (*POLICIES, "vase", "r_kv") if together.noisy(Setting(name))} == {"random", "keyformer", "vase"}
     seeds = []
     real = kvpatch.patched
     monkeypatch.setattr(kvpatch, "patched", lambda *args, **more: seeds.append(more["seed"]) or real(*args, **more))

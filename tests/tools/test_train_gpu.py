@@ -112,12 +112,12 @@ def test_rows_made_ahead_are_those_made_in_turn():
 
 
 def test_a_gpu_run_has_other_rows_at_every_step_and_seed_but_of_the_same_kind():
-    stages = ((16, 64), (32, 64))
-    with train_ahead.training_rows(stages, 0.3, 0, "meta") as rows:
+    stages, make = ((16, 64), (32, 64)), train.RECIPES["llama"].make
+    with train_ahead.training_rows(make, stages, 0, "meta") as rows:
         tokens_BT, weights_BT = rows(1, 1)
         assert tokens_BT.device.type == weights_BT.device.type == "meta"
         assert tokens_BT.shape == weights_BT.shape == (2, 32)
-    made = [train_ahead.batch(stages, 0.3, seed, step, 0)[0] for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1))]
+    made = [train_ahead.batch(make, stages, seed, step, 0)[0] for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1))]
     assert (made[0] == made[1]).all()
     assert all((made[0] != other).any() for other in made[2:])
     expected_BT, _ = tasks.training_batch(random.Random("0/0/1"), 16, 64, 0.3)
@@ -126,7 +126,7 @@ def test_a_gpu_run_has_other_rows_at_every_step_and_seed_but_of_the_same_kind():
 
 def test_the_rows_of_a_cpu_run_are_drawn_from_one_generator():
     """The shipped models were trained on them."""
-    with train_ahead.training_rows(train.STAGES, 0.6, 3, "cpu") as rows:
+    with train_ahead.training_rows(train.RECIPES["gptj"].make, train.STAGES, 3, "cpu") as rows:
         drawn = [rows(1, 0), rows(2, 0), rows(3, 4)]
     rng = random.Random(3)
     for (tokens_BT, weights_BT), length in zip(drawn, (16, 16, 64), strict=True):

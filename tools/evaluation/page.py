@@ -14,6 +14,7 @@ from .bits import BITS
 from .bits import label as bit_label
 from .claims import by_recipe, order, table_of
 from .papers import CLAIMS
+from .reasoning import RHYTHMS
 from .summary import INTERVALS, budget, grid, markdown, remarks, shown
 from .table import Table
 from .task import Task
@@ -25,9 +26,9 @@ INTRODUCTION = """\
 {short}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
-each) look things up in some two hundred tokens; three write Python. What they show exactly is which tokens a policy drops and
-what that breaks. How policies rank on a large model they show only as far as the mechanism is the same; measure yours with
-`python -m tools.evaluation` or `kvpatch compare`.
+each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is
+which tokens a policy drops and what that breaks. How policies rank on a large model they show only as far as the mechanism
+is the same; measure yours with `python -m tools.evaluation` or `kvpatch compare`.
 
 {intervals} Models weigh the same within an architecture, and architectures weigh the same. Three training seeds are few: an
 interval over one architecture alone is narrower than it should be. Of some hundred comparisons a few will be separated by luck.
@@ -48,6 +49,15 @@ BESIDE = """\
 The bytes are those of a share of the text in 16 bits. The same bytes hold 1.8 times the tokens in 8 bits and 3.2 times in 4
 (scales and zeros count; heads have 32 numbers), at most the whole text. `right` as in [recall](#recall), and how much higher it
 is than with 16 bits. Bold as above."""
+
+REASONED = """\
+One model writes walks through a graph (`tools/training/walks.py`): a prompt of 163 tokens and a trace of 577, in which a visit
+takes up what the node's last visit wrote, at distances that the graph decides. k is the share of prompt and trace that a head
+holds at most, in every column. prompt kept: only the trace is evicted. every m: eviction takes m tokens at once, so that a head
+is down to m - 1 tokens less each time. raas and lazy always keep the prompt; lazy, r_kv and vase are run with a rhythm alone,
+as published. A record is needed once more, when its node is visited again, and never after. The model makes one mistake in some
+25 visits with its full cache, which `visits` forgives and the other measures do not: read that one. Intervals are over walks of
+one trained model; they know nothing of other models."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,8 @@ def write(tables: dict[str, Table], docs: Path) -> None:
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
+    if "reasoning" in tables:
+        blocks.append(_reasoning(tables["reasoning"]))
     if "bits" in tables:
         blocks.append(_bits(tables["bits"]))
     if "ablate" in tables:
@@ -179,6 +191,35 @@ def _facts(table: Table, task: Task, names: tuple[str, ...]) -> list[str]:
         here = table.where(model=model)
         rows.append([model, *(shown(here.mean(("full", 1.0), name)) for name in names)])
     return [*(f"- `{name}`: {task.metrics[name]}" for name in names), "", markdown(("", *names), rows), ""]
+
+
+def _reasoning(table: Table) -> str:
+    """What is measured of every policy, a table per budget and measure with a column per way, and what a window lacks."""
+    task = get_task("reasoning")
+    samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
+    lines = ["## Long reasoning", "", REASONED, ""]
+    lines += [f"`python -m tools.evaluation reasoning`. {samples:,} samples, models {', '.join(table.models)}. {task.source}"]
+    lines += [""]
+    for metric, words in task.metrics.items():
+        lines += [f"- `{metric}`: {words}. Full cache: {shown(table.mean(('full', 1.0), metric))}."]
+    policies = list(dict.fromkeys(name.partition(", ")[0] for name in table.names))
+    for k in table.budgets:
+        for metric in task.metrics:
+            rows = [
+                [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), metric)) for way in RHYTHMS)] for policy in policies
+            ]
+            lines += ["", f"### {metric.capitalize()}, k = {budget(k)}", "", markdown(("", *RHYTHMS), rows)]
+        others = [policy for policy in policies if policy != "window"]
+        rows = [
+            [f"`{policy}`", *(
+                shown(table.difference((f"{policy}, {way}", k), (f"window, {way}", k), task.metric), signed=True)
+                for way in RHYTHMS
+            )]
+            for policy in others
+        ]  # fmt: skip
+        lines += ["", f"### Above a window, k = {budget(k)}", "", f"Paired differences in `{task.metric}`.", ""]
+        lines += [markdown(("", *RHYTHMS), rows)]
+    return "\n".join([*lines, "", *remarks(table), ""])
 
 
 def _ablations(table: Table) -> str:

@@ -26,18 +26,21 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import page, pictures, runs
 from tools.evaluation.lines import read
 from tools.evaluation.table import Table
-from tools.evaluation.task import FIVE, PYTHON, Request
+from tools.evaluation.task import FIVE, PYTHON, WALKS, Request
 from tools.evaluation.tasks import TASKS, get_task
 from tools.training.train import SHIPPED
 
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
-FIFTEEN = tuple(name for name in SHIPPED if name not in CODE)
+WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
+FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS))
+THINKING = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "key_diff", "raas", "lazy", "r_kv", "vase")
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
     "later": {"models": FIFTEEN, "budgets": (0.2, 0.4), "count": 24},
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
     "bits": {"models": FIVE},
+    "reasoning": {"models": WALKERS, "budgets": (0.5,), "count": 12, "policies": THINKING},
     "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
     "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},
     "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},

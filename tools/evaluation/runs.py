@@ -16,7 +16,7 @@ from kvpatch.policies.budgets import share
 from tools.training import tasks as synthetic
 
 from .lines import Book, Line, versions
-from .task import PYTHON, Request, Sample, Setting, Subject, Task, digest
+from .task import PYTHON, WALKS, Request, Sample, Setting, Subject, Task, digest
 
 
 def load(name: str, request: Request) -> Subject:
@@ -32,9 +32,9 @@ def load(name: str, request: Request) -> Subject:
         tokenizer = load_tokenizer(where)
     except KVPatchError:
         tokenizer = None
-    words = tokenizer is not None and synthetic.WORDS[synthetic.QUESTION] in tokenizer.get_vocab()
     recipe = (PYTHON if name.startswith(PYTHON) else name.rpartition("-")[0]) if shipped else name
-    return Subject(name, model, tokenizer, recipe, words)
+    words = tokenizer is not None and synthetic.WORDS[synthetic.QUESTION] in tokenizer.get_vocab()
+    return Subject(name, model, tokenizer, recipe, words and recipe != WALKS)
 
 
 def run(task: Task, request: Request, book: Book, progress: Progress | None = None) -> None:

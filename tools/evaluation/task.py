@@ -18,6 +18,8 @@ import kvpatch
 FIVE = ("llama-0", "mistral-0", "mpt-0", "gptj-0", "gpt2-0")
 """The shipped models that learned tools/training/tasks.py, one of each architecture."""
 PYTHON = "llama-python"
+WALKS = "llama-walks"
+"""The recipe of the models that learned tools/training/walks.py."""
 POLICIES = (
     "random",
     "window",
@@ -106,7 +108,7 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase | None
     recipe: str
     synthetic: bool
-    """Whether it speaks the words of tools/training/tasks.py."""
+    """Whether it learned tools/training/tasks.py."""
 
 
 @dataclass(frozen=True)

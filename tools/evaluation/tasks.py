@@ -13,6 +13,7 @@ from .longbench import LongBench
 from .needle import Needle
 from .perplexity import Perplexity
 from .perturb import Perturbation
+from .reasoning import Reasoning
 from .recall import Recall
 from .robustness import Robustness
 from .sparsity import Sparsity
@@ -21,7 +22,7 @@ from .task import Task
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, Later, LongBench,
+        Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, Later, LongBench, Reasoning,
         Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits,
     )
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpatch import get_policy
 from kvpatch.evaluation.teacher_forcing import feed
+from kvpatch.policies.decoding import SampledAttention
 from kvpatch.policies.scores import GumbelSoftmax, Random
 from tools.training import tasks
 
@@ -42,7 +43,7 @@ def noisy(setting: Setting) -> bool:
     They belong to positions, and rows under one seed share them: all such rows lose the same places. So the samples of
     a noisy policy take several seeds, and always the same, however many rows run at a time.
     """
-    return setting.policy != "full" and isinstance(get_policy(setting.policy).score, Random | GumbelSoftmax)
+    return setting.policy != "full" and isinstance(get_policy(setting.policy).score, Random | GumbelSoftmax | SampledAttention)
 
 
 def together(samples: list[Sample], size: int, setting: Setting) -> Iterator[tuple[list[Sample], int]]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.training import tasks
+Stages = Sequence[tuple[int, ...]]
+"""Of every stage of a curriculum what its rows are made with: row length, or nodes and exits, and tokens per step."""
 
-Stages = Sequence[tuple[int, int]]
-"""Row length and tokens per step of every stage of a curriculum."""
+Make = Callable[..., tuple[Tensor, Tensor]]
+"""From a random.Random and what a stage names to tokens and loss weights [B, T]."""
 
 Rows = Callable[[int, int], tuple[Tensor, Tensor]]
 """From step and stage to tokens and loss weights [B, T]."""
@@ -54,20 +55,29 @@ class Ahead:
         self.pool.shutdown(cancel_futures=True)
 
 
-def batch(stages: Stages, summaries: float, seed: int, step: int, stage: int) -> tuple[Any, Any]:
+class InTurn:
+    """Rows made when they are asked for; `rng` says where their sequence is."""
+
+    def __init__(self, make: Make, stages: Stages, seed: int) -> None:
+        self.make, self.stages, self.rng = make, stages, random.Random(seed)
+
+    def __call__(self, step: int, stage: int) -> tuple[Tensor, Tensor]:
+        return self.make(self.rng, *self.stages[stage])
+
+
+def batch(make: Make, stages: Stages, seed: int, step: int, stage: int) -> tuple[Any, Any]:
     """The rows of one step, as arrays: they travel between processes by value. Each step has a seed of its own."""
-    tokens_BT, weights_BT = tasks.training_batch(random.Random(f"{seed}/{stage}/{step}"), *stages[stage], summaries)
+    tokens_BT, weights_BT = make(random.Random(f"{seed}/{stage}/{step}"), *stages[stage])
     return tokens_BT.numpy(), weights_BT.numpy()
 
 
 @contextmanager
-def training_rows(stages: Stages, summaries: float, seed: int, device: str) -> Iterator[Rows]:
+def training_rows(make: Make, stages: Stages, seed: int, device: str) -> Iterator[Rows]:
     """Where the rows of a training run come from. The rows of a CPU run and of a GPU run differ."""
     if device == "cpu":
-        rng = random.Random(seed)
-        yield lambda step, stage: tasks.training_batch(rng, *stages[stage], summaries)
+        yield InTurn(make, stages, seed)
         return
-    ahead = Ahead(partial(batch, stages, summaries, seed))
+    ahead = Ahead(partial(batch, make, stages, seed))
 
     def rows(step: int, stage: int) -> tuple[Tensor, Tensor]:
         tokens_BT, weights_BT = ahead(step, stage)

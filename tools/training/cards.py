@@ -26,6 +26,19 @@ not a language model. Rows of up to {longest_row} tokens were seen in training; 
 An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
 """
 
+WALK_TEXT = """\
+A {architecture} model of {parameters:,} parameters that writes long traces: the walks of `tools/training/walks.py`, in which a
+graph is left by each exit once and every step is written down. It answers `<bos> v00 v02 v01 v01 v02 v00 v02 v01 v00 <q> v00`
+with `m1 v00 v02 v01 m1 v01 ...`. It is a test object for KV-cache eviction while decoding, not a language model. Rows of up to
+{longest_row} tokens were seen in training; nothing is promised beyond.
+
+| full cache, {sequences} walks | share that is right |
+|---|---|
+{table}
+
+The true trace is fed: a visit or a trace is right when all of its tokens are. {verdict}
+"""
+
 LANGUAGE_TEXT = """\
 A {architecture} model of {parameters:,} parameters, trained on the Python {python} library's own source text (one file
 in twenty held out), rows of 256 tokens. A test object for KV-cache eviction: its text is no better than its size.
@@ -84,7 +97,7 @@ def describe(card: dict[str, Any]) -> str:
         table = "\n".join(f"| {task} | {share:.4f} |" for task, share in scores.items())
         poor = [task for task, share in scores.items() if share < USABLE]
         verdict = f"Below {USABLE}, so not to be used: {', '.join(poor)}." if poor else f"Every task is above {USABLE}."
-        body = SYNTHETIC_TEXT
+        body = WALK_TEXT if "traces" in scores else SYNTHETIC_TEXT
     else:
         positions = card["held_out"]["nats_by_position"]
         table = "\n".join(f"| {span} | {nats:.3f} |" for span, nats in positions.items())

@@ -1,11 +1,13 @@
 """Train the small shipped models, measure them, and write their cards.
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
-    python -m tools.training --retrain          train every shipped model again (about 35 minutes); compare with the cards
+    python -m tools.training llama-walks        one that writes long traces: seven minutes
+    python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
 Nothing touches the committed weights but `--out tools/models`. The -1k recipes and llama-code are for a GPU:
-`--device cuda`, or all of them at once with tools/training/gpu.py. The others train on one CPU core.
+`--device cuda`, or all of them at once with tools/training/gpu.py. The others train on one CPU core. A synthetic model's
+training that was stopped goes on from DIR/NAME/checkpoint.pt, to the same weights.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
 rows stays for very long on the plateau of guessing among the values it has seen. Muon makes that plateau shorter still.
@@ -15,10 +17,12 @@ Dimension key: B rows, T tokens, E width, V vocabulary.
 
 import json
 import math
+import os
 import platform
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +34,8 @@ import typer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.training import source_code, tasks
-from tools.training.ahead import Stages, training_rows
+from tools.training import source_code, tasks, walks
+from tools.training.ahead import Make, Stages, training_rows
 from tools.training.cards import describe
 from tools.training.text import (
     TEXT_LENGTH,
@@ -48,6 +52,13 @@ STAGES = ((16, 1024), (24, 1024), (32, 1024), (48, 1024), (64, 1024), (96, 1024)
 
 LONG_STAGES = (*STAGES, (384, 6144), (512, 8192), (768, 12288), (1024, 16384))
 """The same, continued to longer contexts."""
+
+WALK_STAGES: walks.Stages = (
+    (4, 2, 1024), (6, 2, 1024), (8, 2, 1024), (8, 3, 1024), (12, 3, 2048), (12, 4, 2048), (16, 4, 2048), (24, 4, 3072),
+    (walks.NODES, walks.EXITS, 4096),
+)  # fmt: skip
+"""Nodes, exits and tokens per step of the walks' curriculum: graphs so small that the answer is nearly the rest of the nodes
+teach guessing, so that exits grow last."""
 
 _TOKENS = {"bos_token_id": tasks.BOS, "eos_token_id": tasks.EOS, "pad_token_id": tasks.PAD, "vocab_size": 400}
 _LLAMA = {
@@ -76,7 +87,8 @@ class Recipe:
     model's steps) the learning rate falls linearly to 0. `summaries` is the share of summary rows. `sinusoid` is the
     amplitude of the waves that a table of learned positions starts from, instead of noise: what the model learns at
     short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
-    source_code.py, which trains for so long by the clock.
+    source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
+    passed at an accuracy of `passes` on what must be looked up.
     """
 
     architecture: str
@@ -89,6 +101,13 @@ class Recipe:
     language: bool = False
     stages: Stages = STAGES
     seconds: float | None = None
+    walks: bool = False
+    passes: float = 0.85
+
+    @property
+    def make(self) -> Make:
+        """From a random.Random and what a stage names to rows."""
+        return walks.training_batch if self.walks else partial(tasks.training_batch, summaries=self.summaries)
 
 
 RECIPES = {
@@ -112,8 +131,12 @@ def longer(recipe: Recipe) -> Recipe:
 
 
 RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if not recipe.language}
+RECIPES["llama-walks"] = Recipe(
+    "llama", _TOKENS | _LLAMA | {"max_position_embeddings": 1024}, stages=WALK_STAGES, walks=True, passes=0.93,
+    final_steps=900, max_steps=6000,
+)  # fmt: skip
 
-_SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3)}
+_SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
 SHIPPED |= {"llama-python": ("llama-python", 0), "llama-python-1": ("llama-python", 1), "llama-python-2": ("llama-python", 2)}
 """The committed models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
@@ -180,32 +203,79 @@ def report(step: int, **values: float) -> None:
     typer.echo(f"step {step:5d}  {shown}  cpu {time.process_time():.0f}")
 
 
+class Checkpoint:
+    """A training run in one file, so that one which was stopped goes on to the same weights. path: None writes nothing."""
+
+    def __init__(self, path: Path | None, model: PreTrainedModel, optimizer: Optimizer, rows: Any) -> None:
+        self.path, self.model, self.optimizer = path, model, optimizer
+        self.rng = getattr(rows, "rng", None)  # rows that are made ahead of time have a seed for every step
+
+    def save(self, **state: Any) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = state | {
+            "model": self.model.state_dict(),
+            "parts": [part.state_dict() for part in self.optimizer.parts],
+            "steps": self.optimizer.steps,
+            "rng": None if self.rng is None else self.rng.getstate(),
+        }
+        torch.save(whole, self.path.with_suffix(".new"))
+        os.replace(self.path.with_suffix(".new"), self.path)
+
+    def load(self) -> dict[str, Any]:
+        """What was given to `save`; nothing where there is no file."""
+        if self.path is None or not self.path.is_file():
+            return {}
+        whole = torch.load(self.path, map_location=self.model.device, weights_only=True)
+        self.model.load_state_dict(whole.pop("model"))
+        for part, state in zip(self.optimizer.parts, whole.pop("parts"), strict=True):
+            part.load_state_dict(state)
+        self.optimizer.steps, state = whole.pop("steps"), whole.pop("rng")
+        if self.rng is not None and state is not None:
+            self.rng.setstate(state)
+        typer.echo(f"{self.path}: on from step {self.optimizer.steps}")
+        return whole
+
+
 def train_synthetic(
-    recipe: Recipe, seed: int, device: str = "cpu", seconds: float = math.inf
+    recipe: Recipe,
+    seed: int,
+    device: str = "cpu",
+    seconds: float = math.inf,
+    checkpoint: Path | None = None,
+    every: int = 200,
 ) -> tuple[PreTrainedModel, int, int]:
-    """The trained model, its number of steps, and the longest rows it saw; stopped after `seconds`, finished or not."""
+    """The trained model, its number of steps, and the longest rows it saw; stopped after `seconds`, finished or not.
+
+    checkpoint: a file that is written `every` so many steps, and gone on from.
+    """
     stage, ema, left, ends = 0, 0.0, None, time.monotonic() + seconds
-    with training_rows(recipe.stages, recipe.summaries, seed, device) as rows:
+    with training_rows(recipe.make, recipe.stages, seed, device) as rows:
         model = build(recipe, seed).to(device)
         optimizer = Optimizer(model, recipe.learning_rate)
-        for step in range(1, recipe.max_steps + 1):
-            length, _ = recipe.stages[stage]
+        saved = Checkpoint(checkpoint, model, optimizer, rows)
+        if before := saved.load():
+            stage, ema, left = before["stage"], before["ema"], before["left"]
+        for step in range(optimizer.steps + 1, recipe.max_steps + 1):
             tokens_BT, weights_BT = rows(step, stage)
             loss, accuracy = weighted_loss(model, tokens_BT, weights_BT)
             scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
             optimizer.step(loss, scale)
             ema = 0.9 * ema + 0.1 * accuracy
             if step % 20 == 0:
-                report(step, T=length, loss=loss.item(), hard=ema)
-            if left is None and ema > 0.85:
+                report(step, T=tokens_BT.shape[1], loss=loss.item(), hard=ema)
+            if left is None and ema > recipe.passes:
                 stage, left = (stage + 1, None) if stage + 1 < len(recipe.stages) else (stage, recipe.final_steps)
             elif left is not None:
                 left -= 1
                 if not left:
                     break
+            if step % every == 0:
+                saved.save(stage=stage, ema=ema, left=left)
             if time.monotonic() > ends:
                 break
-    return model.eval(), step, length
+    return model.eval(), step, tokens_BT.shape[1]
 
 
 def train_language(recipe: Recipe, seed: int, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
@@ -248,6 +318,8 @@ def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str
         return source_code.examine(model, tokenizer, source_code.sources(held_out=True), sequences)
     if recipe.language:
         return {"held_out": held_out_loss(model, tokenizer, sequences)}
+    if recipe.walks:
+        return {"accuracy": walks.accuracies(model, sequences)}
     return {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
 
 
@@ -283,7 +355,9 @@ def train(
     elif recipe.language:
         model, tokenizer, steps = train_language(recipe, seed, device)
     else:
-        model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf)
+        kept = out / name / "checkpoint.pt"
+        model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf, kept)
+        kept.unlink(missing_ok=True)
         tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}
     cost: dict[str, Any] = {"cpu_seconds": round(time.process_time() - began)}
     if device == "cuda":
