@@ -52,6 +52,6 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
             calibration = measure(loaded, pieces, lambda: bar.advance(task))
         save_calibration(calibration, out)
     if json:
-        print_json({"file": str(out), "tokens": calibration.tokens, "layers": sorted(calibration.directions)})
+        print_json({"file": str(out), "tokens": calibration.tokens, "layers": sorted(calibration.layers)})
     else:
-        print(f"{out}: {calibration.tokens:,} tokens, {len(calibration.directions)} layers of {calibration.model['class']}.")
+        print(f"{out}: {calibration.tokens:,} tokens, {len(calibration.layers)} layers of {calibration.model['class']}.")
