@@ -75,12 +75,12 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         check_sum(texts, tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise InvalidError("it holds a number that is not finite")
-    layers = {
-        layer: {name: tensors[f"{layer}.{name}"] for name in MEASURES if f"{layer}.{name}" in tensors}
-        for layer in about["layers"]
-    }
-    for layer, own in layers.items():
-        _check_pairs(layer, own)
+        layers = {
+            layer: {name: tensors[f"{layer}.{name}"] for name in MEASURES if f"{layer}.{name}" in tensors}
+            for layer in about["layers"]
+        }
+        for layer, own in layers.items():
+            _check_pairs(layer, own)
     return Calibration(about["model"], layers, about["tokens"], texts["checksum"])
 
 
@@ -114,14 +114,11 @@ def _check(about: dict[str, Any], found: dict[str, Entry]) -> None:
 
 def _check_shape(name: str, measure: Measure, entry: Entry, sizes: dict[str, int]) -> None:
     """Raise InvalidError for another dtype or shape; `sizes` are those of the axes of the layer's statistics so far."""
-    axes = zip(measure.shape, entry.shape, strict=False)
-    right = len(entry.shape) == len(measure.shape)
-    if (
-        entry.dtype != measure.dtype
-        or not right
-        or any(size != (int(axis) if axis.isdigit() else sizes.setdefault(axis, size)) for axis, size in axes)
-    ):
-        wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in measure.shape]
+    wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in measure.shape]
+    if len(entry.shape) == len(measure.shape):
+        sizes |= {axis: size for axis, size in zip(wanted, entry.shape, strict=True) if not axis.isdigit()}
+    right = [str(sizes.get(axis, axis)) for axis in wanted]
+    if entry.dtype != measure.dtype or [str(size) for size in entry.shape] != right:
         raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where {measure.dtype} [{', '.join(wanted)}] belongs")
 
 
