@@ -39,7 +39,7 @@ def test_declarations():
     assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
     assert said["expected_attention"] == said["leverage"] == ("none", (), False, False, True, None, False, 0)
     assert [name for name, p in POLICIES.items() if p.score.reads_held] == [
-        "key_diff", "lag_kv", "leverage", "compactor", "expected_attention", "r_kv", "vase",
+        "key_diff", "lag_kv", "leverage", "compactor", "expected_attention", "r_kv", "tri_attention", "vase",
     ]  # fmt: skip
     assert [name for name, p in POLICIES.items() if p.score.moments] == ["expected_attention"]
     looking_ahead = [name for name, p in POLICIES.items() if p.score.lookahead is not None]

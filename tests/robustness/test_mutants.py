@@ -62,7 +62,7 @@ MUTANTS = {
         "storage/calibration.py", "check_sum(texts, tensors)", "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
     "a direction points away from the queries": (
-        "evaluation/calibrate.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
+        "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
         "tests/policies/test_calibration.py::test_directions_are_those_of_the_queries"),
     "a text that begins with a prefix writes to it": (
         "cache/prefix.py", "new = self._cache.clone()", "new = self._cache",
