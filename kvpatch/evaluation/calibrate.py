@@ -77,13 +77,13 @@ class _Rotations:
 def _sample(recent: Recent, rotations: _Rotations | None) -> Sample:
     """Return a piece's queries of a layer."""
     known = recent.positions_BW[0] >= 0
-    q_HGND = recent.q_BHGWD[0][:, :, known]
+    q_HGQD = recent.q_BHGWD[0][:, :, known]
     if rotations is None:
-        return Sample(q_HGND)
-    q, places = q_HGND.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
+        return Sample(q_HGQD)
+    q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
     plain = rotations.adapter.rotate_back(q, places, rotations.table)
     plain = rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)
-    return Sample(q_HGND, rotations.rotation, plain[0].view(q_HGND.shape))
+    return Sample(q_HGQD, rotations.rotation, plain[0].view(q_HGQD.shape))
 
 
 def _add(sample: Sample, sums: dict[str, Sums]) -> None:

@@ -25,7 +25,7 @@ class Calibration:
         layers: of each layer that a budget applies to, its statistics by name (measures.MEASURES): "direction" [H,D], the first
             singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it;
             and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
-            [H,G,F], the mean length of its pairs of channels, these "pairs" [F,2] and their "turn" [F] in radians per position.
+            [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
         tokens: how many were read.
         digest: checksum of all that.
 

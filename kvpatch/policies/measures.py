@@ -20,12 +20,12 @@ class Rotation:
     x_a sin + x_b cos. Some tables also lengthen what they turn, at every position alike. Channels without a pair stay.
 
     Attributes:
-        pairs_F2: the channels of each pair, int64.
-        turn_F: radians per position, float64.
+        pairs_P2: the channels of each pair, int64.
+        turn_P: radians per position, float64.
     """
 
-    pairs_F2: Tensor
-    turn_F: Tensor
+    pairs_P2: Tensor
+    turn_P: Tensor
 
     @classmethod
     def of(cls, turned: Callable[[int], Tensor], count: int) -> Rotation | None:
@@ -54,14 +54,14 @@ class Sample:
     """Queries of one layer over a piece of text.
 
     Attributes:
-        q_HGND: the queries as attention used them.
+        q_HGQD: the queries as attention used them.
         rotation: None where there is none, or none is known.
-        plain_HGND: the queries moved to position 0, where nothing is turned; None without a rotation.
+        plain_HGQD: the queries moved to position 0, where nothing is turned; None without a rotation.
     """
 
-    q_HGND: Tensor
+    q_HGQD: Tensor
     rotation: Rotation | None = None
-    plain_HGND: Tensor | None = None
+    plain_HGQD: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Measure:
 
     Attributes:
         name: its name in files and in `Calibration.layers`.
-        shape: a letter for each axis: H KV heads, G query heads of a group, D head size, F pairs of channels; or a number.
+        shape: a letter for each axis: H KV heads, G query heads of a group, D head size, P pairs of channels; or a number.
         of: what a piece of text adds to the sums; None where it cannot be measured.
         finish: what becomes of the sums of all pieces.
         dtype: in a file.
@@ -94,14 +94,14 @@ class Measure:
         return found if sums is None else tuple(old + new for old, new in zip(sums, found, strict=True))
 
 
-def lengths(x: Tensor, pairs_F2: Tensor) -> Tensor:
-    """Return the lengths [...,F] of the pairs of channels of vectors [...,D]."""
-    return torch.hypot(x[..., pairs_F2[:, 0]], x[..., pairs_F2[:, 1]])
+def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
+    """Return the lengths [...,P] of the pairs of channels of vectors [...,D]."""
+    return torch.hypot(x[..., pairs_P2[:, 0]], x[..., pairs_P2[:, 1]])
 
 
 def _products(sample: Sample) -> Sums:
     """Return the sum of the products [H,D,D] of queries, those of a group being its KV head's, and the sum of these [H,D]."""
-    q = sample.q_HGND.flatten(1, 2).float()
+    q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
 
@@ -114,17 +114,17 @@ def _direction(sums: Sums) -> Tensor:
 
 
 def _plain(sample: Sample) -> Sums:
-    assert sample.plain_HGND is not None
-    return _counted(sample.plain_HGND)
+    assert sample.plain_HGQD is not None
+    return _counted(sample.plain_HGQD)
 
 
 def _norms(sample: Sample) -> Sums:
-    assert sample.plain_HGND is not None and sample.rotation is not None
-    return _counted(lengths(sample.plain_HGND, sample.rotation.pairs_F2.to(sample.plain_HGND.device)))
+    assert sample.plain_HGQD is not None and sample.rotation is not None
+    return _counted(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
 
 
-def _counted(x_HGNX: Tensor) -> Sums:
-    return torch.tensor(x_HGNX.shape[2]), x_HGNX.sum(2)
+def _counted(x_HGQD: Tensor) -> Sums:
+    return torch.tensor(x_HGQD.shape[2]), x_HGQD.sum(2)
 
 
 def _mean(sums: Sums) -> Tensor:
@@ -133,12 +133,12 @@ def _mean(sums: Sums) -> Tensor:
 
 def _pairs(sample: Sample) -> Sums:
     assert sample.rotation is not None
-    return (sample.rotation.pairs_F2,)
+    return (sample.rotation.pairs_P2,)
 
 
 def _turn(sample: Sample) -> Sums:
     assert sample.rotation is not None
-    return (sample.rotation.turn_F,)
+    return (sample.rotation.turn_P,)
 
 
 def _itself(sums: Sums) -> Tensor:
@@ -153,8 +153,8 @@ def _table(*rows: Measure) -> dict[str, Measure]:
 MEASURES = _table(
     Measure("direction", "HD",  _products, _direction),               # the first singular direction of a group's queries
     Measure("mean",      "HGD", _plain,    _mean, turned=True),       # of the queries of each head at position 0
-    Measure("norm",      "HGF", _norms,    _mean, turned=True),       # mean length of their pairs of channels
-    Measure("pairs",     "F2",  _pairs,    _itself, torch.int64, turned=True, adds_up=False),     # see Rotation
-    Measure("turn",      "F",   _turn,     _itself, torch.float64, turned=True, adds_up=False),
+    Measure("norm",      "HGP", _norms,    _mean, turned=True),       # mean length of their pairs of channels
+    Measure("pairs",     "P2",  _pairs,    _itself, torch.int64, turned=True, adds_up=False),     # see Rotation
+    Measure("turn",      "P",   _turn,     _itself, torch.float64, turned=True, adds_up=False),
 )
 # fmt: on

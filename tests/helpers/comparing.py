@@ -6,6 +6,7 @@ import functools
 import torch
 
 import kvpatch
+from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.policies import noise
 from tests.helpers.tiny import VOCAB, force, left_pad, make, prompt
 from tests.oracle import reference
@@ -113,13 +114,16 @@ def agrees(
 ):  # fmt: skip
     """Run library and oracle and compare; returns False where a decision was too close to call.
 
-    options of the policy, and block and positions.
+    options of the policy, and block and positions. A calibration is made of a text of its own.
     """
     model = make(name, dtype=dtype, seed=weights) if model is None else model
     ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
     if policy in CONTENT:
         ids, fed = distinct(len(pads), n, steps, weights)
     mask = left_pad(ids, [n - pad for pad in pads])
+    if policy in CALIBRATED and "calibration" not in options:
+        with torch.no_grad():
+            options["calibration"] = calibrate(copy.deepcopy(model), [prompt(1, 30, seed=weights + 3)])
     length = options.get("generation_length")
     pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
     with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, backend=backend, **options):
