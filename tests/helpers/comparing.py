@@ -28,7 +28,7 @@ PLACED += tuple(name for name in EVICTING if kvpatch.get_policy(name).score.rere
 # look at keys without their positions, so one token at two positions is a tie but for rounding
 UNPLACED = ("key_norm", "leverage", "compactor")
 # look at keys alone, which may have no positions
-CONTENT = (*UNPLACED, "key_diff", "cur")
+CONTENT = (*UNPLACED, "key_diff", "cur", "q_filter")
 # options that suit texts of some thirty tokens
 SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "chunk_kv": {"window": 5, "kernel": 3, "size": 4},

@@ -24,7 +24,7 @@ BUDGETS = "tests/oracle/test_oracle_budgets.py::test_kept_tokens_and_logits"
 RHYTHM = "tests/attention/test_rhythm.py"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
-PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa"
+PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa-tri_attention"
 DECODES = "tests/policies/test_decoding.py::test"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
@@ -66,13 +66,13 @@ MUTANTS = {
         "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
         "tests/policies/test_calibration.py::test_directions_are_those_of_the_queries"),
     "a probe of the newest token's position": (
-        "policies/calibration.py", "context.newest_B11 + 1 + torch", "context.newest_B11 + torch", f"{PROBES}-tri_attention-0]"),
-    "a group's mean probe": ("policies/calibration.py", ".amax(2)", ".mean(2)", f"{PROBES}-tri_attention-0]"),
+        "policies/calibration.py", "context.newest_B11 + 1 + torch", "context.newest_B11 + torch", f"{PROBES}-0]"),
+    "a group's mean probe": ("policies/calibration.py", ".amax(2)", ".mean(2)", f"{PROBES}-0]"),
     "queries do not spread": (
-        "policies/calibration.py", "spread = norm - lengths(mean, pairs)", "spread = norm", f"{PROBES}-tri_attention-0]"),
+        "policies/calibration.py", "spread = norm - lengths(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
     "a kept prompt is standardized": (
         "policies/calibration.py", "(context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)", "0",
-        f"{PROBES}-tri_attention-0]"),
+        f"{PROBES}-0]"),
     "whole turns are lost": (
         "policies/measures.py", "(angle + 2 * math.pi * whole)", "angle",
         "tests/policies/test_calibration.py::test_angles_of_a_rounded_table"),
