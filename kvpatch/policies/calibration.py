@@ -139,8 +139,8 @@ class TriAttention(CalibratedScore):
         keys = keys.to(accumulator(keys.dtype))
         mean, norm, pairs, turn = self._measured(context, keys)
         # the mean of the rotations, exact at far positions
-        offsets = [1 << power for power in range(self.reach.bit_length())]
-        places = context.newest_B11 + 1 + torch.tensor(offsets, device=keys.device)
+        offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
+        places = context.newest_B11 + 1 + offset
         angle = places[..., None] * turn
         cos, sin = (part.mean(2, keepdim=True).to(keys.dtype) for part in (angle.cos(), angle.sin()))
         a, b = mean[..., pairs[:, 0]], mean[..., pairs[:, 1]]

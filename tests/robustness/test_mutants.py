@@ -66,7 +66,7 @@ MUTANTS = {
         "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
         "tests/policies/test_calibration.py::test_directions_are_those_of_the_queries"),
     "a probe of the newest token's position": (
-        "policies/calibration.py", "context.newest_B11 + 1 + torch", "context.newest_B11 + torch", f"{PROBES}-1]"),
+        "policies/calibration.py", "context.newest_B11 + 1 + offset", "context.newest_B11 + offset", f"{PROBES}-1]"),
     "a group's mean probe": ("policies/calibration.py", ".amax(2)", ".mean(2)", f"{PROBES}-0]"),
     "queries do not spread": (
         "policies/calibration.py", "spread = norm - lengths(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
