@@ -281,4 +281,7 @@ def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     assert json.loads(result.stdout)["tokens"] == kvpatch.load_calibration(out).tokens <= 120
     arguments = ("generate", folder, "--prompt", "what it reads", "--max-new-tokens", 3, "--policy", "q_filter", "-k", 4)
     assert run(*arguments, "-o", f"calibration={out}").exit_code == 0
+    probing = [argument if argument != "q_filter" else "tri_attention" for argument in arguments]
+    assert run(*probing, "-o", f"calibration={out}", "-o", "every=1").exit_code == 0
+    assert "needs a calibration" in run(*probing).output
     assert "needs a calibration" in run(*arguments).output
