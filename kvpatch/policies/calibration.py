@@ -129,6 +129,7 @@ class TriAttention(CalibratedScore):
     reach: int = 65536
     calibrated: ClassVar[tuple[str, ...]] = ("mean", "norm", "pairs", "turn")
     reads_held: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
 
     def check(self) -> None:
         super().check()

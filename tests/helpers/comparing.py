@@ -14,8 +14,9 @@ from tests.oracle import reference
 MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
 # look at what decode steps do: a prompt is the first of their tokens at most, and they have tests of their own
-DECODING = tuple(name for name in kvpatch.list_policies() if "prompt" not in kvpatch.get_policy(name).score.schedules)
+LATER = tuple(name for name in kvpatch.list_policies() if "prompt" not in kvpatch.get_policy(name).score.schedules)
 CALIBRATED = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).score.calibrated)
+DECODING = tuple(name for name in LATER if name not in CALIBRATED)
 EVICTING = tuple(name for name in kvpatch.list_policies() if name not in ("full", *DECODING, *CALIBRATED))
 # no layer evicts before all have read the prompt: no blocks, and no generated token in the prompt's pass
 WAITING = tuple(name for name in EVICTING if kvpatch.get_policy(name).over_model)
