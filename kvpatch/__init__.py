@@ -8,7 +8,7 @@ Dimension key, used in names throughout (`k_BHTD`, `score_BHT`); a digit is a si
     B batch rows, H KV heads, G query heads per KV head, N heads flattened (any part of B*H or H*G), L layers,
     Q new queries, R query rows and M keys of a block, W observation window, S predictions that are compared,
     T tokens (of a text, or slots in use), C capacity (slots allocated), K tokens kept, F entries of ragged storage, end to end,
-    D head size, E model width, V vocabulary.
+    D head size, P pairs of channels that a rotation turns, E model width, V vocabulary.
 """
 
 from __future__ import annotations

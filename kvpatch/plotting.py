@@ -51,6 +51,7 @@ _LOOKS = {
     "defensive_snapkv": ("#e6550d", "v"),
     "layer_defensive": ("#a63603", "v"),
     "q_filter": ("#cedb9c", "D"),
+    "tri_attention": ("#6a51a3", "D"),
     "raas": ("#756bb1", "s"),
     "lazy": ("#9e9ac8", "s"),
     "r_kv": ("#ce6dbd", "X"),

@@ -37,6 +37,7 @@ PAPERS = {
     "SnapKV": "2404.14469",
     "StreamingLLM": "2309.17453",
     "TOVA": "2401.06104",
+    "TriAttention": "2604.04921",
     "VaSE": "2606.03928",
 }
 

@@ -30,7 +30,7 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     trust_remote_code: given.RemoteCode = False,
     json: given.Json = False,
 ) -> None:
-    """Measure once what policies such as q_filter need to know of a model's queries, on a text, and write it to a file.
+    """Measure once what q_filter and tri_attention need to know of a model's queries, on a text, and write it to a file.
 
     The file goes with this model in this dtype: --option calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """
@@ -52,6 +52,6 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
             calibration = measure(loaded, pieces, lambda: bar.advance(task))
         save_calibration(calibration, out)
     if json:
-        print_json({"file": str(out), "tokens": calibration.tokens, "layers": sorted(calibration.directions)})
+        print_json({"file": str(out), "tokens": calibration.tokens, "layers": sorted(calibration.layers)})
     else:
-        print(f"{out}: {calibration.tokens:,} tokens, {len(calibration.directions)} layers of {calibration.model['class']}.")
+        print(f"{out}: {calibration.tokens:,} tokens, {len(calibration.layers)} layers of {calibration.model['class']}.")

@@ -111,6 +111,8 @@ POLICIES = {entry.name: entry for entry in (
                 "decode", {"alpha": 0.0001, "recent": 128, "every": 128}),
     PolicyEntry("r_kv", "long answers that repeat themselves: keeps what the last tokens look at, and unlike keys", "R-KV",
                 "2505.24133", options={"window": 8, "kernel": 7, "pooling": "max", "weight": 0.1, "alike": 0.5, "every": 128}),
+    PolicyEntry("tri_attention", "long answers: keeps the prompt, and keys that a calibration's mean queries seek from afar",
+                "TriAttention", "2604.04921", "decode", {"calibration": None, "reach": 65536, "every": 128}),
     PolicyEntry("vase", "long answers: keeps values of large range, and a sample of what the last tokens look at", "VaSE",
                 "2606.03928", options={"window": 64, "kernel": 5, "pooling": "avg", "ranges": 0.25, "sinks": 4, "every": 64}),
     PolicyEntry("critical_snapkv", "as snapkv, and weighs attention with the size of the values",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arch.adapter import Adapter
+from ..arch.bound import BoundAdapter
 from ..hooks.target import Target
 from ..patching import patched
 from ..policies.calibration import Calibration, Recall
+from ..policies.measures import MEASURES, Rotation, Sample, Sums
 from ..policies.policy import Policy
+from ..policies.queries import Recent
 from ..storage.calibration import made
 
 _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
@@ -26,31 +31,63 @@ def calibrate(model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None]
         pieces: token ids [1,n] of pieces of text, each read by itself.
         on_piece: called after each.
     """
-    target, squares = Target.find(model), dict[int, Tensor]()
-    sums = dict[int, Tensor]()
-    policy = Policy("calibration", Recall(max(piece.shape[1] for piece in pieces)))
-    with patched(model, policy, _KEEPS_ALL) as patch:
+    target, sums = Target.find(model), dict[int, dict[str, Sums]]()
+    longest = max(piece.shape[1] for piece in pieces)
+    with patched(model, Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
+        rotations = [_Rotations.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
             cache = patch.new_cache()
             model(piece, past_key_values=cache)
             for index, layer in enumerate(cache.layers):
                 if layer.recent is not None:
-                    _add(index, layer.recent.q_BHGWD[0][:, :, layer.recent.positions_BW[0] >= 0], sums, squares)
+                    _add(_sample(layer.recent, rotations[index]), sums.setdefault(index, {}))
             on_piece()
-    directions = {index: _direction(squares[index], sums[index]) for index in squares}
-    return made(target.identity(), directions, sum(piece.shape[1] for piece in pieces))
+    layers = {
+        index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
+        for index, own in sums.items()
+    }
+    return made(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
 
 
-def _add(index: int, q_HGWD: Tensor, sums: dict[int, Tensor], squares: dict[int, Tensor]) -> None:
-    """Add the queries of a layer's piece, those of a group to their KV head's: sums [H,D], and of products [H,D,D]."""
-    q = q_HGWD.flatten(1, 2).float()
-    total, products = q.sum(1).double().cpu(), (q.transpose(1, 2) @ q).double().cpu()
-    sums[index] = sums[index] + total if index in sums else total
-    squares[index] = squares[index] + products if index in squares else products
+@dataclass(frozen=True)
+class _Rotations:
+    """The rotation of a layer, and what undoes it."""
+
+    rotation: Rotation
+    adapter: BoundAdapter
+    table: Any
+
+    @classmethod
+    def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _Rotations | None:
+        """Return those of a layer for positions below `count`; None if it has none, or none that can be undone."""
+        weight = next(module.parameters())
+        table = adapter.rotary_table(target.decoder, weight.device, count) if adapter.turns_back else None
+        if table is None:
+            return None
+        heads, head_dim = adapter.kv_shape(module)
+        bound, like = BoundAdapter(adapter, module, heads), torch.empty(0, head_dim, device=weight.device, dtype=torch.float64)
+
+        def turned(place: int) -> Tensor:
+            return bound.mean_rotation(torch.tensor([[place]], device=like.device), like, table)[0, 0]
+
+        rotation = Rotation.of(turned, count)
+        return None if rotation is None else cls(rotation, bound, table)
 
 
-def _direction(squares_HDD: Tensor, sum_HD: Tensor) -> Tensor:
-    """Return the first right singular vectors [H,D], turned to the side of the mean."""
-    first = torch.linalg.eigh(squares_HDD).eigenvectors[..., -1]  # in ascending order
-    side = (first * sum_HD).sum(-1, keepdim=True)
-    return (first * torch.where(side < 0, -1.0, 1.0)).float()
+def _sample(recent: Recent, rotations: _Rotations | None) -> Sample:
+    """Return a piece's queries of a layer."""
+    known = recent.positions_BW[0] >= 0
+    q_HGQD = recent.q_BHGWD[0][:, :, known]
+    if rotations is None:
+        return Sample(q_HGQD)
+    q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
+    plain = rotations.adapter.rotate_back(q, places, rotations.table)
+    plain = rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)
+    return Sample(q_HGQD, rotations.rotation, plain[0].view(q_HGQD.shape))
+
+
+def _add(sample: Sample, sums: dict[str, Sums]) -> None:
+    """Add a piece's queries to the sums of a layer."""
+    for name, measure in MEASURES.items():
+        if sample.rotation is not None or not measure.turned:
+            sums[name] = measure.joined(sums.get(name), sample)

@@ -22,6 +22,7 @@ from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
+from ..policies.measures import MEASURES
 from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
 from .hybrid import Stack, layer_numbers, stack_of, state_modules
@@ -151,6 +152,14 @@ class Target:
     def check_calibration(self, policy: Policy) -> None:
         """Raise KVPatchError unless the calibration of a policy's score is of this model."""
         calibration = vars(policy.score)["calibration"]
+        if any(MEASURES[name].turned for name in policy.score.calibrated):
+            self.check_rotations(policy)
+            for module, adapter in self.attentions:
+                if type(adapter).rotary_table is Adapter.rotary_table or adapter.slopes(module) is not None:
+                    raise KVPatchError(
+                        f"policy {policy.name!r} is about positions that are rotations, and {adapter.name} has none here: use "
+                        "another policy, such as 'q_filter' or 'key_diff'."
+                    )
         if calibration is None:
             raise KVPatchError(
                 f"policy {policy.name!r} needs a calibration of this model: run `kvpatch calibrate --model NAME --text FILE -o "
@@ -163,14 +172,18 @@ class Target:
                     f"calibration= is of another model: {name} is {calibration.model.get(name)!r} there and {own.get(name)!r} "
                     "here. Run `kvpatch calibrate` on this model, in this dtype."
                 )
-        wanted = {index: (shape.heads * self.parallel.size, shape.key) for index, shape in enumerate(self.shapes())}
-        for layer, bound in enumerate(self.bounds()):
-            found = calibration.directions.get(layer)
-            if bound is None and (found is None or tuple(found.shape) != wanted[layer]):
-                raise KVPatchError(
-                    f"calibration= has {'nothing' if found is None else list(found.shape)} for layer {layer} where "
-                    f"{list(wanted[layer])} belongs: calibrate this model anew."
-                )
+        for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
+            sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key}
+            for name in policy.score.calibrated if bound is None else ():
+                tensor = calibration.layers.get(layer, {}).get(name)
+                found = [] if tensor is None else list(tensor.shape)
+                # axes that no configuration tells are as the file has them: load_calibration() checked that they agree
+                wanted = [sizes.get(axis) or size for axis, size in zip(MEASURES[name].shape, found, strict=False)]
+                if tensor is None or found != wanted:
+                    raise KVPatchError(
+                        f"calibration= has {found or 'nothing'} for {name!r} of layer {layer}"
+                        f"{f' where {wanted} belongs' if found else ''}: calibrate this model anew."
+                    )
 
     def identity(self) -> dict[str, Any]:
         """Describe what a saved cache must agree with: shapes, dtype, and a hash of a few values of every parameter."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .budgets import check_count
 from .context import EvictionContext, NewTokens, accumulator
+from .measures import MEASURES, lengths
 from .scores import Score
 
 
@@ -20,8 +22,10 @@ class Calibration:
 
     Attributes:
         model: values that identify the model.
-        directions: of each layer that a budget applies to, the first singular direction [H,D] of each KV head's queries, with
-            unit length, turned so that the queries' mean points along it.
+        layers: of each layer that a budget applies to, its statistics by name (measures.MEASURES): "direction" [H,D], the first
+            singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it;
+            and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
+            [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
         tokens: how many were read.
         digest: checksum of all that.
 
@@ -32,10 +36,10 @@ class Calibration:
     """
 
     model: Mapping[str, Any]
-    directions: Mapping[int, Tensor]
+    layers: Mapping[int, Mapping[str, Tensor]]
     tokens: int
     digest: str
-    _placed: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _placed: dict[tuple[int, str, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Calibration) and self.digest == other.digest
@@ -46,16 +50,35 @@ class Calibration:
     def __repr__(self) -> str:
         return f"<Calibration {self.digest[:16]}>"
 
-    def direction(self, layer: int, like: Tensor) -> Tensor:
-        """Return the directions [H,D] of all KV heads of a layer, on the device of `like`, in the dtype of scores."""
-        key = layer, like.device, accumulator(like.dtype)
+    def of(self, layer: int, name: str, like: Tensor) -> Tensor:
+        """Return a statistic of a layer, of all its heads, on the device of `like`; a float32 one in the dtype of scores."""
+        found = self.layers[layer][name]
+        key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
         if key not in self._placed:
-            self._placed[key] = self.directions[layer].to(*key[1:])
+            self._placed[key] = found.to(*key[2:])
         return self._placed[key]
 
 
 @dataclass(frozen=True)
-class QueryFilter(Score):
+class CalibratedScore(Score):
+    """Base class of scores that read a calibration.
+
+    Attributes:
+        calibration: what `load_calibration` returns.
+    """
+
+    calibration: Calibration | None = None
+
+    def check(self) -> None:
+        if self.calibration is not None and not isinstance(self.calibration, Calibration):
+            raise KVPatchError(
+                f"calibration={self.calibration!r:.60} is no calibration: give kvpatch.load_calibration(path) of a file that "
+                "`kvpatch calibrate` wrote."
+            )
+
+
+@dataclass(frozen=True)
+class QueryFilter(CalibratedScore):
     """Projection of keys on the first singular direction of queries [Q-Filters].
 
     s[i] = k_i . f, where f is the first right singular vector of the queries of a KV head's group over a text read before, as
@@ -67,24 +90,83 @@ class QueryFilter(Score):
         calibration: what `load_calibration` returns.
     """
 
-    calibration: Calibration | None = None
-    calibrated: ClassVar[bool] = True
-
-    def check(self) -> None:
-        if self.calibration is not None and not isinstance(self.calibration, Calibration):
-            raise KVPatchError(
-                f"calibration={self.calibration!r:.60} is no calibration: give kvpatch.load_calibration(path) of a file that "
-                "`kvpatch calibrate` wrote."
-            )
+    calibrated: ClassVar[tuple[str, ...]] = ("direction",)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
-        direction = self.calibration.direction(new.layer, new.k_BHQD)[new.first : new.first + H]
+        direction = self.calibration.of(new.layer, "direction", new.k_BHQD)[new.first : new.first + H]
         return {"projection": (new.k_BHQD.to(direction.dtype) @ direction[None, :, :, None]).squeeze(-1)}
 
     def value(self, context: EvictionContext) -> Tensor:
         return context.state["projection"]
+
+
+@dataclass(frozen=True)
+class TriAttention(CalibratedScore):
+    """Logits that the mean query of coming positions gives, and how far queries spread about it [TriAttention].
+
+    Positions turn the pairs of channels f of a head. A query head has a mean query m at position 0, and pairs of the mean
+    length e[f], over a text read before. Let `now` be the number of tokens so far, R(p) the rotation of position p, and D the
+    powers of two from 1 to `reach`. For key k_i as it is cached,
+
+    x[i] = mean over d in D of k_i . R(now + d) m + sum over f of (e[f] - |m_f|) * |k_i,f|.
+
+    x is standardized for each query head: less its mean, divided by its standard deviation, over the held tokens, or over the
+    generated ones where the prompt is kept (schedule "decode"). s[i] = the greatest of the group's.
+
+    Channels that are not turned are in the first term alone. Where the rotation's frequencies change with the length of the
+    text, those of the calibration's text are taken.
+
+    Differs from the paper: the kept prompt is not counted in the budget; each KV head of each layer selects by itself, an
+    option of the authors' code. The standardization and the greatest of the group are that option's.
+
+    Attributes:
+        calibration: what `load_calibration` returns.
+        reach: the farthest offset.
+    """
+
+    reach: int = 65536
+    calibrated: ClassVar[tuple[str, ...]] = ("mean", "norm", "pairs", "turn")
+    reads_held: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
+
+    def check(self) -> None:
+        super().check()
+        check_count("reach", self.reach, "positions")
+
+    def value(self, context: EvictionContext) -> Tensor:
+        keys = context.held()[0]
+        keys = keys.to(accumulator(keys.dtype))
+        mean, norm, pairs, turn = self._measured(context, keys)
+        # the mean of the rotations, exact at far positions
+        offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
+        places = context.newest_B11 + 1 + offset
+        angle = places[..., None] * turn
+        cos, sin = (part.mean(2, keepdim=True).to(keys.dtype) for part in (angle.cos(), angle.sin()))
+        a, b = mean[..., pairs[:, 0]], mean[..., pairs[:, 1]]
+        probe = mean.expand(len(keys), *mean.shape).clone()
+        probe[..., pairs[:, 0]], probe[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
+        spread = norm - lengths(mean, pairs)
+        x = probe @ keys.transpose(-1, -2) + spread @ lengths(keys, pairs).transpose(-1, -2)
+        return _standardized(x, context).amax(2)
+
+    def _measured(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
+        """Return the statistics of the heads of this process."""
+        assert self.calibration is not None and isinstance(context.layer, int)
+        H = keys.shape[1]
+        first = context.parallel.first(H)
+        found = {name: self.calibration.of(context.layer, name, keys) for name in self.calibrated}
+        return [one[first : first + H] if MEASURES[name].shape[0] == "H" else one for name, one in found.items()]
+
+
+def _standardized(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
+    """Return x less its mean over its standard deviation, over tokens held that are not of a kept prompt."""
+    counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
+    counted = counted[:, :, None]
+    x, count = x_BHGT.masked_fill(~counted, 0.0), counted.sum(-1, keepdim=True).clamp(min=1)
+    x = (x - x.sum(-1, keepdim=True) / count).masked_fill(~counted, 0.0)
+    return x / (x.square().sum(-1, keepdim=True) / count).sqrt().clamp(min=_LEAST)
 
 
 @dataclass(frozen=True)
@@ -100,3 +182,6 @@ class Recall(Score):
     @property
     def recent_queries(self) -> int:
         return self.count
+
+
+_LEAST = 1e-6  # standard deviation

@@ -50,7 +50,8 @@ class PolicyOptions(TypedDict, total=False):
             lazy).
         weight: share of the attention in the score (r_kv).
         alike: cosine above which a key repeats another; None counts all (r_kv).
-        calibration: what load_calibration() returns (q_filter).
+        calibration: what load_calibration() returns (q_filter, tri_attention).
+        reach: the farthest offset of a probe, in positions (tri_attention).
         ranges: tokens protected by the range of their values, a number or a share of the budget (vase).
         eps: weight of the norm for tokens without attention (critical, expected_attention).
         norm: 1 or 2, norm of the projected values (critical).
@@ -91,6 +92,7 @@ class PolicyOptions(TypedDict, total=False):
     weight: float
     alike: float | None
     calibration: Any
+    reach: int
     ranges: int | float
     eps: float
     norm: Literal[1, 2]

@@ -73,10 +73,7 @@ class Policy:
             meant = suggest(self.schedule, SCHEDULES)
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
-            why = "scores tokens by what decode steps attend to, which a prompt does not have"
-            if "prompt" in self.score.schedules:
-                why = "scores tokens by the prompt's last rows, which a generated token does not have"
-            use = " or ".join(map(repr, self.score.schedules))
+            why, use = _why(self.score.schedules), " or ".join(map(repr, self.score.schedules))
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
         for part in (self.over_heads, self.selection, self.merging):
@@ -209,3 +206,12 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
     ("selection", Selection, True),
     ("merging", Merge, True),
 )
+
+
+def _why(schedules: tuple[str, ...]) -> str:
+    """Say why a score has no other schedules."""
+    if "prompt" in schedules:
+        return "scores tokens by the prompt's last rows, which a generated token does not have"
+    if "both" in schedules:
+        return "is made for decode steps, at which this schedule evicts nothing"
+    return "scores tokens by what decode steps attend to, which a prompt does not have"

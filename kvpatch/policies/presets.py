@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
-from .calibration import QueryFilter
+from .calibration import QueryFilter, TriAttention
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
@@ -187,6 +187,7 @@ POLICIES = _table(
     Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
     Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
     Policy("r_kv",            Redundancy(),           source="R-KV", every=128),
+    Policy("tri_attention",   TriAttention(),         schedule="decode", source="TriAttention", every=128),
     Policy("vase",            SampledAttention(),     RangeScope(sinks=4), source="VaSE", every=64),
 )
 # fmt: on

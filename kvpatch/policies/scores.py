@@ -64,7 +64,7 @@ class Score:
         evicts: whether tokens are evicted at all.
         reads_held: whether `value` calls context.held() or .plain_keys(), so that each layer evicts by itself while decoding.
         notes: whether `note` keeps account of what each decode step attends to.
-        calibrated: whether it needs a `calibration` (calibration.py).
+        calibrated: statistics of a `calibration` that it needs, by name (measures.py); none if it needs no calibration.
         rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
         folds: "max" or "sum" if `fold` says what the observation window's rows become, and how the results of several blocks
             of rows are joined; None if they become their mean.
@@ -87,7 +87,7 @@ class Score:
     reads_held: ClassVar[bool] = False
     folds: ClassVar[Literal["max", "sum"] | None] = None
     notes: ClassVar[bool] = False
-    calibrated: ClassVar[bool] = False
+    calibrated: ClassVar[tuple[str, ...]] = ()
     rereads: ClassVar[bool] = False
 
     @property

@@ -7,20 +7,23 @@ and carries a checksum, which detects accidents and is no signature.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import InvalidError, KVPatchError
 from ..policies.calibration import Calibration
+from ..policies.measures import MEASURES, Measure
 from .file import check_sum, checksum, readable, write
 from .header import Entry, entries, is_count, parse, read
 from .schema import table
 
 FORMAT = "kvpatch calibration 1"
+
+Layers = Mapping[int, Mapping[str, Tensor]]
 
 
 def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> None:
@@ -29,19 +32,19 @@ def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> Non
     Raises:
         KVPatchError: the file cannot be written.
     """
-    text, tensors = _described(calibration.model, calibration.directions, calibration.tokens)
+    text, tensors = _described(calibration.model, calibration.layers, calibration.tokens)
     write(path, tensors, {"kvpatch": text, "checksum": checksum(text, tensors)}, "calibration")
 
 
-def made(model: dict[str, Any], directions: dict[int, Tensor], tokens: int) -> Calibration:
-    """Return the calibration of these measurements."""
-    return Calibration(model, directions, tokens, checksum(*_described(model, directions, tokens)))
+def made(model: dict[str, Any], layers: Layers, tokens: int) -> Calibration:
+    """Return the calibration of these statistics by layer and name."""
+    return Calibration(model, layers, tokens, checksum(*_described(model, layers, tokens)))
 
 
-def _described(model: Any, directions: Any, tokens: int) -> tuple[str, dict[str, Tensor]]:
-    tensors = {f"{layer}.direction": tensor.float().cpu().contiguous() for layer, tensor in directions.items()}
-    about = {"format": FORMAT, "model": dict(model), "tokens": tokens, "layers": sorted(directions)}
-    return json.dumps(about), tensors
+def _described(model: Any, layers: Layers, tokens: int) -> tuple[str, dict[str, Tensor]]:
+    found = {f"{layer}.{name}": tensor for layer, own in layers.items() for name, tensor in own.items()}
+    about = {"format": FORMAT, "model": dict(model), "tokens": tokens, "layers": sorted(layers)}
+    return json.dumps(about), {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
 def load_calibration(path: str | PathLike[str]) -> Calibration:
@@ -72,8 +75,13 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         check_sum(texts, tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise InvalidError("it holds a number that is not finite")
-    directions = {layer: tensors[f"{layer}.direction"] for layer in about["layers"]}
-    return Calibration(about["model"], directions, about["tokens"], texts["checksum"])
+        layers = {
+            layer: {name: tensors[f"{layer}.{name}"] for name in MEASURES if f"{layer}.{name}" in tensors}
+            for layer in about["layers"]
+        }
+        for layer, own in layers.items():
+            _check_pairs(layer, own)
+    return Calibration(about["model"], layers, about["tokens"], texts["checksum"])
 
 
 def _about(text: str) -> dict[str, Any]:
@@ -90,9 +98,32 @@ def _about(text: str) -> dict[str, Any]:
 
 
 def _check(about: dict[str, Any], found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless the tensors are those that the description says."""
-    if set(found) != {f"{layer}.direction" for layer in about["layers"]}:
-        raise InvalidError(f"it holds {', '.join(sorted(found)):.80}, which are not the directions of its layers")
-    for name, entry in found.items():
-        if entry.dtype != torch.float32 or len(entry.shape) != 2:
-            raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where torch.float32 [heads, head size] belongs")
+    """Raise InvalidError unless the tensors are those that the description says: of each layer all, or those without turns."""
+    plain = [name for name, measure in MEASURES.items() if not measure.turned]
+    for layer in about["layers"]:
+        own = [name for name in MEASURES if f"{layer}.{name}" in found]
+        if own not in (plain, [*MEASURES]):
+            raise InvalidError(f"of layer {layer} it holds {', '.join(own) or 'nothing'} where {', '.join(MEASURES)} belong")
+        sizes = dict[str, int]()
+        for name in own:
+            _check_shape(f"{layer}.{name}", MEASURES[name], found[f"{layer}.{name}"], sizes)
+    more = set(found) - {f"{layer}.{name}" for layer in about["layers"] for name in MEASURES}
+    if more:
+        raise InvalidError(f"it holds {', '.join(sorted(more)):.80}, which are no statistics of its layers")
+
+
+def _check_shape(name: str, measure: Measure, entry: Entry, sizes: dict[str, int]) -> None:
+    """Raise InvalidError for another dtype or shape; `sizes` are those of the axes of the layer's statistics so far."""
+    wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in measure.shape]
+    if len(entry.shape) == len(measure.shape):
+        sizes |= {axis: size for axis, size in zip(wanted, entry.shape, strict=True) if not axis.isdigit()}
+    right = [str(sizes.get(axis, axis)) for axis in wanted]
+    if entry.dtype != measure.dtype or [str(size) for size in entry.shape] != right:
+        raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where {measure.dtype} [{', '.join(wanted)}] belongs")
+
+
+def _check_pairs(layer: int, own: dict[str, Tensor]) -> None:
+    """Raise InvalidError for pairs that are no channels."""
+    D = own["direction"].shape[-1]
+    if "pairs" in own and not bool(((own["pairs"] >= 0) & (own["pairs"] < D)).all()):
+        raise InvalidError(f"{layer}.pairs has a number that is no channel of {D}")

@@ -6,6 +6,7 @@ import functools
 import torch
 
 import kvpatch
+from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.policies import noise
 from tests.helpers.tiny import VOCAB, force, left_pad, make, prompt
 from tests.oracle import reference
@@ -13,8 +14,9 @@ from tests.oracle import reference
 MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
 # look at what decode steps do: a prompt is the first of their tokens at most, and they have tests of their own
-DECODING = tuple(name for name in kvpatch.list_policies() if "prompt" not in kvpatch.get_policy(name).score.schedules)
+LATER = tuple(name for name in kvpatch.list_policies() if "prompt" not in kvpatch.get_policy(name).score.schedules)
 CALIBRATED = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).score.calibrated)
+DECODING = tuple(name for name in LATER if name not in CALIBRATED)
 EVICTING = tuple(name for name in kvpatch.list_policies() if name not in ("full", *DECODING, *CALIBRATED))
 # no layer evicts before all have read the prompt: no blocks, and no generated token in the prompt's pass
 WAITING = tuple(name for name in EVICTING if kvpatch.get_policy(name).over_model)
@@ -27,7 +29,7 @@ PLACED += tuple(name for name in EVICTING if kvpatch.get_policy(name).score.rere
 # look at keys without their positions, so one token at two positions is a tie but for rounding
 UNPLACED = ("key_norm", "leverage", "compactor")
 # look at keys alone, which may have no positions
-CONTENT = (*UNPLACED, "key_diff", "cur")
+CONTENT = (*UNPLACED, "key_diff", "cur", "q_filter")
 # options that suit texts of some thirty tokens
 SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "chunk_kv": {"window": 5, "kernel": 3, "size": 4},
@@ -113,13 +115,16 @@ def agrees(
 ):  # fmt: skip
     """Run library and oracle and compare; returns False where a decision was too close to call.
 
-    options of the policy, and block and positions.
+    options of the policy, and block and positions. A calibration is made of a text of its own.
     """
     model = make(name, dtype=dtype, seed=weights) if model is None else model
     ids, fed = prompt(len(pads), n, seed=weights + 1), prompt(len(pads), steps, seed=weights + 2)
     if policy in CONTENT:
         ids, fed = distinct(len(pads), n, steps, weights)
     mask = left_pad(ids, [n - pad for pad in pads])
+    if policy in CALIBRATED and "calibration" not in options:
+        with torch.no_grad():
+            options["calibration"] = calibrate(copy.deepcopy(model), [prompt(1, 30, seed=weights + 3)])
     length = options.get("generation_length")
     pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
     with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, backend=backend, **options):

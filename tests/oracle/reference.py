@@ -28,7 +28,9 @@ from tests.oracle.reference_content import (
     lagged,
     leverage,
     local_attention,
+    probed,
     relative_norms,
+    standardized,
     unlike_the_mean,
 )
 from tests.oracle.reference_decoding import looked_at, pooled, recurrence, redundancy, uses
@@ -118,6 +120,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "covariance": True,
     },
     "q_filter": {"score": "projection", "calibration": None},
+    "tri_attention": {"score": "probe", "schedule": "decode", "every": 128, "calibration": None, "reach": 65536},
     "raas": {"score": "last_use", "schedule": "decode", "alpha": 1e-4},
     "lazy": {"score": "recurrence", "schedule": "decode", "alpha": 1e-4, "recent": 128, "every": 128},
     "r_kv": {"score": "redundancy", "every": 128, "window": 8, "kernel": 7, "pooling": "max", "weight": 0.1, "alike": 0.5},
@@ -156,7 +159,8 @@ AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor"
 LATER = ("last_use", "recurrence")  # of generated tokens alone
 RECENT = ("redundancy", "sampled")  # by the last queries, of the prompt or generated
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("random", "recency", "lattice", "key_norm", "projection", "key_diff", "lag", "compactor", *LATER, *RECENT)
+NO_WEIGHTS = ("random", "recency", "lattice", "key_norm", "projection", "probe", "key_diff", "lag", "compactor")
+NO_WEIGHTS += (*LATER, *RECENT)
 
 
 @dataclass
@@ -734,7 +738,7 @@ class Oracle:
             case "redundancy" | "sampled":
                 s = self.recent_scores(l, g, self.sizes(b)[3])
                 return {i: s[i] for i in candidates}
-            case "key_norm" | "projection" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
+            case "key_norm" | "projection" | "probe" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
@@ -793,8 +797,10 @@ class Oracle:
             case "key_norm":
                 return {i: -math.sqrt((noted[i][0] ** 2).sum().item()) for i in keys}
             case "projection":
-                direction = o["calibration"].directions[l][g].double()
+                direction = o["calibration"].layers[l]["direction"][g].double()
                 return {i: float(noted[i][0] @ direction) for i in keys}
+            case "probe":
+                return self.probed(l, g)
             case "key_diff":
                 return unlike_the_mean(keys)
             case "cur":
@@ -815,6 +821,18 @@ class Oracle:
         s, margin = lagged(keys, values, sum(1 for i in keys if i < begin), o["lag"])
         self.margin = min(self.margin, margin)
         return s
+
+    def probed(self, l: int, g: int) -> dict[int, float]:
+        """s[i] of every held token by the mean queries of a calibration: the greatest of the group's standardized logits."""
+        o, found = self.options, self.options["calibration"].layers[l]
+        turned, pairs = self.decoder.rotations(l, self.seen), [tuple(pair) for pair in found["pairs"].tolist()]
+        plain = {i: torch.linalg.solve(turned[i].T, key) @ turned[0] for i, key in self.keys[l][g].items()}  # at position 0
+        whole = o["schedule"] != "decode"
+        heads = []
+        for mean, norms in zip(found["mean"][g].double(), found["norm"][g].tolist(), strict=True):
+            x = {i: probed(plain[i], i, mean, norms, pairs, found["turn"].tolist(), self.newest + 1, o["reach"]) for i in plain}
+            heads.append(standardized(x, [i for i in x if whole or i >= self.n]))
+        return {i: max(head[i] for head in heads) for i in plain}
 
     def leverage(self, l: int, g: int, among: list[int]) -> dict[int, float]:
         """The leverage of held keys among some of them."""

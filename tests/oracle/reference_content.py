@@ -1,5 +1,6 @@
 """The oracle's scores of keys, values and queries themselves: s[i] of the tokens that one KV head holds, by position."""
 
+import cmath
 import itertools
 import math
 
@@ -78,6 +79,32 @@ def expected_attention(
         for i, a in zip(held, torch.softmax(torch.tensor(x, dtype=torch.float64), 0).tolist(), strict=True):
             s[i] += a / len(queries)
     return {i: (s[i] + eps) * float(values[i].norm()) for i in keys}
+
+
+def probed(
+    key: Tensor, i: int, mean: Tensor, norms: list[float], pairs: list[tuple[int, int]], turn: list[float], now: int, reach: int
+) -> float:
+    """TriAttention: x of token i, whose key has no rotation, by the phases of a mean query and of the key in each pair.
+
+    norms: mean lengths of the queries' pairs. A channel without a pair has a product alone.
+    """
+    offsets = [2**power for power in range(64) if 2**power <= reach]
+    apart = set(range(len(key))) - {channel for pair in pairs for channel in pair}
+    x = sum(float(mean[d] * key[d]) for d in apart)
+    for (a, b), norm, omega in zip(pairs, norms, turn, strict=True):
+        query, own = complex(mean[a], mean[b]), complex(key[a], key[b])
+        phase = cmath.phase(query) - cmath.phase(own)
+        for offset in offsets:
+            x += abs(query) * abs(own) * math.cos(omega * (now + offset - i) + phase) / len(offsets)
+        x += (norm - abs(query)) * abs(own)
+    return x
+
+
+def standardized(x: dict[int, float], among: list[int]) -> dict[int, float]:
+    """x less the mean, over the standard deviation, of those among."""
+    mean = sum(x[i] for i in among) / max(1, len(among))
+    spread = math.sqrt(sum((x[i] - mean) ** 2 for i in among) / max(1, len(among)))
+    return {i: (value - mean) / max(spread, 1e-6) for i, value in x.items()}
 
 
 def local_attention(positions: list[int], queries: list[Tensor], keys: Tensor, begin: int, size: int) -> dict[int, float]:

@@ -3,7 +3,7 @@
 import pytest
 
 import kvpatch
-from tests.helpers.comparing import DECODING, certain
+from tests.helpers.comparing import CALIBRATED, DECODING, certain
 from tests.helpers.tiny import MODELS
 
 STEPS = 16
@@ -26,3 +26,19 @@ EACH = [(policy, options) for policy in DECODING for options in CASES[policy]]
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture(name, policy, options):
     certain(name, policy, 6 if kvpatch.get_policy(policy).schedule == "decode" else 9, steps=STEPS, **options)
+
+
+UNTURNED = ("mpt", "gpt2", "falcon_alibi", "bloom")  # which tri_attention refuses
+PROBES = [{"every": 3}, {"every": 1, "reach": 9, "schedule": "both", "sinks": 1}]
+CALIBRATIONS = [("tri_attention", options) for options in PROBES] + [("q_filter", {"every": 2}), ("q_filter", {"recent": 3})]
+
+
+@pytest.mark.parametrize(("policy", "options"), CALIBRATIONS, ids=[f"{p}-{i}" for i, (p, _) in enumerate(CALIBRATIONS)])
+@pytest.mark.parametrize("name", MODELS)
+def test_by_a_calibration(name, policy, options):
+    assert {policy for policy, _ in CALIBRATIONS} == {*CALIBRATED}
+    if policy == "tri_attention" and name in UNTURNED:
+        with pytest.raises(kvpatch.KVPatchError, match="positions that are rotations"):
+            certain(name, policy, 6, **options)
+        return
+    certain(name, policy, 9 if "schedule" in options or policy == "q_filter" else 6, steps=STEPS, **options)

@@ -11,11 +11,14 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.policies.calibration import Calibration
+from kvpatch.policies.measures import Rotation
 from kvpatch.storage.calibration import FORMAT, save_calibration
 from kvpatch.storage.file import checksum
 from tests.cli.test_cli import folder, run  # noqa: F401
 from tests.helpers.comparing import certain
 from tests.helpers.tiny import make, prompt
+from tests.helpers.tiny_families import FAMILIES
+from tests.helpers.tiny_families import make as make_family
 from tests.oracle import reference
 from tests.oracle.reference_models import decoder_of
 
@@ -48,18 +51,97 @@ def test_directions_are_those_of_the_queries(model, calibration):
         for l, heads in enumerate(oracle.asked):
             for h, asked in enumerate(heads):
                 queries[l][h // oracle.G] += asked.values()
-    assert calibration.tokens == 47 and sorted(calibration.directions) == [0, 1]
+    assert calibration.tokens == 47 and sorted(calibration.layers) == [0, 1]
     for l, heads in enumerate(queries):
         for g, rows in enumerate(heads):
             q = torch.stack(rows).double()
             wanted = torch.linalg.svd(q).Vh[0]
             wanted = wanted * (1 if q.mean(0) @ wanted > 0 else -1)
-            torch.testing.assert_close(calibration.directions[l][g].double(), wanted, atol=1e-5, rtol=0)
+            torch.testing.assert_close(calibration.layers[l]["direction"][g].double(), wanted, atol=1e-5, rtol=0)
+
+
+def of_kind(name):
+    """A tiny model; "yarn" turns and lengthens."""
+    if name in FAMILIES:
+        return make_family(name, dtype=torch.float64)
+    model = make("llama_gqa" if name == "yarn" else name, dtype=torch.float64)
+    if name == "yarn":
+        scaled = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
+        model.config.rope_parameters = scaled
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        assert model.model.rotary_emb.attention_scaling > 1.1
+    return model
+
+
+def rotated_back(oracle, l, h, asked):
+    """Queries of a head by position, at position 0."""
+    turned = oracle.decoder.rotations(l, max(asked) + 1)
+    return torch.stack([torch.linalg.solve(turned[i].T, q.double()) @ turned[0] for i, q in asked.items()])
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gptj", "yarn"])
+def test_mean_queries_without_their_rotation(name):
+    """Against the oracle's queries of all pieces, turned back one by one; pairs and angles against its matrices."""
+    model = of_kind(name)
+    with torch.no_grad():
+        layers = calibrate(model, [prompt(1, 30, seed=3), prompt(1, 17, seed=4)]).layers
+    options, queries = reference.settings("full", {}), {}
+    for n, seed in ((30, 3), (17, 4)):
+        oracle = reference.Oracle(decoder_of(model), n, 1.0, options, 1, None)
+        oracle.forward(prompt(1, n, seed=seed)[0].tolist())
+        for l, heads in enumerate(oracle.asked):
+            for h, asked in enumerate(heads):
+                queries.setdefault((l, h), []).append(rotated_back(oracle, l, h, asked))
+    for (l, h), rows in queries.items():
+        g, own, found = h // oracle.G, h % oracle.G, layers[l]
+        q = torch.cat(rows)
+        torch.testing.assert_close(found["mean"][g, own].double(), q.mean(0), atol=1e-5, rtol=0)
+        for f, (a, b) in enumerate(found["pairs"].tolist()):
+            norm = sum(abs(complex(*pair)) for pair in q[:, [a, b]].tolist()) / len(q)
+            assert float(found["norm"][g, own, f]) == pytest.approx(norm, abs=1e-5)
+            matrices = oracle.decoder.rotations(l, 30)[[0, 1, 29]][:, [a, b]][:, :, [a, b]]
+            cos, sin = (found["turn"][f] * torch.tensor([0, 1, 29])).cos(), (found["turn"][f] * torch.tensor([0, 1, 29])).sin()
+            wanted = torch.stack([torch.stack([cos, sin], -1), torch.stack([-sin, cos], -1)], 1) * matrices[0, 0, 0]
+            torch.testing.assert_close(matrices.double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_angles_of_a_rounded_table():
+    """The angle of far positions, from a table in bfloat16."""
+    turn = 10.0 ** -torch.arange(4, dtype=torch.float64)
+
+    def turned(place):
+        cos, sin = (place * turn).cos().bfloat16(), (place * turn).sin().bfloat16()
+        return torch.cat([torch.cat([cos.diag(), sin.diag()], 1), torch.cat([-sin.diag(), cos.diag()], 1)])
+
+    found = Rotation.of(turned, 2048)
+    assert found.pairs_P2.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    torch.testing.assert_close(found.turn_P, turn, atol=3e-6, rtol=0)  # 2^-9 in cosine and sine, at position 1024
+    assert Rotation.of(lambda place: torch.eye(4), 9) is None and Rotation.of(turned, 1) is None
 
 
 @pytest.mark.parametrize("more", [{}, {"schedule": "decode"}, {"bits": 8, "every": 3}, {"block": 7, "sinks": 2}], ids=str)
 def test_as_the_oracle_has_it(model, calibration, more):
     certain("llama_gqa", "q_filter", 0.3, steps=14, model=model, calibration=calibration, **more)
+
+
+STEPS = {"every": 3, "reach": 64}
+
+
+@pytest.mark.parametrize(
+    ("k", "more"),
+    [
+        (5, STEPS), (4, {"every": 1}), (12, {**STEPS, "schedule": "both"}), (0.3, {**STEPS, "schedule": "both", "recent": 4}),
+        (0.4, {"schedule": "both", "every": 1, "block": 7, "sinks": 2}), (6, {**STEPS, "bits": 8, "reach": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_probes_as_the_oracle_has_it(model, calibration, k, more):
+    certain("llama_gqa", "tri_attention", k, steps=14, model=model, calibration=calibration, **more)
+
+
+def test_probes_of_longer_queries():
+    """Of a rotation that lengthens what it turns; the others are in tests/oracle/test_oracle_decoding.py."""
+    certain("llama_gqa", "tri_attention", 5, steps=14, model=of_kind("yarn"), **STEPS)
 
 
 def test_kernels_attend_and_torch_evicts_alike(model, calibration):
@@ -75,7 +157,7 @@ def test_the_file_is_read_as_it_was_written(model, calibration, path):
         model(prompt(1, 12), past_key_values=cache)
         patch.save_cache(cache, path.with_name("cache"))
         assert patch.load_cache(path.with_name("cache")).get_seq_length() == 12
-    other = Calibration(again.model, again.directions, 48, "0" * 64)
+    other = Calibration(again.model, again.layers, 48, "0" * 64)
     with kvpatch.patched(model, "q_filter", 6, calibration=other) as patch, pytest.raises(KVPatchError, match="calibration"):
         patch.load_cache(path.with_name("cache"))
 
@@ -99,13 +181,22 @@ def shape(about, tensors):
     tensors["1.direction"] = torch.zeros(3)
 
 
+def narrower(about, tensors):
+    tensors["0.norm"] = tensors["0.norm"][..., 1:].clone()
+
+
 BAD = [
     (lambda about, t: about.update(format="kvpatch cache 4"), f"not of this version of kvpatch ..{FORMAT}"),
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
     (lambda about, t: about.update(layers=[0, 0]), "its layers are"),
-    (lambda about, t: t.pop("1.direction"), "it holds 0.direction"),
-    (numbers, "not finite"), (shape, "1.direction is torch.float32 .3. where"),
+    (lambda about, t: t.pop("1.direction"), "of layer 1 it holds mean, norm, pairs, turn where direction, mean"),
+    (lambda about, t: t.pop("0.norm"), "of layer 0 it holds direction, mean, pairs, turn where"),
+    (lambda about, t: t.update(more=torch.zeros(2)), "it holds more, which are no statistics of its layers"),
+    (numbers, "not finite"), (shape, "1.direction is torch.float32 .3. where torch.float32 .H, D. belongs"),
+    (narrower, "0.pairs is torch.int64 .4, 2. where torch.int64 .3, 2. belongs"),
+    (lambda about, t: t.update({"0.turn": t["0.turn"].float()}), "0.turn is torch.float32 .4. where torch.float64 .4. belongs"),
+    (lambda about, t: t["1.pairs"].add_(5), "1.pairs has a number that is no channel of 8"),
 ]  # fmt: skip
 
 
@@ -134,14 +225,51 @@ def test_an_altered_file_and_none(path, tmp_path):
 def test_another_model_and_other_shapes(model, calibration):
     with pytest.raises(KVPatchError, match="calibration= is of another model: .*Run `kvpatch calibrate` on this model"):
         kvpatch.patch(make("llama_gqa", dtype=torch.float64, seed=1), "q_filter", 6, calibration=calibration)
-    fewer = dataclasses.replace(calibration, directions={0: calibration.directions[0]})
-    with pytest.raises(KVPatchError, match="calibration= has nothing for layer 1"):
+    fewer = dataclasses.replace(calibration, layers={0: calibration.layers[0]})
+    with pytest.raises(KVPatchError, match="calibration= has nothing for 'direction' of layer 1"):
         kvpatch.patch(model, "q_filter", 6, calibration=fewer)
     for given, says in ((None, "needs a calibration of this model: run `kvpatch calibrate"), ("file", "is no calibration")):
         with pytest.raises(KVPatchError, match=says):
             kvpatch.patch(model, "q_filter", 6, calibration=given)
     with pytest.raises(KVPatchError, match="positions='renumbered' does not go with policy 'q_filter'"):
         kvpatch.patch(model, "q_filter", 6, calibration=calibration, positions="renumbered")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon_alibi", "qwen3"])
+def test_without_a_rotation(name):
+    """The other statistics are there; tri_attention is refused, with and without a file."""
+    model = of_kind(name)
+    with torch.no_grad():
+        own = calibrate(model, [prompt(1, 20, seed=3)])
+    assert {*own.layers[0]} == {"direction"}
+    for given in (own, None):
+        with pytest.raises(KVPatchError, match="policy 'tri_attention' .*use another policy, such as"):
+            kvpatch.patch(model, "tri_attention", 6, calibration=given)
+    with kvpatch.patched(model, "q_filter", 6, calibration=own):
+        pass
+
+
+def test_a_file_without_mean_queries(model, calibration, path):
+    """As of versions that measured directions alone: it is read, and serves what needs no more."""
+
+    def directions(about, tensors):
+        for name in [name for name in tensors if not name.endswith(".direction")]:
+            del tensors[name]
+
+    rewritten(path, directions)
+    old = kvpatch.load_calibration(path)
+    with kvpatch.patched(model, "q_filter", 6, calibration=old):
+        pass
+    with pytest.raises(KVPatchError, match="calibration= has nothing for 'mean' of layer 0: calibrate this model anew"):
+        kvpatch.patch(model, "tri_attention", 6, calibration=old)
+    wide = dict(calibration.layers[1]) | {"mean": calibration.layers[1]["mean"][..., :3]}
+    other = dataclasses.replace(calibration, layers={**calibration.layers, 1: wide})
+    with pytest.raises(KVPatchError, match=r"has \[2, 2, 3\] for 'mean' of layer 1 where \[2, 2, 8\] belongs"):
+        kvpatch.patch(model, "tri_attention", 6, calibration=other)
+    with pytest.raises(KVPatchError, match="needs a calibration of this model: run `kvpatch calibrate"):
+        kvpatch.patch(model, "tri_attention", 6)
+    with pytest.raises(KVPatchError, match="reach=0"):
+        kvpatch.patch(model, "tri_attention", 6, calibration=calibration, reach=0)
 
 
 def test_from_the_command_line(folder, tmp_path):  # noqa: F811
@@ -153,4 +281,7 @@ def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     assert json.loads(result.stdout)["tokens"] == kvpatch.load_calibration(out).tokens <= 120
     arguments = ("generate", folder, "--prompt", "what it reads", "--max-new-tokens", 3, "--policy", "q_filter", "-k", 4)
     assert run(*arguments, "-o", f"calibration={out}").exit_code == 0
+    probing = [argument if argument != "q_filter" else "tri_attention" for argument in arguments]
+    assert run(*probing, "-o", f"calibration={out}", "-o", "every=1").exit_code == 0
+    assert "needs a calibration" in run(*probing).output
     assert "needs a calibration" in run(*arguments).output

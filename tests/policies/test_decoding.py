@@ -164,8 +164,9 @@ BAD = [
     ("r_kv", {"alike": 3}, "alike=3 must be a cosine"), ("r_kv", {"window": 0}, "window=0"),
     ("vase", {"kernel": 4}, "kernel=4"),
     ("vase", {"ranges": 1.5}, "ranges=1.5 is more than the whole budget"), ("vase", {"pooling": "min"}, "pooling='min'"),
+    ("r_kv", {"schedule": "prompt"}, "'r_kv' is made for decode steps.*use schedule='decode' or 'both'"),
+    ("tri_attention", {"schedule": "prompt"}, "'tri_attention' is made for decode steps.*use schedule='decode' or 'both'"),
     ("raas", {"schedule": "both"}, "'raas' scores tokens by what decode steps attend to.*use schedule='decode'"),
-    ("r_kv", {"schedule": "prompt"}, "use schedule='decode' or 'both'"),
 ]  # fmt: skip
 
 

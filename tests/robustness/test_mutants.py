@@ -25,6 +25,7 @@ RHYTHM = "tests/attention/test_rhythm.py"
 OWN = "tests/arch/test_own_attention.py::test"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
+PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa-tri_attention"
 DECODES = "tests/policies/test_decoding.py::test"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
@@ -63,8 +64,34 @@ MUTANTS = {
         "storage/calibration.py", "check_sum(texts, tensors)", "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
     "a direction points away from the queries": (
-        "evaluation/calibrate.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
+        "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
         "tests/policies/test_calibration.py::test_directions_are_those_of_the_queries"),
+    "a probe of the newest token's position": (
+        "policies/calibration.py", "context.newest_B11 + 1 + offset", "context.newest_B11 + offset", f"{PROBES}-1]"),
+    "a group's mean probe": ("policies/calibration.py", ".amax(2)", ".mean(2)", f"{PROBES}-0]"),
+    "queries do not spread": (
+        "policies/calibration.py", "spread = norm - lengths(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
+    "a kept prompt is standardized": (
+        "policies/calibration.py", "(context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)", "0",
+        f"{PROBES}-0]"),
+    "whole turns are lost": (
+        "policies/measures.py", "(angle + 2 * math.pi * whole)", "angle",
+        "tests/policies/test_calibration.py::test_angles_of_a_rounded_table"),
+    "mean queries are not lengthened": (
+        "evaluation/calibrate.py", "rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)", "plain",
+        "tests/policies/test_calibration.py::test_mean_queries_without_their_rotation[yarn]"),
+    "a statistic of another shape": (
+        "hooks/target.py", "if tensor is None or found != wanted:", "if tensor is None:",
+        "tests/policies/test_calibration.py::test_a_file_without_mean_queries"),
+    "learned positions are taken for rotations": (
+        "hooks/target.py", "if type(adapter).rotary_table is Adapter.rotary_table or", "if",
+        "tests/policies/test_calibration.py::test_without_a_rotation[gpt2]"),
+    "statistics disagree": (
+        "storage/calibration.py", "or [str(size) for size in entry.shape] != right", "",
+        "tests/policies/test_calibration.py::test_a_file_that_is_none"),
+    "pairs outside a head": (
+        "storage/calibration.py", "_check_pairs(layer, own)\n", "pass\n",
+        "tests/policies/test_calibration.py::test_a_file_that_is_none"),
     "a text that begins with a prefix writes to it": (
         "cache/prefix.py", "new = self._cache.clone()", "new = self._cache",
         "tests/hooks/test_prefix.py::test_as_if_read_anew[h2o-0.4-{}]"),

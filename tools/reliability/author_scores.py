@@ -1,8 +1,10 @@
-"""What the authors' own code of R-KV and VaSE keeps of random queries, keys and values: numbers for the tests.
+"""What the authors' own code of R-KV, VaSE and TriAttention keeps of random queries, keys and values: numbers for the tests.
 
-    python -m tools.reliability.author_scores R-KV/rkv VaSE/eval/reasoning_tasks/modified/transformers/cache_utils.py
+    python -m tools.reliability.author_scores R-KV/rkv VaSE/eval/reasoning_tasks/modified/transformers/cache_utils.py \
+        triattention/triattention
 
-R-KV is github.com/Zefan-Cai/R-KV, VaSE github.com/terarachang/VaSE; neither is a package.
+R-KV is github.com/Zefan-Cai/R-KV, VaSE github.com/terarachang/VaSE, TriAttention github.com/WeianMao/triattention (its folder
+of that name, which must be importable); a fourth argument names the only case to run, whose row of the table is replaced.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from torch import Tensor
 TABLE = Path(__file__).parents[2] / "tests/policies/author_scores.json"
 SHAPE = {"heads": 2, "group": 3, "tokens": 60, "size": 16}
 # policy: what the tests give it and what the authors' code is given
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "r_kv": {"window": 8, "kernel": 7, "weight": 0.1, "budget": 24},
     "r_kv, narrow": {"window": 4, "kernel": 3, "weight": 0.7, "budget": 30},
     "vase": {"window": 8, "kernel": 5, "ranges": 9, "budget": 28},
+    "tri_attention": {"prompt": 0, "reach": 65536, "budget": 24},
+    "tri_attention, a prompt": {"prompt": 12, "reach": 64, "budget": 20},
 }
 
 
@@ -77,12 +81,58 @@ def vase(file: Path, case: dict[str, Any], text: tuple[Tensor, Tensor, Tensor]) 
     return _places(layer.k_cache[0, : case["budget"]].transpose(0, 1), keys[0])
 
 
-def main(rkv: str, vase_file: str) -> None:
+def turns() -> Tensor:
+    """Return radians per position of each pair of channels."""
+    half = SHAPE["size"] // 2
+    return 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+
+
+def queries_of(text: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the mean [H*G,D] of a text's queries, as if they had no rotation, and the mean lengths [H*G,P] of their pairs."""
+    q = text[0][0] + 0.5  # their mean is not nothing
+    a, b = q.chunk(2, -1)
+    return q.mean(1), torch.hypot(a, b).mean(1)
+
+
+def tri_attention(folder: Path, case: dict[str, Any], text: tuple[Tensor, Tensor, Tensor]) -> list[list[int]]:
+    """Run TriAttention's own code, which takes the keys for rotated ones, with scores normalized in each query head."""
+    sys.path.insert(0, str(folder.parent))
+    authors = importlib.import_module(f"{folder.name}.methods.triattention")
+    one = authors.TriAttention.__new__(authors.TriAttention)
+    (H, G, T, D), omega, (mean, norm) = SHAPE.values(), turns(), queries_of(text)
+
+    def rotary(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = (positions[..., None] * omega).repeat(1, 1, 2)
+        return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+    config = types.SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, layer_perhead_aggregation="max")
+    statistics = importlib.import_module(f"{folder.name}.methods.pruning_utils")
+    heads = [(0, head) for head in range(H * G)]
+    vars(one).update(
+        config=config, rotary=rotary, attention_scale=1.0, rope_style="half", disable_mlr=False, disable_trig=False,
+        omega=omega, freq_scale_sq=torch.ones(D // 2), offsets=statistics.build_geometric_offsets(case["reach"], config.device),
+        score_aggregation="mean", normalize_scores=True, generator=None, head_dim=D, num_attention_heads=H * G,
+        num_key_value_heads=H, num_key_value_groups=G, absolute_position=T, cache_positions_per_layer_perhead=None,
+        sampled_heads=heads,
+        head_stats={
+            (0, head): statistics.HeadFrequencyStats(torch.complex(*mean[head].chunk(2)), norm[head]) for _, head in heads
+        },
+    )  # fmt: skip
+    prompt = case["prompt"]
+    kept = one._select_per_layer_perhead_independent(
+        ((text[1], text[2]),), case["budget"] - prompt, prompt, torch.arange(prompt, T)
+    )
+    return [sorted(row.tolist()) for row in kept[0]]
+
+
+def main(rkv: str, vase_file: str, tri_folder: str, only: str = "") -> None:
     """Write the table."""
-    table = {}
+    table = json.loads(TABLE.read_text()) if only else {}
+    code = {"r_kv": (r_kv, rkv), "vase": (vase, vase_file), "tri_attention": (tri_attention, tri_folder)}
     for name, case in CASES.items():
-        run, path = (vase, Path(vase_file)) if name == "vase" else (r_kv, Path(rkv))
-        table[name] = [run(path, case, random_text(seed)) for seed in range(4)]
+        run, path = code[name.partition(",")[0]]
+        if name.startswith(only):
+            table[name] = [run(Path(path), case, random_text(seed)) for seed in range(4)]
     TABLE.write_text(json.dumps(table) + "\n")
 
 

@@ -138,7 +138,7 @@ def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
         (score.across_layers, "with shared=True its layers share a score: use shared=False"),
         (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
         (score.recent_queries > 0, "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'"),
-        (score.calibrated, "it needs a calibration, which these settings cannot hold: use 'key_diff'"),
+        (bool(score.calibrated), "it needs a calibration, which these settings cannot hold: use 'key_diff'"),
         (policy.every > 1, "every= lets tokens wait, and a request's pages are claimed for its budget: give every=1"),
         (policy.scope.turns != "all", "turns= tells prompts of a chat apart, and vLLM has one text: leave it out"),
     )

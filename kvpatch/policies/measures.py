@@ -1,0 +1,160 @@
+"""The table of what a calibration measures: of each statistic its shape, its sums over pieces of text, and how they end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Sums = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Positions of a layer's queries and keys, as rotations of pairs of channels.
+
+    Position p turns the channels (a, b) of a pair by the angle p * turn: x_a becomes x_a cos - x_b sin, and x_b becomes
+    x_a sin + x_b cos. Some tables also lengthen what they turn, at every position alike. Channels without a pair stay.
+
+    Attributes:
+        pairs_P2: the channels of each pair, int64.
+        turn_P: radians per position, float64.
+    """
+
+    pairs_P2: Tensor
+    turn_P: Tensor
+
+    @classmethod
+    def of(cls, turned: Callable[[int], Tensor], count: int) -> Rotation | None:
+        """Measure a rotation; None if nothing is turned.
+
+        Args:
+            turned: turned(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
+            count: positions that may be asked for are below that.
+        """
+        first = turned(1).double().cpu() if count > 1 else torch.empty(0, 0)
+        a, b = first.triu(1).nonzero(as_tuple=True)
+        if not len(a):
+            return None
+        turn = torch.atan2(first[a, b], first[a, a])
+        # a rounded table knows an angle, but for whole turns, as well at a later position, where a turn counts more often
+        for place in (1 << power for power in range(1, (count - 1).bit_length())):
+            later = turned(place).double().cpu()
+            angle = torch.atan2(later[a, b], later[a, a])
+            whole = ((place * turn - angle) / (2 * math.pi)).round()
+            turn = (angle + 2 * math.pi * whole) / place
+        return cls(torch.stack([a, b], 1), turn)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Queries of one layer over a piece of text.
+
+    Attributes:
+        q_HGQD: the queries as attention used them.
+        rotation: None where there is none, or none is known.
+        plain_HGQD: the queries moved to position 0, where nothing is turned; None without a rotation.
+    """
+
+    q_HGQD: Tensor
+    rotation: Rotation | None = None
+    plain_HGQD: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One statistic of a calibration.
+
+    Attributes:
+        name: its name in files and in `Calibration.layers`.
+        shape: a letter for each axis: H KV heads, G query heads of a group, D head size, P pairs of channels; or a number.
+        of: what a piece of text adds to the sums; None where it cannot be measured.
+        finish: what becomes of the sums of all pieces.
+        dtype: in a file.
+        turned: whether it is of queries without their rotation.
+        adds_up: False if every piece gives the same, so that the first one is enough.
+    """
+
+    name: str
+    shape: str
+    of: Callable[[Sample], Sums]
+    finish: Callable[[Sums], Tensor]
+    dtype: torch.dtype = torch.float32
+    turned: bool = False
+    adds_up: bool = True
+
+    def joined(self, sums: Sums | None, sample: Sample) -> Sums:
+        """Return the sums with those of another piece, in float64 on the CPU; integers stay."""
+        if sums is not None and not self.adds_up:
+            return sums
+        found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))
+        return found if sums is None else tuple(old + new for old, new in zip(sums, found, strict=True))
+
+
+def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
+    """Return the lengths [...,P] of the pairs of channels of vectors [...,D]."""
+    return torch.hypot(x[..., pairs_P2[:, 0]], x[..., pairs_P2[:, 1]])
+
+
+def _products(sample: Sample) -> Sums:
+    """Return the sum of the products [H,D,D] of queries, those of a group being its KV head's, and the sum of these [H,D]."""
+    q = sample.q_HGQD.flatten(1, 2).float()
+    return q.transpose(1, 2) @ q, q.sum(1)
+
+
+def _direction(sums: Sums) -> Tensor:
+    """Return the first right singular vectors [H,D], turned to the side of the mean."""
+    products, total = sums
+    first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
+    side = (first * total).sum(-1, keepdim=True)
+    return first * torch.where(side < 0, -1.0, 1.0)
+
+
+def _plain(sample: Sample) -> Sums:
+    assert sample.plain_HGQD is not None
+    return _counted(sample.plain_HGQD)
+
+
+def _norms(sample: Sample) -> Sums:
+    assert sample.plain_HGQD is not None and sample.rotation is not None
+    return _counted(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
+
+
+def _counted(x_HGQD: Tensor) -> Sums:
+    return torch.tensor(x_HGQD.shape[2]), x_HGQD.sum(2)
+
+
+def _mean(sums: Sums) -> Tensor:
+    return sums[1] / sums[0]
+
+
+def _pairs(sample: Sample) -> Sums:
+    assert sample.rotation is not None
+    return (sample.rotation.pairs_P2,)
+
+
+def _turn(sample: Sample) -> Sums:
+    assert sample.rotation is not None
+    return (sample.rotation.turn_P,)
+
+
+def _itself(sums: Sums) -> Tensor:
+    return sums[0]
+
+
+def _table(*rows: Measure) -> dict[str, Measure]:
+    return {row.name: row for row in rows}
+
+
+# fmt: off
+MEASURES = _table(
+    Measure("direction", "HD",  _products, _direction),               # the first singular direction of a group's queries
+    Measure("mean",      "HGD", _plain,    _mean, turned=True),       # of the queries of each head at position 0
+    Measure("norm",      "HGP", _norms,    _mean, turned=True),       # mean length of their pairs of channels
+    Measure("pairs",     "P2",  _pairs,    _itself, torch.int64, turned=True, adds_up=False),     # see Rotation
+    Measure("turn",      "P",   _turn,     _itself, torch.float64, turned=True, adds_up=False),
+)
+# fmt: on
