@@ -8,7 +8,8 @@ from typing import Any
 
 from .. import plotting
 from ..evaluation.divergence import Figures, Result, Row
-from ..policies import Policy, get_policy
+from ..policies import Policy
+from ..storage.profile import changed
 
 CHANCE = "random"
 """Baseline that every policy should beat: always measured, never advised."""
@@ -80,17 +81,15 @@ class Lines:
 
 def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
     """Return the line of Python that patches a model with one setting of the comparison."""
-    own = get_policy(name).options()
-    changed = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
-    changed.pop("generation_length", None)  # generate() sets it
+    options = changed(name, policy)
     if schedule is not None:
-        changed["schedule"] = schedule
+        options["schedule"] = schedule
     if seed:
-        changed["seed"] = seed
+        options["seed"] = seed
     if bits != 16:
-        changed["bits"] = bits
+        options["bits"] = bits
     size = k if k.replace(".", "", 1).isdigit() else repr(k)
-    more = "".join(f", {option}={value!r}" for option, value in changed.items())
+    more = "".join(f", {option}={value!r}" for option, value in options.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
 
 

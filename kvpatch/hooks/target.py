@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -155,13 +155,7 @@ class Target:
                 f"policy {policy.name!r} needs a calibration of this model: run `kvpatch calibrate --model NAME --text FILE -o "
                 "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
             )
-        own = self.identity()
-        for name in dict.fromkeys((*calibration.model, *own)):
-            if calibration.model.get(name) != own.get(name):
-                raise KVPatchError(
-                    f"calibration= is of another model: {name} is {calibration.model.get(name)!r} there and {own.get(name)!r} "
-                    "here. Run `kvpatch calibrate` on this model, in this dtype."
-                )
+        self.check_identity(calibration.model, "calibration=", "kvpatch calibrate")
         wanted = {index: (shape.heads * self.parallel.size, shape.key) for index, shape in enumerate(self.shapes())}
         for layer, bound in enumerate(self.bounds()):
             found = calibration.directions.get(layer)
@@ -169,6 +163,16 @@ class Target:
                 raise KVPatchError(
                     f"calibration= has {'nothing' if found is None else list(found.shape)} for layer {layer} where "
                     f"{list(wanted[layer])} belongs: calibrate this model anew."
+                )
+
+    def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:
+        """Raise KVPatchError unless `model`, the identity that `what` has from a command, is this model's."""
+        own = self.identity()
+        for name in dict.fromkeys((*model, *own)):
+            if model.get(name) != own.get(name):
+                raise KVPatchError(
+                    f"{what} is of another model: {name} is {model.get(name)!r:.60} there and {own.get(name)!r} here. Run "
+                    f"`{command}` on this model, in this dtype."
                 )
 
     def identity(self) -> dict[str, Any]:
