@@ -110,7 +110,8 @@ class patched:
         settings.check_model(model, policy)
         tuned = None if profile is None else opened(profile)
         if tuned is not None:
-            tuned.alone({"policy": policy, "k": None if k is HALF else k, "schedule": schedule, **policy_options})
+            given = {"policy": policy, "k": None if k is HALF else k, "schedule": schedule}
+            tuned.alone({name: value for name, value in given.items() if value is not None} | dict(policy_options))
             policy, k = tuned.policy, tuned.k
         options = dict(policy_options if tuned is None else tuned.options)
         positions, backend = settings.positions_of(positions), check_name(backend)

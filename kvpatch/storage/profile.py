@@ -55,13 +55,12 @@ class Profile:
     measured: Mapping[str, Any]
 
     def alone(self, given: Mapping[str, object]) -> None:
-        """Raise KVPatchError if arguments of `patched` that the profile decides are given too; None stands for none."""
+        """Raise KVPatchError if arguments of `patched` that the profile decides are given too."""
         for name, value in given.items():
-            if value is not None:
-                raise KVPatchError(
-                    f"{name}={value!r:.60} is given beside profile=, which decides policy, k, schedule and the policy's options: "
-                    f"leave {name} out, or leave profile out and give policy and k."
-                )
+            raise KVPatchError(
+                f"{name}={value!r:.60} is given beside profile=, which decides policy, k, schedule and the policy's options: "
+                f"leave {name} out, or leave profile out and give policy and k."
+            )
 
 
 def save_profile(profile: Profile, path: str | PathLike[str]) -> None:
