@@ -23,7 +23,7 @@ demo: .venv/ok  ## what eight policies keep, on two small models: half a minute
 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
-test: .venv/ok .venv/torchao  ## the tests that are not slow: some 15 minutes on two cores
+test: .venv/ok .venv/torchao  ## the tests that are not slow: some 6 minutes on two cores
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: .venv/ok .venv/torchao  ## the other tests; those for a GPU skip themselves where there is none

@@ -214,6 +214,11 @@ def recording(how: CacheSettings) -> CacheSettings:
         )
     if how.bits != FULL:
         raise KVPatchError(f"record=True does not go with bits={how.bits}: a replay attends to unrounded keys. Use bits=16.")
+    if how.policy.merging is not None:
+        raise KVPatchError(
+            f"record=True does not go with policy {how.policy.name!r}, which changes the values of kept tokens: use the policy "
+            "inside merged(...)."
+        )
     return dataclasses.replace(how, record=True)
 
 

@@ -42,7 +42,6 @@ def test_the_oracle_is_the_unpatched_model(name):
     torch.testing.assert_close(got, want, atol=2e-5 if "bloom" in name else 1e-9, rtol=0)  # BLOOM's softmax is float32
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("kind", ["greedy", "beams", "chunked", "lookup"])
 @pytest.mark.parametrize("name", MORE)
@@ -70,14 +69,12 @@ def test_logits_are_unchanged(name, dtype):
     assert cache.held(0).shape[1] == {"falcon": 1, "falcon_gqa": 2}.get(name, 4)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("name", MORE)
 def test_every_policy(name, policy):
     certain(name, policy, 0.4, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("k", [9, [0.3, 7]])
 @pytest.mark.parametrize("name", MORE)
 def test_positions_budgets_and_blocks(name, k):
@@ -85,7 +82,6 @@ def test_positions_budgets_and_blocks(name, k):
     certain(name, "h2o", k, block=8)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["keyformer", "adakv"])
 @pytest.mark.parametrize("name", MORE)
 def test_block_by_block(name, policy):
@@ -93,7 +89,6 @@ def test_block_by_block(name, policy):
     test_blocks_equal_pieces.test_without_a_cache_and_in_training_mode_the_same_is_computed(name, policy)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("name", MORE)
 def test_gradients_agree_with_naive_autograd(name, checkpointing):

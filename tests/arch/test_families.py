@@ -71,7 +71,6 @@ def test_one_changes_nothing(name):
     assert torch.equal(force(model, ids, fed, mask)[0], want[0])
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_evictions_are_the_oracles(name, turn):
@@ -81,7 +80,6 @@ def test_evictions_are_the_oracles(name, turn):
     certain(name, policy, (0.4, 8, 0.5)[turn])
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer", *PLACED)])
 @pytest.mark.parametrize("name", [*THREE, "deepseek_v3"])
 def test_every_policy(name, policy):
@@ -99,7 +97,6 @@ def test_training_steps_inside_are_those_outside(name):
     assert all(torch.equal(want[key], got[key]) for key in want)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("policy", ["roco", "critical_adakv"])
 @pytest.mark.parametrize("name", THREE)
@@ -157,7 +154,6 @@ def test_budgets_count_the_layers_that_see_all():
     assert held[1] > held[3]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_schedules(name, schedule):
@@ -165,7 +161,6 @@ def test_schedules(name, schedule):
     certain(name, "roco", 20, schedule=schedule, steps=9)  # the cache fills up first, then evicts
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", THREE)
 def test_half_precision(name, dtype):

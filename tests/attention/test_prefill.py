@@ -29,7 +29,6 @@ def test_a_right_padded_forward_is_unchanged_at_its_tokens():
     torch.testing.assert_close(want[mask.bool()], got[mask.bool()], atol=2e-5, rtol=0)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", [*SEVERAL, "snapkv", "expected_attention", "compactor"])
 @pytest.mark.parametrize("name", FIVE)
 def test_a_prompt_in_chunks_evicts_at_its_end(name, policy):

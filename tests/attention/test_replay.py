@@ -35,7 +35,6 @@ def close(got, want, atol=1e-10):
     torch.testing.assert_close(got, want, atol=atol, rtol=0)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FIVE)
 def test_logits_are_the_rollouts(name, policy):
@@ -232,6 +231,7 @@ def test_what_recording_refuses():
     model, ids = make("llama_gqa"), prompt(1, 20)
     refused("positions='renumbered'", model, lambda m: kvpatch.patched(m, "h2o", 8, record=True, positions="renumbered"))
     refused("bits=8", model, lambda m: kvpatch.patched(m, "h2o", 8, record=True, bits=8))
+    refused("changes the values of kept tokens", model, lambda m: kvpatch.patched(m, "merged(h2o)", 8, record=True))
     refused("record=1 must be True or False", model, lambda m: kvpatch.patched(m, "h2o", 8, record=1))
     with kvpatch.patched(model, "window", 8) as patch:
         refused(r"write patched\(model, \.\.\., record=True\)", model, lambda m: patch.record())

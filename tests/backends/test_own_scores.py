@@ -178,7 +178,6 @@ def reversing(name, make_value=reversed_value):
 WRITTEN = [(own, *how) for own in OWN for how in (("llama_gqa", False), ("mpt", True))]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(
     ("own", "model", "padded"), slow_but([("a statistic", "llama_gqa", False), ("an entry", "mpt", True)], WRITTEN)
 )

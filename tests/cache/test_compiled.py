@@ -352,7 +352,6 @@ def asserting(event):
     return event is not None
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "tova", "snapkv", "full"])
 def test_a_step_reads_nothing_back(policy, kind, monkeypatch):

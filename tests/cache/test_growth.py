@@ -72,7 +72,6 @@ ABOVE = [
 ]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("lengths", [(20, 17), (25, 6), (130, 110)], ids=str)
 @pytest.mark.parametrize(("policy", "wrap", "k", "options"), ABOVE, ids=str)
 def test_a_padded_batch_below_its_budget_allocates_what_it_holds(policy, wrap, k, options, lengths):
@@ -117,7 +116,6 @@ def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(("policy", "k"), [("full", 1.0), ("h2o", 0.5), ("h2o", WIDE)])
 @pytest.mark.parametrize("name", ["gemma2", "qwen2_mixed", "gpt_oss"])
 def test_layers_with_a_wide_sliding_window_allocate_what_they_hold(name, policy, k, monkeypatch):
@@ -185,7 +183,6 @@ def test_a_short_row_beside_a_long_one_is_ragged_while_both_are_below_their_budg
         rows_agree(model, ids, fed, lengths, logits, cache)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("lengths", [(20, 17), (40, 6), None], ids=str)
 @pytest.mark.parametrize("policy", ["h2o", "keyformer", "window", "full"])
 def test_steps_are_rolled_back_over_buffers_that_grew(policy, lengths):

@@ -21,7 +21,6 @@ NARROW = pytest.mark.parametrize("bits", [8, 4])
 # ---- the oracle ----
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("policy", ["full", *EVICTING])
 @pytest.mark.parametrize("name", MODELS)
@@ -29,7 +28,6 @@ def test_every_policy_on_every_architecture(name, policy, bits):
     certain(name, policy, 0.4, n=20, steps=6, bits=bits, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("policy", EVICTING)
 def test_rows_of_one_length(policy, bits):
@@ -43,7 +41,6 @@ def test_float32(policy, bits):
     certain("llama_gqa", policy, 0.4, n=10, steps=4, pads=(0,), dtype=torch.float32, bits=bits, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("policy", [*EVICTING, "full"])
 def test_later_turns(policy, bits):
@@ -52,7 +49,6 @@ def test_later_turns(policy, bits):
     compare("llama_gqa", policy, 0.4, rows=1, sizes=sizes, bits=bits, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "key_norm", "critical_adakv", "full"])
 def test_blocks(policy, bits):
@@ -67,7 +63,6 @@ def test_renumbered_positions(name, policy, bits):
     certain(name, policy, 0.4, n=20, steps=6, positions="renumbered", bits=bits)
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("policy", ANY_SCHEDULE)
@@ -231,7 +226,6 @@ def test_a_step_unpacks_a_few_columns_at_a_time(policy, bits, monkeypatch):
 # ---- what can be done with a cache ----
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv", "full", *RAGGED])
 def test_rolling_back(policy, bits):
@@ -248,7 +242,6 @@ def test_rolling_back(policy, bits):
     assert kept(plain) == kept(cache)
 
 
-@pytest.mark.spread
 @NARROW
 @pytest.mark.parametrize("policy", ["h2o", "full", *RAGGED])
 def test_rows_move_and_caches_are_copied_joined_and_saved(policy, bits, tmp_path):

@@ -48,7 +48,6 @@ def test_long_texts_agree_with_the_oracle():
     certain("mpt", "h2o", 0.4, steps=40, wrap=("adaptive", "critical"))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FIVE)
 def test_half_precision(name, dtype, policy):

@@ -65,14 +65,12 @@ def test_a_later_turn_is_compressed_too(policy):
         compare(name, policy, 13, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("turns", ["all", "each", "first"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_schedule_prompt_counts_all_each_or_the_first(policy, turns):
     compare("llama_gqa", policy, 0.4, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("turns", ["all", "each", "first"])
 @pytest.mark.parametrize("wrap", [("adaptive",), ("critical",), ("adaptive", "critical"), ("pyramid",)], ids="+".join)
 def test_turns_of_combinations(wrap, turns):
@@ -130,22 +128,25 @@ def test_turns_first_leaves_the_question_whole():
             assert held == [[head | set(range(40, 52)) for head in row] for row in old]
 
 
-def test_a_padded_batch_has_turns_too():
-    model, ids, more = make("llama_gqa"), prompt(2, 30), prompt(2, 11, seed=4)
-    for policy in ("h2o", "adakv", "critical_snapkv"):
-        options = SMALL.get(policy, {})
-        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **options):
-            mask = left_pad(ids, [30, 21])
-            logits, cache = force(model, ids, prompt(2, 3, seed=7), mask)
-            mask = torch.cat([mask, torch.ones(2, 14, dtype=mask.dtype)], 1)
-            out = model(more, attention_mask=mask, past_key_values=cache, position_ids=mask.cumsum(1)[:, -11:] - 1).logits
-            together = cache.held(1)
-            for row, n in enumerate((30, 21)):
-                one = slice(row, row + 1)
-                _, alone = force(model, ids[one, 30 - n :], prompt(2, 3, seed=7)[one])
-                own = model(more[one], past_key_values=alone).logits
-                torch.testing.assert_close(out[one], own, atol=3e-5, rtol=0)
-                assert torch.equal(alone.held(1)[0], together[row])
+@pytest.mark.parametrize("policy", ["h2o", "adakv", "critical_snapkv", "dropkv"])
+def test_a_padded_batch_has_turns_too(policy):
+    """The second prompt is padded too, between what its row holds and what it brings."""
+    model, ids, fed, more = make("llama_gqa"), prompt(2, 30), prompt(2, 3, seed=7), prompt(2, 11, seed=4)
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})):
+        mask, second = left_pad(ids, [30, 21]), left_pad(more, [11, 8])
+        _, cache = force(model, ids, fed, mask)
+        mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype), second], 1)
+        places = (mask.cumsum(1)[:, -11:] - 1).clamp_min(0)
+        out = model(more, attention_mask=mask, past_key_values=cache, position_ids=places).logits
+        together = cache.held(1)
+        for row, (n, m) in enumerate(((30, 11), (21, 8))):
+            one = slice(row, row + 1)
+            _, alone = force(model, ids[one, 30 - n :], fed[one])
+            own = model(more[one, 11 - m :], past_key_values=alone).logits
+            torch.testing.assert_close(out[one, 11 - m :], own, atol=3e-5, rtol=0)
+            assert torch.equal(alone.held(1)[0], together[row])
+            kept = [sorted_positions([c.positions(1)[r].tolist()]) for c, r in ((alone, 0), (cache, row))]
+            assert kept[0] == kept[1]
 
 
 FOUND = {

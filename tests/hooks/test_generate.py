@@ -15,7 +15,6 @@ DURING = [name for name, policy in RAGGED.items() if not policy.over_model]
 CASES = [*itertools.product(FIVE, ("h2o", "keyformer", "tova")), *(("llama_gqa", policy) for policy in DURING)]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_assisted_decoding_gives_what_plain_decoding_gives(name, policy):
     model, assistant, ids = make(name), make("llama", layers=1, seed=3), prompt(1, 40 if policy in RAGGED else 25)

@@ -43,7 +43,6 @@ def same(one, other):
         assert mine[mine >= 0].tolist() == theirs[theirs >= 0].tolist()
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FIVE)
 def test_assistance_changes_no_logit_and_no_kept_token(name, policy):
@@ -98,7 +97,6 @@ def _unsure(model):
     return draft
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("budgeted", [False, True])
 @pytest.mark.parametrize("kind", ASSISTANTS)
 def test_assistants_of_every_kind(kind, budgeted):

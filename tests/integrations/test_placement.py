@@ -80,7 +80,6 @@ HOOKS = {
 }
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("name", FIVE)
 def test_offloaded(name, kind):
@@ -241,7 +240,6 @@ def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
 # ---- half precision and quantized weights ----
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FIVE)
 def test_half_precision(name, dtype):

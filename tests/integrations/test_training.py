@@ -47,7 +47,6 @@ def test_the_trainer_example():
     assert not torch.equal(inside["texts"][0], outside["texts"][0])
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("options", [REENTRANT, LATEST, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
 def test_a_trainer_run_is_bit_for_bit_the_same(name, options, tmp_path):

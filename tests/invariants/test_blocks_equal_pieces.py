@@ -12,7 +12,6 @@ from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.helpers.training import agrees_with_naive_autograd
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv", "adakv", "random"])
 @pytest.mark.parametrize("name", FIVE)
 def test_one_forward_equals_block_after_block(name, policy):
@@ -29,7 +28,6 @@ def test_one_forward_equals_block_after_block(name, policy):
         assert torch.equal(*(cache.positions(layer).sort(-1).values for cache in (whole, pieces)))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["h2o", "critical_snapkv", "window"])
 @pytest.mark.parametrize("name", FIVE)
 def test_without_a_cache_and_in_training_mode_the_same_is_computed(name, policy):
@@ -84,7 +82,6 @@ def test_generate_in_chunks_that_are_whole_blocks(policy):
     assert all(map(torch.equal, held, again))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("policy", ["roco", "keyformer", "critical_adakv"])
 @pytest.mark.parametrize("name", FIVE)

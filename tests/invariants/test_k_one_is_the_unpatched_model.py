@@ -36,7 +36,6 @@ def generate(model, ids, mask, **kwargs):
     )
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FIVE)

@@ -15,7 +15,6 @@ from tests.helpers.sequences import settings_of_a_patch
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", [*(name for name in EVICTING if name not in RAGGED), *RAGGED])
 @pytest.mark.parametrize("name", FIVE)
 def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):

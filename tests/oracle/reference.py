@@ -485,40 +485,46 @@ class Oracle:
                 size, begin = self.options["chunk"], self.options["sinks"]
                 self.local[l][g] |= local_attention(positions.tolist(), queries, k[g], begin, size)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
-        scale, window, cap = self.decoder.scale(l), self.decoder.reach(l), self.decoder.softcap(l)
+        window, cap = self.decoder.reach(l), self.decoder.softcap(l)
         for g in range(self.decoder.kv_heads):
             heads = range(g * self.G, (g + 1) * self.G)
-            if renumbered:  # one table for all places of this forward, as for the positions of an ordinary one
-                cos, sin = self.decoder.tables(l, torch.arange(len(self.keys[l][g]) + len(positions)))
             for index, t in enumerate(positions.tolist()):
-                self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]  # what is newer is not there yet
-                if self.step:
-                    self.round(l)
+                self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]
+            if self.step:
+                self.round(l)
+            for index, t in enumerate(positions.tolist()):
                 self.noted[l][g][t] = self.keys[l][g][t], self.values[l][g][t]
-                held = sorted(self.keys[l][g])
-                place = {i: rank if renumbered else i for rank, i in enumerate(held)}
-                seen = [i for i in held if window is None or t - i < window]
-                keys = torch.stack([self.keys[l][g][i] for i in seen])
-                values = torch.stack([self.values[l][g][i] for i in seen])
-                query = {h: q[h, index] for h in heads}
                 for h in heads:
                     self.asked[l][h][t] = q[h, index]
-                if renumbered:
-                    at, last_at = [place[i] for i in seen], [place[t]]
-                    keys = self.decoder.rotate(keys, cos[at], sin[at])
-                    query = {h: self.decoder.rotate(query[h][None], cos[last_at], sin[last_at])[0] for h in heads}
-                distance = torch.tensor([place[i] - place[t] for i in seen], dtype=torch.float64)
-                x = torch.stack([keys @ query[h] * scale + self.decoder.slope(h) * distance for h in heads])
-                x = x if cap is None else cap * torch.tanh(x / cap)
-                sinks = [self.decoder.sink(l, h) for h in heads]
-                if sinks[0] is None:
-                    a = torch.softmax(x, -1)
-                else:  # in the denominator, but no key: a row's probabilities do not sum to one
-                    a = torch.softmax(torch.cat([x, torch.stack(sinks)[:, None]], -1), -1)[:, :-1]
-                for j, h in enumerate(heads):
-                    y[h, index] = a[j] @ values
-                x_of, a_of = (dict(zip(seen, matrix.T.tolist(), strict=True)) for matrix in (x, a))
-                self.rows[l][g].append(Row(t, x_of, a_of))
+            held = sorted(self.keys[l][g])  # whose last tokens are the new ones
+            places, new = torch.tensor(held), len(held) - len(positions)
+            distance = places - positions[:, None]  # [T, S]
+            seen = (distance <= 0) & (distance > (-math.inf if window is None else -window))
+            keys = torch.stack([self.keys[l][g][i] for i in held])
+            values = torch.stack([self.values[l][g][i] for i in held])
+            query = q[heads.start : heads.stop]
+            if renumbered:  # one table for all places of this forward, as for the positions of an ordinary one
+                places = torch.arange(len(held))
+                distance = places - places[new:, None]
+                cos, sin = self.decoder.tables(l, places)
+                keys, query = self.decoder.rotate(keys, cos, sin), self.decoder.rotate(query, cos[new:], sin[new:])
+            slopes = torch.tensor([self.decoder.slope(h) for h in heads], dtype=torch.float64)[:, None, None]
+            x = query @ keys.T * self.decoder.scale(l) + slopes * distance  # [G, T, S]
+            x = x if cap is None else cap * torch.tanh(x / cap)
+            x = torch.where(seen, x, -math.inf)
+            sinks = [self.decoder.sink(l, h) for h in heads]
+            if sinks[0] is None:
+                a = torch.softmax(x, -1)
+            else:  # in the denominator, but no key: a row's probabilities do not sum to one
+                sink = torch.stack(sinks)[:, None, None].expand(-1, len(positions), 1)
+                a = torch.softmax(torch.cat([x, sink], -1), -1)[..., :-1]
+            y[heads.start : heads.stop] = a @ values
+            x_of, a_of = (matrix.detach().permute(1, 2, 0).tolist() for matrix in (x, a))
+            for index, t in enumerate(positions.tolist()):
+                begin, count = int(seen[index].int().argmax()), int(seen[index].sum())  # a stretch of those held
+                part = slice(begin, begin + count)
+                x_row, a_row = (dict(zip(held[part], matrix[index][part], strict=True)) for matrix in (x_of, a_of))
+                self.rows[l][g].append(Row(t, x_row, a_row))
         return self.decoder.output(l, y.transpose(0, 1).flatten(1))
 
     # A second reading
@@ -543,28 +549,27 @@ class Oracle:
         them, over the query heads too, a being a softmax over the span, the sinks before it and the rows' own tokens."""
         q, k, v = self.decoder.project(l, h_TE, positions)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
+        reach = self.decoder.reach(l)
         for h in range(self.H):
             g = h // self.G
             held = sorted(self.keys[l][g])
             near = [i for i in held if i in span or i < min(self.options["sinks"], span.start)]
-            for index, t in enumerate(positions.tolist()):
-                own = dict(zip(positions.tolist()[: index + 1], k[g, : index + 1], strict=True))
-                keys = {**self.keys[l][g], **own}
-                values = {**self.values[l][g], **dict(zip(own, v[g, : index + 1], strict=True))}
-                for among in (held, near):
-                    seen = [i for i in [*among, *own] if (reach := self.decoder.reach(l)) is None or t - i < reach]
-                    scale, slope = self.decoder.scale(l), self.decoder.slope(h)
-                    x = torch.stack([keys[i] @ q[h, index] * scale + slope * (i - t) for i in seen])
-                    a = torch.softmax(x, -1)
-                    if among is held:
-                        y[h, index] = a @ torch.stack([values[i] for i in seen])
-                        continue
-                    for i, share in zip(seen, a.tolist(), strict=True):
-                        if self.options.get("outputs"):  # KVzip+: how far it moves the residual stream, to the row's size
-                            change = values[i] @ self.decoder.output_rows(l, h)
-                            share *= math.sqrt(sum(x * x for x in change.tolist()) / sum(x * x for x in h_TE[index].tolist()))
-                        if i in span:
-                            self.repeated[l][g][i] = max(self.repeated[l][g].get(i, 0.0), share)
+            for among in (held, near):
+                tokens_S = torch.tensor([*among, *positions.tolist()])
+                keys = torch.cat([torch.stack([self.keys[l][g][i] for i in among]), k[g]])
+                values = torch.cat([torch.stack([self.values[l][g][i] for i in among]), v[g]])
+                distance = tokens_S - positions[:, None]
+                x = q[h] @ keys.T * self.decoder.scale(l) + self.decoder.slope(h) * distance
+                a = torch.softmax(torch.where((distance <= 0) & (distance > -(reach or math.inf)), x, -math.inf), -1)
+                if among is held:
+                    y[h] = a @ values
+                    continue
+                if self.options.get("outputs"):  # KVzip+: how far it moves the residual stream, to the row's size
+                    moves = (values @ self.decoder.output_rows(l, h)).square().sum(-1)
+                    a = a * (moves / h_TE.square().sum(-1, keepdim=True)).sqrt()
+                for i, share in zip(tokens_S.tolist(), a.amax(0).tolist(), strict=True):
+                    if i in span:
+                        self.repeated[l][g][i] = max(self.repeated[l][g].get(i, 0.0), share)
         return self.decoder.output(l, y.transpose(0, 1).flatten(1))
 
     # Rows that are read
@@ -902,8 +907,7 @@ class Oracle:
             most = math.inf if rule["ceiling"] is None else b
             victims, margin, self.lost[l][g] = mass(s, free, rule["mass"], lost, min(least, b), most, dead)
         self.margin = min(self.margin, margin)
-        for i in victims:
-            del self.keys[l][g][i], self.values[l][g][i]
+        self.drop(l, g, victims)
 
     def waits(self, l: int) -> bool:
         """With one budget for all layers none evicts before all have read the prompt."""
@@ -984,11 +988,16 @@ class Oracle:
         else:
             victims, margin = worst(s, excess, dead)
         self.margin = min(self.margin, margin)
-        if "merged" in o["wrap"]:
+        self.drop(l, g, victims)
+
+    def drop(self, l: int, g: int, victims: set[int]) -> None:
+        """Forget these tokens, with merged() once their values are folded into those of what stays."""
+        if "merged" in self.options["wrap"]:
             folded = {i for i in victims if not self.dead(l, i)}
             keys = {i: key for i, key in self.keys[l][g].items() if i in folded or i not in victims}
-            values, margin = merged(keys, self.values[l][g], folded, o["threshold"])
+            values, margin = merged(keys, self.values[l][g], folded, self.options["threshold"])
             self.values[l][g] |= values
+            self.rounded[l][g] -= set(values)  # written anew; a key that is rounded twice stays what it is
             self.margin = min(self.margin, margin)
         for i in victims:
             del self.keys[l][g][i], self.values[l][g][i]

@@ -148,6 +148,8 @@ def merged(
 ) -> tuple[dict[int, Tensor], float]:
     """The values of what stays once those of `gone` are folded into them, and the smallest gap between two cosines."""
     stays, margin = sorted(set(keys) - gone), math.inf
+    if not stays:
+        return {}, margin
     total, weight = {t: values[t] for t in stays}, dict.fromkeys(stays, 1.0)
     for e in sorted(gone):
         cosines = {t: float(keys[e] @ keys[t] / (keys[e].norm() * keys[t].norm())) for t in stays}

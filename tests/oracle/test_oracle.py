@@ -27,14 +27,12 @@ from tests.helpers.tiny import FIVE, MODELS, force, left_pad, make, prompt
 from tests.oracle import reference
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["full", *EVICTING])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_policy_on_every_architecture(name, policy):
     certain(name, policy, 0.4, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_one_length(name, policy):
@@ -47,7 +45,6 @@ def test_float32(policy):
     certain("llama_gqa", policy, 0.4, dtype=torch.float32, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("policy", ANY_SCHEDULE)
 def test_schedules(policy, schedule):
@@ -173,7 +170,6 @@ def test_generate_passes_its_length_to_tau():
     assert differs
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FIVE)
 def test_half_precision(name, dtype):

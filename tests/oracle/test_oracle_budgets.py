@@ -69,7 +69,6 @@ RUNS = {
 }
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("name", RUNS)
 def test_kept_tokens_and_logits(name):
     policy, k, options = RUNS[name]

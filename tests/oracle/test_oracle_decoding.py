@@ -22,7 +22,6 @@ CASES = {
 EACH = [(policy, options) for policy in DECODING for options in CASES[policy]]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(("policy", "options"), EACH, ids=[f"{p}-{i}" for i, (p, _) in enumerate(EACH)])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture(name, policy, options):

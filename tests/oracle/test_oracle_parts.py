@@ -31,7 +31,6 @@ def fits(policy, wrap):
     return "critical" not in wrap or (policy in WEIGHTS and policy != "chunk_kv")  # a policy has one selection
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("policy", VARIED)
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_sliding"])
@@ -41,7 +40,6 @@ def test_combinations(name, policy, wrap):
         certain(name, policy, k, wrap=wrap, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("name", MODELS)
 def test_combinations_on_every_architecture(name, wrap):
@@ -49,7 +47,6 @@ def test_combinations_on_every_architecture(name, wrap):
     certain(name, "roco", 0.45, wrap=wrap, pads=(0, 0), recent=3)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 def test_schedules(schedule, wrap):
@@ -109,6 +106,7 @@ MERGED = [
     ("roco", ("adaptive", "merged"), {"recent": 3}),
     ("h2o", ("global_topk", "merged"), {}),
     ("roco", ("merged",), {"recent": 3, "block": 9}),
+    ("h2o", ("merged",), {"block": 8, "bits": 8}),
     ("cur", ("critical", "merged"), {"window": 4}),
     ("snapkv", ("chunked", "merged"), {"window": 5, "size": 4, "block": 12}),
 ]
@@ -213,7 +211,6 @@ def test_found_by_random_runs(what):
 # ---- blocks ----
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("block", [1, 4, 7, 50])
 @pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in WAITING])
 def test_blocks(policy, block):
@@ -221,7 +218,6 @@ def test_blocks(policy, block):
         certain(name, policy, 0.4, block=block, **SMALL.get(policy, {}))
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["roco", "keyformer", "snapkv", "tova"])
 @pytest.mark.parametrize("name", FIVE)
 def test_blocks_on_every_architecture(name, policy):
@@ -256,7 +252,6 @@ def short_samples(monkeypatch):
         monkeypatch.setattr(module, "READ", 6)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["h2o", "scissorhands", "roco", "keyformer", "key_attention"])
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj", "mistral_sliding"])
 def test_sampled_rows(name, policy, short_samples):
@@ -282,7 +277,6 @@ def test_sampled_rows_of_combinations(wrap, short_samples):
 # ---- renumbered positions ----
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "streaming_llm", "key_norm", "snapkv"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
 def test_renumbered(name, policy):

@@ -244,7 +244,8 @@ class Machine(Base):
         chosen = self.chosen
         if other is not None:
             positions = "original" if chosen.name == "gpt2" else other.positions
-            chosen = replace(other, name=chosen.name, positions=positions)
+            k = other.k if other.fits(chosen.name) else 0.4
+            chosen = replace(other, name=chosen.name, positions=positions, k=k)
         self.enter(chosen, fault)
         for live in list(self.lives):
             if live.rows:

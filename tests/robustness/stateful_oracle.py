@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import kvpatch
+from kvpatch.policies.budgets import Rule
 from tests.helpers.comparing import (
     ANY_SCHEDULE,
     DECODING,
@@ -22,6 +23,7 @@ from tests.helpers.comparing import (
     WINDOWED,
     combined,
     draw,
+    plain,
     sorted_positions,
 )
 from tests.helpers.tiny import FIVE, make, snapshot
@@ -61,18 +63,45 @@ class Chosen:
     def one_turn(self) -> bool:
         return dict(self.options).get("schedule") == "decode"
 
+    def fits(self, name: str) -> bool:
+        """Whether a table of budgets has a number for each KV head of this model."""
+        heads = subject(name)[1].kv_heads
+        return all(not isinstance(one, tuple) or len(one) == heads for one in (self.k if isinstance(self.k, tuple) else ()))
+
     def patched(self, model: Any) -> Any:
         extra = {"generation_length": TAU_STEPS} if self.policy == "keyformer" else {}
         extra |= {} if self.turns == "all" else {"turns": self.turns}
-        k = list(self.k) if isinstance(self.k, tuple) else self.k
         policy = combined(self.policy, self.wrap)
         extra |= {"bits": self.bits, "block": self.block, "positions": self.positions}
-        return kvpatch.patched(model, policy, k, **dict(self.options), **extra)
+        return kvpatch.patched(model, policy, listed(self.k), **dict(self.options), **extra)
 
     def oracle(self, n: int) -> Oracle:
         given = {**dict(self.options), "bits": self.bits, "block": self.block, "positions": self.positions}
         chosen = settings(self.policy, given, self.wrap)
-        return Oracle(subject(self.name)[1], n, self.k, chosen, TAU_STEPS, functools.partial(draw, 0), self.turns)
+        k, drawn = plain(listed(self.k)), functools.partial(draw, 0)
+        return Oracle(subject(self.name)[1], n, k, chosen, TAU_STEPS, drawn, self.turns)
+
+
+def listed(k: Any) -> Any:
+    """Budgets of layers and heads as kvpatch takes them; Chosen has tuples."""
+    return [listed(one) for one in k] if isinstance(k, tuple) else k
+
+
+# under which policies heads may hold numbers of their own, and with which protected sizes
+SEVERAL = {"h2o": {"recent": 1}, "roco": {"recent": 1, "protected": 2}, "scissorhands": {"recent": 1}, "tova": {}, "snapkv": {}}
+
+
+def budgets_of_heads(choose: Any, heads: int) -> Any:
+    """A table, or a budget that follows the text."""
+    size, part = st.one_of(st.integers(1, 12), st.sampled_from((0.3, 0.6, 1.0))), st.sampled_from((0.3, 0.6, 0.9))
+    return choose(
+        st.one_of(
+            st.tuples(*[st.tuples(*[size] * heads)] * 2),
+            part.map(kvpatch.Share),
+            st.builds(kvpatch.Mass, part, floor=st.integers(1, 3), ceiling=st.sampled_from((None, 9))),
+            st.sampled_from((0.02, 0.1)).map(kvpatch.Threshold),
+        )
+    )
 
 
 @st.composite
@@ -85,15 +114,24 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     k = choose(st.one_of(st.sampled_from((0.3, 0.5, 0.8)), st.integers(1, 12), st.sampled_from((1.0, (0.4, 3), (1.0, 2)))))
     k = 0.4 if isinstance(k, tuple) and ("pyramid" in wrap or "pyramid" in policy) else k
     options: dict[str, Any] = {}
+    if policy in SEVERAL and choose(st.integers(0, 3)) == 0:
+        k, wrap = budgets_of_heads(choose, subject(name)[1].kv_heads), ()
+        options |= SEVERAL[policy]
+    if policy in EVICTING and choose(st.integers(0, 4)) == 0:
+        wrap = (*wrap, "merged")
     if policy in WINDOWED:
         options |= {"window": choose(st.integers(1, 4)), "kernel": 3}
     elif policy in DECODING:
         options |= {**SMALL_STEPS[policy], "schedule": kvpatch.get_policy(policy).schedule}
     elif policy in ANY_SCHEDULE:
         options["schedule"] = choose(st.sampled_from(("both", "both", "prompt", "decode")))
-        options["schedule"] = "both" if options["schedule"] == "decode" and "adaptive" in wrap else options["schedule"]
+        whole = "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
+        options["schedule"] = "both" if options["schedule"] == "decode" and whole else options["schedule"]
     options |= {"lag": 3} if policy == "lag_kv" else SMALL[policy] if policy in PLACED else {}
-    if policy == "roco":
+    anew = policy == "tova" and isinstance(k, kvpatch.Mass)  # a row's scores, which add up to nothing over steps
+    if "schedule" in options and ("merged" in wrap or anew):
+        options["schedule"] = "prompt"
+    if policy == "roco" and "protected" not in options:
         options |= {"recent": 1, "protected": 0.3}
     if policy != "full" and choose(st.integers(0, 3)) == 0:
         options["sinks"] = choose(st.integers(1, 2))
@@ -104,14 +142,16 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
     positions = "renumbered" if name != "gpt2" and policy not in PLACED and choose(st.integers(0, 2)) == 0 else "original"
     bits = choose(st.sampled_from((16, 16, 16, 8, 4)))
-    if policy != "full" and not once(policy, options):
+    if policy != "full" and not once(policy, options) and not isinstance(k, Rule):
         options["every"] = min(choose(st.sampled_from((1, 1, 2, 3, 5))), min(budgets_in_tokens(k), default=5))
     return Chosen(name, policy, k, wrap, turns, block, positions, bits, tuple(options.items()))
 
 
 def budgets_in_tokens(k: Any) -> list[int]:
     """The budgets that are no shares."""
-    return [one for one in (k if isinstance(k, tuple) else (k,)) if isinstance(one, int)]
+    if isinstance(k, tuple):
+        return [one for part in k for one in budgets_in_tokens(part)]
+    return [k] if isinstance(k, int) else []
 
 
 def once(policy: str, options: dict[str, Any]) -> bool:
@@ -262,8 +302,10 @@ def check_cache(cache: Any, shadow: Shadow) -> tuple[int, int]:
 
 
 def check_budget(chosen: Chosen, oracle: Oracle, l: int, head: list[int]) -> None:
-    """No head above its budget, and sinks and newest tokens held, where the budget is of the whole text."""
+    """No head above its budget, and sinks and newest tokens held, where one budget is of all heads and the whole text."""
     b, options = oracle.budgets[l], oracle.options
+    if oracle.moving[l] or oracle.tables[l] is not None:
+        return
     if b is None or options["schedule"] != "both" or "adaptive" in options["wrap"]:
         return
     most = b + options["every"] - 1

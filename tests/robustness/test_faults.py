@@ -33,7 +33,6 @@ OPERATIONS = {
 FEW = {"adakv": 6, "filling": 4, "shared": 4, "blocks": 4, "full": 4}
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupted_operation(scenes, scene, name):
@@ -65,7 +64,6 @@ def made(name, s, cache, other, path):
     return EvictingCache.concatenate([cache, other], consume=name == "consume")
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("scene", ["h2o", "adakv"])
 @pytest.mark.parametrize("name", ["clone", "save and load", "concatenate", "consume"])
 def test_an_interrupt_while_a_cache_is_made_of_others(scenes, scene, name, tmp_path):

@@ -55,6 +55,9 @@ MUTANTS = {
     "a calibration of another model is taken": (
         "hooks/target.py", "if calibration.model.get(name) != own.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
+    "values of other tokens": (
+        "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
+        "tests/cache/test_turns.py::test_a_padded_batch_has_turns_too[dropkv]"),
     "an altered calibration is read": (
         "storage/calibration.py", "check_sum(texts, tensors)", "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),

@@ -414,7 +414,6 @@ def test_a_step_saturates_where_float16_ends():
 # ---- one token ----
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("name", FIVE)
 @pytest.mark.parametrize("policy", [p for p in SCORED if p != "key_diff"])  # two tokens are equally unlike their mean
 def test_budgets_of_one(name, policy):

@@ -31,7 +31,6 @@ POLICIES = (
 )
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("k", [24, 0.4])
 def test_every_policy(policy, k):
@@ -40,7 +39,6 @@ def test_every_policy(policy, k):
         assert batched(model, texts) == [alone(model, ids) for ids in texts]
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(
     "name", ["mistral", "mistral_sliding", "gpt2", "gptj", "falcon_gqa", "falcon_alibi", "bloom", "mpt"]
 )
@@ -139,7 +137,8 @@ def test_arrivals_and_cancellations(policy, scheduler):
     assert dropped and len(dropped) < len(names)
 
 
-def test_memory_of_a_request_is_constant(monkeypatch):
+@pytest.mark.parametrize("new", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_of_a_request_is_constant(new, monkeypatch):
     """A request holds ceil(k / page) blocks however long its text, and its row no more slots than that."""
     model, texts, seen = make("llama_gqa"), prompts((100, 61, 33)), []
     begin = RequestPool.next_pass
@@ -150,8 +149,8 @@ def test_memory_of_a_request_is_constant(monkeypatch):
 
     monkeypatch.setattr(RequestPool, "next_pass", watched)
     with kvpatch.patched(model, "h2o", 32):
-        batched(model, texts, new=150)
-    assert len(seen) > 140
+        batched(model, texts, new=new)
+    assert len(seen) >= new - 1
     assert {blocks for blocks, _ in seen} == {6}, "three requests, two blocks of 16 tokens each"
     assert {width for _, widths in seen[2:] for width in widths} == {33}, "and the slot of the token that is written"
 

@@ -29,6 +29,26 @@ def test_eviction_that_waits():
         batched(model, prompts())
 
 
+@pytest.mark.parametrize(
+    "k", [kvpatch.Mass(0.9), kvpatch.Threshold(0.01), kvpatch.Share(0.5), [[12, 14], [16, 16]]], ids=lambda k: type(k).__name__
+)
+def test_heads_of_several_sizes(k):
+    model = make("llama_gqa")
+    with (
+        kvpatch.patched(model, "h2o", k, recent=8),
+        pytest.raises(kvpatch.KVPatchError, match=r"heads of a layer need one size: give k as tokens.*or use generate\(\)"),
+    ):
+        batched(model, prompts())
+
+
+def test_tensor_parallelism(monkeypatch):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24):
+        monkeypatch.setattr(model, "_device_mesh", object(), raising=False)
+        with pytest.raises(kvpatch.KVPatchError, match=r"tensor parallelism \(tp_plan\).*use generate\(\)"):
+            batched(model, prompts())
+
+
 def test_older_versions(monkeypatch):
     for old in ("5.15.0", "5.18.3"):
         with pytest.raises(

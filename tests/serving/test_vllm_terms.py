@@ -40,6 +40,7 @@ def test_where_they_are_given():
         ({"policy": "h2o", "k": 3, "recnt": 1}, "no option 'recnt'. Did you mean 'recent'?"),
         ({"policy": "h2o", "k": 3, "sede": 1}, "no setting 'sede'. Did you mean 'seed'?"),
         ({"policy": "h2o", "k": [3, 4]}, "all layers have one budget"),
+        ({"policy": "h2o", "k": kvpatch.Mass(0.9)}, "claims its pages at once: give tokens, a share or a size"),
         ({"policy": "h2o", "k": 1.0}, "keeps everything, as vLLM does without kvpatch"),
         ({"policy": "h2o", "k": 1.5}, "not a share in (0, 1]"),
         ({"policy": "h2o", "k": "3MeB"}, "not a size"),

@@ -26,7 +26,6 @@ CASES = {
 }
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", FIVE)
 def test_a_loaded_cache_goes_on_as_the_saved_one(name, case, tmp_path):
