@@ -17,6 +17,7 @@ from itertools import permutations, product
 from math import ceil, log2
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
@@ -54,6 +55,11 @@ class Setting:
     quality: Quality
 
     @property
+    def size(self) -> tuple[float, ...] | float:
+        """The budget as `patched` takes it."""
+        return size(self.policy, self.k)
+
+    @property
     def rank(self) -> tuple[float, float]:
         """Bytes, then KL."""
         return round(self.quality.share, 6), self.quality.kl
@@ -64,7 +70,7 @@ class Search:
 
     Args:
         model: not patched.
-        pieces: token ids [1,n] of pieces of text, each with the tokens of its prompt; the rest is fed one by one.
+        pieces: token ids [1,T] of pieces of text, each with the tokens of its prompt; the rest is fed one by one.
         tolerance: largest mean KL from the full cache, nats per token.
         on_measure: called with a policy's name before each measurement.
         seed: of the policies' random numbers.
@@ -85,7 +91,7 @@ class Search:
         on_measure: Callable[[str], None] = lambda name: None,
         seed: int = 0,
     ) -> None:
-        self.model, self.pieces, self.tolerance, self.on_measure = model, pieces, tolerance, on_measure
+        self.model, self.pieces, self.tolerance, self.on_measure, self.seed = model, pieces, tolerance, on_measure, seed
         self.comparisons = [Comparison(model, ids, n, seed=seed) for ids, n in pieces]
         self.layers = len(Target.find(model).attentions)
         count = min(BANDS, self.layers)
@@ -119,7 +125,7 @@ class Search:
                 if (shared := self._uniform(name, policy)) is not None:
                     found.append(shared)
         best = sorted(found, key=lambda one: one.rank)[:FINALISTS]
-        return min((self._shrunk(self._moved(one)) for one in best), key=lambda one: one.rank)
+        return min([*best, *(self._shrunk(self._moved(one)) for one in best)], key=lambda one: one.rank)
 
     def measure(self, name: str, policy: Policy, k: tuple[float, ...]) -> Quality | None:
         """Return the quality of a setting, or None if the policy refuses it; each is measured once."""
@@ -130,9 +136,8 @@ class Search:
         return self._known[key]
 
     def _measured(self, name: str, policy: Policy, k: tuple[float, ...]) -> Quality | None:
-        size = k[0] if policy.over_layers is not None else list(k)  # a pyramid divides one k itself
         try:
-            return quality(self.comparisons, policy, size)
+            return quality(self.comparisons, policy, size(policy, k))
         except KVPatchError as error:
             self.refused[name] = str(error)
             return None
@@ -167,7 +172,7 @@ class Search:
 
     def _moved(self, one: Setting) -> Setting:
         """Return a setting from which tokens were moved between bands of layers as long as the KL fell at no more bytes."""
-        if len(self.bands) == 1 or one.policy.over_layers is not None:
+        if len(self.bands) == 1 or divides(one.policy):
             return one
         for step in STEPS:
             one = self._moved_by(one, step)
@@ -180,8 +185,8 @@ class Search:
         pairs = [*permutations(range(len(self.bands)), 2)]
         pairs.sort(key=lambda pair: (kl[pair[0], 1] + kl[pair[1], -1], pair))
         for to, source in pairs[:MOVES]:
-            size = len(self.bands[to]) / len(self.bands[source])  # so that the sum over layers stays
-            k = self._with(one, [(to, amount), (source, -amount * size)])
+            ratio = len(self.bands[to]) / len(self.bands[source])  # so that the sum over layers stays
+            k = self._with(one, [(to, amount), (source, -amount * ratio)])
             new = None if k is None else self.measure(one.name, one.policy, k)
             if k is not None and new is not None and new.kl < one.quality.kl and new.share <= one.quality.share + _SLACK:
                 one = Setting(one.name, one.policy, k, new)
@@ -212,6 +217,16 @@ _SMALLEST = 0.01
 _SLACK = 0.002  # of the full cache's bytes: rounding to tokens, and room of heads that differ
 
 
+def divides(policy: Policy) -> bool:
+    """Tell whether a policy divides one budget over the layers itself."""
+    return policy.over_layers is not None or policy.over_model
+
+
+def size(policy: Policy, k: tuple[float, ...]) -> tuple[float, ...] | float:
+    """Return budgets of layers as `patched` takes them: one number, of equal ones, where the policy divides it itself."""
+    return k[0] if divides(policy) else k
+
+
 def quality(comparisons: Sequence[Comparison], policy: Policy, k: Any) -> Quality:
     """Return the quality of a policy and budget, as `patched` takes them, on some pieces.
 
@@ -223,29 +238,42 @@ def quality(comparisons: Sequence[Comparison], policy: Policy, k: Any) -> Qualit
     return Quality(sum(one.kl for one in figures) / len(figures), sum(shares) / len(shares))
 
 
-def tune(
-    search: Search, policies: Mapping[str, Policy], unseen: Sequence[tuple[Tensor, int]] = (), seed: int = 0
-) -> Profile:
+def tune(search: Search, policies: Mapping[str, Policy], unseen: Sequence[tuple[Tensor, int]] = ()) -> Profile:
     """Run a search and return its profile.
 
     Args:
         search: on the model and its text.
         policies: by the names that build them.
         unseen: pieces as those of the search, on which the profile is measured once more.
-        seed: of the policies' random numbers.
 
     Raises:
         KVPatchError: as `Search.run`.
     """
     best = search.run(policies)
-    others = [Comparison(search.model, ids, n, seed=seed) for ids, n in unseen]
+    others = [Comparison(search.model, ids, n, seed=search.seed) for ids, n in unseen]
     measured = {
         "tokens": sum(ids.shape[1] for ids, _ in search.pieces),
         "pieces": len(search.pieces),
         "tolerance": search.tolerance,
         "kl": best.quality.kl,
         "share": best.quality.share,
-        "unseen_kl": quality(others, best.policy, list(best.k)).kl if others else None,
+        "unseen_kl": quality(others, best.policy, best.size).kl if others else None,
     }
-    identity = Target.find(search.model).identity()
-    return Profile(identity, best.name, changed(best.name, best.policy), best.k, measured)
+    return Profile(Target.find(search.model).identity(), best.name, changed(best.name, best.policy), best.size, measured)
+
+
+def cut(ids_1T: Tensor, n: int, new: int, most: int, first: Sequence[int] = ()) -> list[tuple[Tensor, int]]:
+    """Cut pieces out of a text, evenly spread and without overlap, each with the tokens of its prompt, as `Search` takes them.
+
+    Args:
+        ids_1T: token ids of the text.
+        n: tokens of each prompt.
+        new: tokens after it.
+        most: how many pieces, at most.
+        first: tokens in front of each piece, among its `n`.
+    """
+    own = n + new - len(first)
+    count = min(most, ids_1T.shape[1] // own)
+    front_1F = ids_1T.new_tensor([*first])[None]
+    starts = [i * (ids_1T.shape[1] - own) // max(count - 1, 1) for i in range(count)]
+    return [(torch.cat([front_1F, ids_1T[:, start : start + own]], 1), n) for start in starts]

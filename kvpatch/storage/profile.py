@@ -37,7 +37,8 @@ class Profile:
         model: values that identify the model.
         policy: its name, such as "roco" or "adaptive(roco)".
         options: of the policy, those that differ from its defaults.
-        k: of each layer, as `patched` takes a list: a share of the prompt or tokens, or a list of these, one per KV head.
+        k: of each layer, as `patched` takes a list: a share of the prompt or tokens, or a list of these, one per KV head; one
+            number where the policy divides it over the layers itself.
         measured: tokens and pieces of the text, the tolerance, the mean KL from the full cache in nats per token (`kl`; on
             pieces that the search did not use, `unseen_kl`, or None), and the share of the full cache's bytes.
 
@@ -51,7 +52,7 @@ class Profile:
     model: Mapping[str, Any]
     policy: str
     options: Mapping[str, Any]
-    k: tuple[Any, ...]
+    k: tuple[Any, ...] | float
     measured: Mapping[str, Any]
 
     def alone(self, given: Mapping[str, object]) -> None:
@@ -74,7 +75,7 @@ def save_profile(profile: Profile, path: str | PathLike[str]) -> None:
         "model": dict(profile.model),
         "policy": profile.policy,
         "options": dict(profile.options),
-        "k": list(profile.k),
+        "k": list(profile.k) if isinstance(profile.k, tuple) else profile.k,
         "measured": dict(profile.measured),
     }
     text = json.dumps(about | {"checksum": _sum(about)}, indent=1) + "\n"
@@ -154,14 +155,17 @@ def _made(about: dict[str, Any]) -> Profile:
     """Return the profile, if policy, options and budgets are some that there are."""
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in about["options"].items()}
     try:
-        k = _table(about["k"], about["model"])
+        k = _sizes(about["k"], about["model"])
         get_policy(about["policy"]).with_options(**options)
     except KVPatchError as error:
         raise InvalidError(str(error).rstrip(".")) from error
     return Profile(about["model"], about["policy"], options, k, about["measured"])
 
 
-def _table(k: object, model: Mapping[str, Any]) -> tuple[Any, ...]:
+def _sizes(k: object, model: Mapping[str, Any]) -> tuple[Any, ...] | float:
+    if isinstance(k, int | float):
+        check_k(k, f"its k={k!r}")
+        return k
     if not isinstance(k, list) or len(k) != model.get("layers"):
         shown = f"has {len(k)} entries" if isinstance(k, list) else "is no list"
         raise InvalidError(f"its k {shown}, where one for each of {model.get('layers')!r:.20} layers belongs")
