@@ -17,10 +17,11 @@ CHANCE = "random"
 
 _HEADS = ("policy", "k", "held", "KL", "worst", "same", "loss", "KV")
 LEGEND = (
-    "held: tokens per head at the end, on average. KL: mean over the fed tokens of KL(full || evicted) of the next token, nats; "
-    "worst: the largest. The prediction after the prompt itself is left out: nothing had been evicted before it. same: share of "
-    "predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per token. KV: "
-    "bytes of keys and values at the end, of the full cache's. Time is left out: one run of so few tokens says nothing of it."
+    "held: tokens per head at the end, on average. KL: mean over the fed tokens of KL(full || evicted) of the next token, "
+    "nats; worst: the largest. The prediction after the prompt itself is left out: nothing had been evicted before it. same: "
+    "share of predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per "
+    "token. KV: bytes of keys and values at the end, of the full cache's. Time is left out: one run of so few tokens says "
+    "nothing of it."
 )
 
 

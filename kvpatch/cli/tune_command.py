@@ -90,7 +90,7 @@ def tune(  # noqa: PLR0913 - typer: an option is a parameter
     options = "".join(f", {name}={value!r}" for name, value in profile.options.items())
     shown = f"k={profile.k:g}" if isinstance(profile.k, float) else f"k={' '.join(f'{k:g}' for k in profile.k)}"
     print(f"{out}: {profile.policy}{options}, {shown}")
-    print(f"{measured['share']:.0%} of the full cache's bytes, KL {measured['kl']:.4f} on {measured['pieces']} pieces of {text}.")
+    print(f"{measured['share']:.0%} of the full cache's bytes; KL {measured['kl']:.4f} on {measured['pieces']} pieces.")
     print(_checked(measured["unseen_kl"], tolerance))
     print(f'\n    with kvpatch.patched(model, profile="{out}"):')
 

@@ -5,7 +5,8 @@ has no random numbers of its own:
 
 1. Each policy, with one k for all layers: the smallest of a grid within the tolerance, by bisection. The best are those with
    the fewest bytes.
-2. The best again, with heads that share their layer's budget above a floor (`adaptive`), or with other floors.
+2. The best again, with smaller observation windows; then with heads that share their layer's budget above a floor
+   (`adaptive`), or with other floors.
 3. Tokens move between bands of layers while the KL falls; then all layers shrink together as far as the tolerance allows.
 """
 
@@ -26,10 +27,14 @@ from ..policies import Policy, adaptive
 from ..storage.profile import Profile, changed
 from .divergence import Comparison
 
+Pieces = Sequence[tuple[Tensor, int]]
+"""Token ids [1,T] of pieces of text, each with the tokens of its prompt; the rest is fed one by one."""
 GRID = tuple(step / 40 for step in range(2, 40))
 """Shares of the prompt that are tried for all layers, 0.05 to 0.975."""
 FLOORS = (0.2, 0.5, 0.8)
 """Shares of a layer's budget that each of its heads is sure of."""
+WINDOWS = (16, 8)
+"""Rows of the observation window, which is protected: a large one leaves little of a small budget."""
 BANDS = 8
 """Groups of layers between which tokens move, at most."""
 STEPS = (0.4, 0.2, 0.1)
@@ -86,7 +91,7 @@ class Search:
     def __init__(
         self,
         model: Any,
-        pieces: Sequence[tuple[Tensor, int]],
+        pieces: Pieces,
         tolerance: float,
         on_measure: Callable[[str], None] = lambda name: None,
         seed: int = 0,
@@ -97,11 +102,11 @@ class Search:
         count = min(BANDS, self.layers)
         self.bands = [range(i * self.layers // count, (i + 1) * self.layers // count) for i in range(count)]
         self.refused: dict[str, str] = {}
-        self._known: dict[tuple[str, float | None, tuple[float, ...]], Quality | None] = {}
+        self._known: dict[tuple[Any, ...], Quality | None] = {}
 
     def most(self, policies: int) -> int:
         """Return the most measurements that a search among so many policies takes."""
-        bisected = policies + FINALISTS * len(FLOORS)
+        bisected = policies + FINALISTS * (len(FLOORS) + len(WINDOWS))
         moved = len(STEPS) * (2 * len(self.bands) + MOVES) if len(self.bands) > 1 else 0
         return ceil(log2(len(GRID) + 1)) * bisected + FINALISTS * (moved + ceil(log2(_SHRINKS)) + 1)
 
@@ -120,16 +125,17 @@ class Search:
                 f"None of {', '.join(policies)} stays within a KL of {self.tolerance:g} nats per token at k={GRID[-1]}: give a "
                 f"larger --tolerance, or other --policies.{why}"
             )
-        for one in sorted(found, key=lambda one: one.rank)[:FINALISTS]:
-            for name, policy in self._floors(one):
-                if (shared := self._uniform(name, policy)) is not None:
-                    found.append(shared)
+        for variants in (_windows, _floors):
+            for one in sorted(found, key=lambda one: one.rank)[:FINALISTS]:
+                new = [self._uniform(name, policy) for name, policy in variants(one)]
+                found += [variant for variant in new if variant is not None]
         best = sorted(found, key=lambda one: one.rank)[:FINALISTS]
         return min([*best, *(self._shrunk(self._moved(one)) for one in best)], key=lambda one: one.rank)
 
     def measure(self, name: str, policy: Policy, k: tuple[float, ...]) -> Quality | None:
         """Return the quality of a setting, or None if the policy refuses it; each is measured once."""
-        key = name, policy.options().get("floor"), k
+        options = policy.options()
+        key = name, options.get("floor"), options.get("window"), k
         if key not in self._known:
             self.on_measure(name)
             self._known[key] = self._measured(name, policy, k)
@@ -159,16 +165,6 @@ class Search:
             else:
                 low = middle + 1
         return found
-
-    def _floors(self, one: Setting) -> Iterable[tuple[str, Policy]]:
-        """Yield a setting's policy with heads that share a budget, for each floor."""
-        for floor in FLOORS:
-            try:
-                has = "floor" in one.policy.options()
-                name = one.name if has else f"adaptive({one.name})"
-                yield name, one.policy.with_options(floor=floor) if has else adaptive(one.policy, floor=floor)
-            except KVPatchError:
-                return
 
     def _moved(self, one: Setting) -> Setting:
         """Return a setting from which tokens were moved between bands of layers as long as the KL fell at no more bytes."""
@@ -217,6 +213,24 @@ _SMALLEST = 0.01
 _SLACK = 0.002  # of the full cache's bytes: rounding to tokens, and room of heads that differ
 
 
+def _windows(one: Setting) -> Iterable[tuple[str, Policy]]:
+    """Yield a setting's policy with each smaller observation window."""
+    for window in WINDOWS:
+        if one.policy.score.protects_window and window < one.policy.options()["window"]:
+            yield one.name, one.policy.with_options(window=window)
+
+
+def _floors(one: Setting) -> Iterable[tuple[str, Policy]]:
+    """Yield a setting's policy with heads that share a budget, for each floor."""
+    for floor in FLOORS:
+        try:
+            has = "floor" in one.policy.options()
+            name = one.name if has else f"adaptive({one.name})"
+            yield name, one.policy.with_options(floor=floor) if has else adaptive(one.policy, floor=floor)
+        except KVPatchError:  # its heads cannot differ
+            return
+
+
 def divides(policy: Policy) -> bool:
     """Tell whether a policy divides one budget over the layers itself."""
     return policy.over_layers is not None or policy.over_model
@@ -238,7 +252,7 @@ def quality(comparisons: Sequence[Comparison], policy: Policy, k: Any) -> Qualit
     return Quality(sum(one.kl for one in figures) / len(figures), sum(shares) / len(shares))
 
 
-def tune(search: Search, policies: Mapping[str, Policy], unseen: Sequence[tuple[Tensor, int]] = ()) -> Profile:
+def tune(search: Search, policies: Mapping[str, Policy], unseen: Pieces = ()) -> Profile:
     """Run a search and return its profile.
 
     Args:
