@@ -216,7 +216,7 @@ _SLACK = 0.002  # of the full cache's bytes: rounding to tokens, and room of hea
 def _windows(one: Setting) -> Iterable[tuple[str, Policy]]:
     """Yield a setting's policy with each smaller observation window."""
     for window in WINDOWS:
-        if one.policy.score.protects_window and window < one.policy.options()["window"]:
+        if one.policy.score.protects_window and window < one.policy.options().get("window", 0):
             yield one.name, one.policy.with_options(window=window)
 
 

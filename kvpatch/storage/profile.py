@@ -153,7 +153,8 @@ def _is_number(value: object) -> bool:
 
 def _made(about: dict[str, Any]) -> Profile:
     """Return the profile, if policy, options and budgets are some that there are."""
-    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in about["options"].items()}
+    given = about["options"].items()
+    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
     try:
         k = _sizes(about["k"], about["model"])
         get_policy(about["policy"]).with_options(**options)
