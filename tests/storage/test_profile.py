@@ -64,8 +64,8 @@ def test_options_and_k_of_the_profile_are_used(model, path):
 
 
 def test_options_that_differ():
-    policy = kvpatch.get_policy("snapkv").with_options(window=8, kernel=5)
-    assert changed("snapkv", policy) == {"window": 8}
+    policy = kvpatch.get_policy("snapkv").with_options(window=8, kernel=3)
+    assert changed("snapkv", policy) == {"window": 8, "kernel": 3}
     assert changed("h2o", kvpatch.get_policy("h2o")) == {}
 
 

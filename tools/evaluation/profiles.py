@@ -28,9 +28,17 @@ HEADS = ("text", "profile", "bytes", "KL", "best fixed, its KL", "fixed - profil
 TOLERANCE = 0.05
 STEPS = 80
 """Shares k of the prompt that a fixed budget is chosen from: 1/STEPS, 2/STEPS, ..."""
-FIXED = tuple(
-    name for name in kvpatch.list_policies() if name != "full" and not kvpatch.get_policy(name).score.calibrated
-)
+WINDOW = 8
+"""Rows of a smaller observation window, with which policies are measured too: their own fill small budgets of short prompts."""
+
+
+def fixed() -> dict[str, kvpatch.Policy]:
+    """Return every policy that needs no calibration, and those with an observation window again with a smaller one."""
+    plain = {name: kvpatch.get_policy(name) for name in kvpatch.list_policies() if name != "full"}
+    plain = {name: policy for name, policy in plain.items() if not policy.score.calibrated}
+    wide = {name: policy for name, policy in plain.items() if policy.score.protects_window}
+    wide = {name: policy for name, policy in wide.items() if policy.options().get("window", 0) > WINDOW}
+    return plain | {f"{name} window={WINDOW}": policy.with_options(window=WINDOW) for name, policy in wide.items()}
 
 
 @dataclass(frozen=True)
@@ -82,12 +90,11 @@ READINGS: dict[str, Callable[[], Reading]] = {
 
 
 def beside(
-    comparisons: Sequence[Comparison], profile: Sequence[Figures], names: Sequence[str], draws: Bootstrap
+    comparisons: Sequence[Comparison], profile: Sequence[Figures], policies: dict[str, kvpatch.Policy], draws: Bootstrap
 ) -> Iterator[Beside]:
     """Yield every policy that can hold as few bytes as a profile did, with the least k that holds no fewer."""
     full, wanted = comparisons[0], profile[0].nbytes
-    for name in names:
-        policy = kvpatch.get_policy(name)
+    for name, policy in policies.items():
         low, high = 1, STEPS
         if full.figures(policy, 1 / STEPS).nbytes > wanted:
             continue
@@ -107,7 +114,7 @@ def _mean(figures: Sequence[Figures]) -> float:
     return float(np.mean([one.kl for one in figures]))
 
 
-def row(name: str, reading: Reading, tried: str = TRIED, names: Sequence[str] = FIXED) -> tuple[str, ...]:
+def row(name: str, reading: Reading, tried: str = TRIED) -> tuple[str, ...]:
     """Tune, measure the profile and every fixed policy on the other pieces, and return the table's row."""
     profile = tune(Search(reading.model, reading.own, TOLERANCE), {one: kvpatch.get_policy(one) for one in tried.split(",")})
     options = "".join(f", {key}={value}" for key, value in profile.options.items())
@@ -118,7 +125,7 @@ def row(name: str, reading: Reading, tried: str = TRIED, names: Sequence[str] = 
     own = [one.figures(policy, profile.k) for one in comparisons]
     draws = Bootstrap([(name, name)] * len(comparisons))
     found = []
-    for one in beside(comparisons, own, names, draws):
+    for one in beside(comparisons, own, fixed(), draws):
         print(f"{name}: {one}", file=sys.stderr, flush=True)
         found.append(one)
     best = min(found, key=lambda one: one.kl)
