@@ -104,7 +104,7 @@ def _check(tolerance: float, names: list[str], text: str | None) -> None:
     for name in names:
         check_policy(name)
     if text is None:
-        raise KVPatchError("Name a text: --text FILE, of a few thousand words or more; - reads standard input.")
+        raise KVPatchError("The search needs a text: give --text FILE, a few thousand words or more; - reads standard input.")
 
 
 def _checked(kl: float | None, tolerance: float) -> str:

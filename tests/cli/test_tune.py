@@ -71,7 +71,7 @@ def test_a_text_of_one_piece_and_a_result_that_does_not_hold(folder, text, tmp_p
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((), "Name a text: --text FILE"),
+        ((), "needs a text: give --text FILE"),
         (("--text", "none"), "--text none cannot be read"),
         (("--text", "text", "--tolerance", "0"), "--tolerance 0.0 must be a number of nats per token above 0, such as 0.05."),
         (("--text", "text", "--tolerance", "nan"), "--tolerance nan must be"),

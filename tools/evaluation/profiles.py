@@ -43,11 +43,12 @@ def fixed() -> dict[str, kvpatch.Policy]:
 
 @dataclass(frozen=True)
 class Reading:
-    """A model, pieces of text to tune on, and others to measure on."""
+    """A model, pieces of text to tune on, others to measure on, and the policies that the search tries."""
 
     model: Any
     own: Pieces
     others: Pieces
+    tried: str = TRIED
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,18 @@ def source(tuned: int = 3, measured: int = 10) -> Reading:
     return Reading(load_model(name, "float32"), own, others)
 
 
-def questions(in_prompt: bool = True, tuned: int = 8) -> Reading:
+def questions(in_prompt: bool = True, tried: str = TRIED, tuned: int = 8) -> Reading:
     """Return llama-0 and its prompts with a question."""
     text = task_needles(in_prompt)
     pieces = [(ids_1T[None], text.n) for ids_1T in text.ids_BT]
-    return Reading(load_model(str(MODELS / "llama-0"), "float32"), pieces[:tuned], pieces[tuned:])
+    return Reading(load_model(str(MODELS / "llama-0"), "float32"), pieces[:tuned], pieces[tuned:], tried)
 
 
 READINGS: dict[str, Callable[[], Reading]] = {
     "source": source,
     "questions": questions,
     "later": lambda: questions(in_prompt=False),
+    "later, with kvzip": lambda: questions(in_prompt=False, tried=f"{TRIED},kvzip"),
 }
 
 
@@ -114,9 +116,10 @@ def _mean(figures: Sequence[Figures]) -> float:
     return float(np.mean([one.kl for one in figures]))
 
 
-def row(name: str, reading: Reading, tried: str = TRIED) -> tuple[str, ...]:
+def row(name: str, reading: Reading) -> tuple[str, ...]:
     """Tune, measure the profile and every fixed policy on the other pieces, and return the table's row."""
-    profile = tune(Search(reading.model, reading.own, TOLERANCE), {one: kvpatch.get_policy(one) for one in tried.split(",")})
+    tried = {one: kvpatch.get_policy(one) for one in reading.tried.split(",")}
+    profile = tune(Search(reading.model, reading.own, TOLERANCE), tried)
     options = "".join(f", {key}={value}" for key, value in profile.options.items())
     k = f"{profile.k:g}" if isinstance(profile.k, float) else ", ".join(f"{one:g}" for one in profile.k)
     print(f"{name}: {profile}", file=sys.stderr, flush=True)
