@@ -33,6 +33,7 @@ _HOME = {
     ),
     "report": ("Report",),
     "storage.calibration": ("load_calibration",),
+    "storage.profile": ("Profile", "load_profile"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -45,6 +46,7 @@ __all__ = [
     "Patch",
     "Policy",
     "Prefix",
+    "Profile",
     "Record",
     "Report",
     "Scope",
@@ -60,6 +62,7 @@ __all__ = [
     "list_architectures",
     "list_policies",
     "load_calibration",
+    "load_profile",
     "merged",
     "patch",
     "patched",
@@ -103,6 +106,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     )
     from .report import Report
     from .storage.calibration import load_calibration
+    from .storage.profile import Profile, load_profile
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:

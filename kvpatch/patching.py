@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -27,12 +28,14 @@ from .hooks.target import Target
 from .hooks.versions import check_versions
 from .policies import Policy
 from .policies.budgets import ONE_TOKEN, Rule, says_one_token
+from .storage.profile import Profile, opened
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .policies.options import PolicyOptions
 
+HALF = float("0.5")  # the default of k, an object of its own: a 0.5 that the caller gives is another one
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -65,6 +68,8 @@ class patched:
             head. It turns the fast paths of decode steps off.
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
+        profile: a file that `kvpatch tune` wrote, or what `load_profile` returns, in place of policy, k, schedule and
+            policy_options.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
             PolicyOptions.
 
@@ -87,7 +92,7 @@ class patched:
         self,
         model: nn.Module,
         policy: str | Policy | None = None,
-        k: float | int | str | Rule | Sequence[float | int | str | Rule | Sequence[float | int]] = 0.5,
+        k: float | int | str | Rule | Sequence[float | int | str | Rule | Sequence[float | int]] = HALF,
         *,
         bits: int = 16,
         block: int | None = None,
@@ -98,16 +103,25 @@ class patched:
         strict: bool = False,
         record: bool = False,
         auto: bool = True,
+        profile: str | PathLike[str] | Profile | None = None,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
         check_versions(transformers.__version__, torch.__version__)
         settings.check_model(model, policy)
+        tuned = None if profile is None else opened(profile)
+        if tuned is not None:
+            given = {"policy": policy, "k": None if k is HALF else k, "schedule": schedule}
+            tuned.alone({name: value for name, value in given.items() if value is not None} | dict(policy_options))
+            policy, k = tuned.policy, tuned.k
+        options = dict(policy_options if tuned is None else tuned.options)
         positions, backend = settings.positions_of(positions), check_name(backend)
         bits = settings.bits_of(bits)
         settings.check_options(seed, strict=strict, record=record, auto=auto)
-        chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
+        chosen = settings.policy_of(policy, schedule, options, ARGUMENTS)
         settings.check_block(block, chosen)
         target = Target.find(model, auto=auto)
+        if tuned is not None:
+            target.check_identity(tuned.model, "profile=", "kvpatch tune")
         how = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict
         )
@@ -155,7 +169,8 @@ class patched:
 _PARAMETERS = inspect.signature(patched).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in ("record", "auto"))
+_OTHERS = ("record", "auto", "profile")
+SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in _OTHERS)
 """Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 
 

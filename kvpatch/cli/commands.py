@@ -1,4 +1,4 @@
-"""The app of `kvpatch`: demo, generate, check, compare, calibrate, serve, policies, architectures. Needs the extra `cli`.
+"""The app of `kvpatch`: demo, generate, check, compare, calibrate, tune, serve, policies, architectures. Needs the extra `cli`.
 
 Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
@@ -18,6 +18,7 @@ from .model_commands import check, compare, generate
 from .options import parse_options
 from .output import print_json, print_rows, short_errors
 from .serve_command import serve
+from .tune_command import tune
 
 __all__ = ["app", "parse_options", "short_errors"]
 
@@ -99,5 +100,5 @@ def demo(
         run(out, model, json)
 
 
-for command in (generate, check, compare, calibrate, serve):
+for command in (generate, check, compare, calibrate, tune, serve):
     app.command()(command)

@@ -8,17 +8,20 @@ from typing import Any
 
 from .. import plotting
 from ..evaluation.divergence import Figures, Result, Row
-from ..policies import Policy, get_policy
+from ..policies import Policy
+from ..storage.profile import changed
+from .loading import parse_k
 
 CHANCE = "random"
 """Baseline that every policy should beat: always measured, never advised."""
 
 _HEADS = ("policy", "k", "held", "KL", "worst", "same", "loss", "KV")
 LEGEND = (
-    "held: tokens per head at the end. KL: mean over the fed tokens of KL(full || evicted) of the next token, nats; worst: the "
-    "largest. The prediction after the prompt itself is left out: nothing had been evicted before it. same: share of "
-    "predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per token. KV: "
-    "bytes of keys and values at the end, of the full cache's. Time is left out: one run of so few tokens says nothing of it."
+    "held: tokens per head at the end, on average. KL: mean over the fed tokens of KL(full || evicted) of the next token, "
+    "nats; worst: the largest. The prediction after the prompt itself is left out: nothing had been evicted before it. same: "
+    "share of predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per "
+    "token. KV: bytes of keys and values at the end, of the full cache's. Time is left out: one run of so few tokens says "
+    "nothing of it."
 )
 
 
@@ -37,9 +40,8 @@ class Lines:
 
     def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: Result) -> None:
         tokens = len(f"{empty.n + empty.fed:,}")
-        ragged = any(policy.over_heads is not None or policy.over_layers is not None for policy in policies.values())
         names = max(len(_label(name)) for name in ["full", *policies])
-        self.widths = (names, max(map(len, sizes)) + 1, 2 * tokens + 1 if ragged else max(4, tokens), 7, 6, 4, 7, 4)
+        self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
         self.result = empty
 
     @property
@@ -50,18 +52,17 @@ class Lines:
     def full(self) -> str:
         """Format the unpatched model's row."""
         total = self.result.n + self.result.fed
-        return self.row(Row("full", "", Figures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total))))
+        return self.row(Row("full", "", Figures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total)))
 
     def row(self, row: Row) -> str:
         """Format a row."""
         one = row.figures
         if one is None:
             return self._line((_label(row.policy), row.size, "", "refused"))
-        low, high = one.held
         cells = (
             _label(row.policy),
             row.size + "*" * bool(one.cut),
-            f"{low:,}" if low == high else f"{low:,}-{high:,}",
+            f"{one.mean_held:,.0f}",
             f"{one.kl:.4f}",
             f"{one.worst:.2f}",
             f"{one.agreement:.0%}",
@@ -80,17 +81,15 @@ class Lines:
 
 def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
     """Return the line of Python that patches a model with one setting of the comparison."""
-    own = get_policy(name).options()
-    changed = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
-    changed.pop("generation_length", None)  # generate() sets it
+    options = changed(name, policy)
     if schedule is not None:
-        changed["schedule"] = schedule
+        options["schedule"] = schedule
     if seed:
-        changed["seed"] = seed
+        options["seed"] = seed
     if bits != 16:
-        changed["bits"] = bits
-    size = k if k.replace(".", "", 1).isdigit() else repr(k)
-    more = "".join(f", {option}={value!r}" for option, value in changed.items())
+        options["bits"] = bits
+    size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
+    more = "".join(f", {option}={value!r}" for option, value in options.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
 
 
@@ -136,6 +135,7 @@ def _pooled(results: list[Result]) -> dict[Setting, Figures]:
             loss=None,
             nbytes=round(1e6 * mean(shares[setting])),
             held=figures[0].held,
+            mean_held=figures[0].mean_held,
         )
         for setting, figures in found.items()
         if len(figures) == len(results)

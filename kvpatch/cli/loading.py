@@ -21,32 +21,39 @@ _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 _DEVICES = ("auto", "cpu", "cuda", "cuda:1", "mps", "xpu")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|xpu)(:\d+)?)")
 _BUDGET = re.compile(r"\s*\d*\.?\d+(e-?\d+)?\s*(%|[KMGT]?i?B)?\s*", re.IGNORECASE)
+_RULE = re.compile(r"\s*(mass|share|threshold)\s*:\s*(\d*\.?\d+(?:e-?\d+)?)\s*", re.IGNORECASE)
 MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
 def check_budget(text: str) -> None:
     """Raise KVPatchError unless a text, or each part of a comma-separated one, has the form of a budget."""
     for part in text.split(","):
-        if part.strip() and not _BUDGET.fullmatch(part):
+        if part.strip() and not (_BUDGET.fullmatch(part) or _RULE.fullmatch(part)):
             raise KVPatchError(
-                f"-k {part.strip()} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, or a "
-                "size such as 2GiB."
+                f"-k {part.strip()} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, a size "
+                "such as 2GiB, or a budget that follows the text: mass:0.95, share:0.5, threshold:0.01."
             )
 
 
 def parse_k(text: str) -> Any:
-    """Parse `-k`: what the library's `parse_k` takes, or a comma-separated list with one of these per layer.
+    """Parse `-k`: what the library's `parse_k` takes, `mass:0.95` and such, or a comma-separated list with one per layer.
 
     Raises:
         KVPatchError: the text is no budget.
     """
     check_budget(text)
+    if "," in text:
+        return [_budget(part, f"k[{i}]") for i, part in enumerate(part for part in text.split(",") if part.strip())]
+    return _budget(text, "k")
+
+
+def _budget(text: str, where: str) -> Any:
+    """Parse the budget of one layer, or of all."""
+    from .. import policies
     from ..policies import budgets
 
-    if "," in text:
-        parts = [part for part in text.split(",") if part.strip()]
-        return [budgets.parse_k(part, f"k[{i}]") for i, part in enumerate(parts)]
-    return budgets.parse_k(text)
+    rule = _RULE.fullmatch(text)
+    return budgets.parse_k(text, where) if rule is None else getattr(policies, rule[1].capitalize())(float(rule[2]))
 
 
 def check_dtype(dtype: str) -> str:

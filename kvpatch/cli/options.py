@@ -31,7 +31,7 @@ PolicyName = Annotated[
 ]
 Budget = Annotated[
     str,
-    typer.Option("-k", help="0.5 or 50% of the prompt, 1024 tokens, 2GiB for one row; with commas, one per layer."),
+    typer.Option("-k", help="0.5 or 50% of the prompt, 1024 tokens, 2GiB for one row, mass:0.95; with commas, one per layer."),
 ]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's own), float32 or fp32, bfloat16 or bf16, float16 or fp16.")

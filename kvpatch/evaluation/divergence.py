@@ -37,6 +37,7 @@ class Figures:
         loss: increase of the fed text's loss, nats per token; None if a single token was fed.
         nbytes: bytes allocated for keys and values at the end.
         held: fewest and most tokens that a head holds at the end.
+        mean_held: tokens that a head holds at the end, on average.
         cut: protected sizes that exceeded the budget, option -> (requested, remaining).
     """
 
@@ -47,6 +48,7 @@ class Figures:
     loss: float | None
     nbytes: int
     held: tuple[int, int]
+    mean_held: float
     cut: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -156,6 +158,7 @@ class Comparison:
             loss=float(rise_S1.mean()) if rise_S1.numel() else None,
             nbytes=fed.nbytes,
             held=(int(held.min()), int(held.max())),
+            mean_held=float(held.double().mean()),
             cut=cut_sizes(fed.cache, self.n),
         )
 

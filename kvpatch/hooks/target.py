@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -165,13 +165,7 @@ class Target:
                 f"policy {policy.name!r} needs a calibration of this model: run `kvpatch calibrate --model NAME --text FILE -o "
                 "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
             )
-        own = self.identity()
-        for name in dict.fromkeys((*calibration.model, *own)):
-            if calibration.model.get(name) != own.get(name):
-                raise KVPatchError(
-                    f"calibration= is of another model: {name} is {calibration.model.get(name)!r} there and {own.get(name)!r} "
-                    "here. Run `kvpatch calibrate` on this model, in this dtype."
-                )
+        self.check_identity(calibration.model, "calibration=", "kvpatch calibrate")
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
             sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key}
             for name in policy.score.calibrated if bound is None else ():
@@ -184,6 +178,16 @@ class Target:
                         f"calibration= has {found or 'nothing'} for {name!r} of layer {layer}"
                         f"{f' where {wanted} belongs' if found else ''}: calibrate this model anew."
                     )
+
+    def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:
+        """Raise KVPatchError unless `model`, the identity that `what` has from a command, is this model's."""
+        own = self.identity()
+        for name in dict.fromkeys((*model, *own)):
+            if model.get(name) != own.get(name):
+                raise KVPatchError(
+                    f"{what} is of another model: {name} is {model.get(name)!r:.60} there and {own.get(name)!r} here. Run "
+                    f"`{command}` on this model, in this dtype."
+                )
 
     def identity(self) -> dict[str, Any]:
         """Describe what a saved cache must agree with: shapes, dtype, and a hash of a few values of every parameter."""

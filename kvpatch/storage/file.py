@@ -1,4 +1,4 @@
-"""safetensors files with a checksum: written whole or not at all, and what is said of one that cannot be read."""
+"""Files with a checksum: written whole or not at all, and what is said of one that cannot be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -18,13 +18,19 @@ from ..errors import InvalidError, KVPatchError
 
 
 def write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a file and rename it to its name once it is complete and on the disk; an earlier file stays until then.
+    """Write a safetensors file, as `write_whole`."""
+    from safetensors.torch import save_file
+
+    write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
+
+
+def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what: str) -> None:
+    """Write a file with `save` and rename it to its name once it is complete and on the disk; an earlier one stays until then.
 
     Raises:
         KVPatchError: `what` cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     goal = Path(path)
     part = goal.with_name(f".{goal.name}.{uuid.uuid4().hex}.part")
@@ -32,7 +38,7 @@ def write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[
         if goal.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         try:
-            save_file(tensors, part, metadata=metadata)
+            save(part)
             _to_disk(part)
             os.replace(part, goal)
         finally:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import kvpatch
+from kvpatch import KVPatchError
 from kvpatch.arch.llama import LlamaAdapter
 from kvpatch.cli import demo, demo_view, generating, loading
 from kvpatch.cli.commands import app
@@ -67,6 +68,20 @@ def prompt(tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "k"),
+    [("mass:0.95", kvpatch.Mass(0.95)), ("Share: 0.5", kvpatch.Share(0.5)), ("threshold:.01", kvpatch.Threshold(0.01))],
+)
+def test_k_that_follows_the_text(text, k):
+    assert parse_k(text) == k and parse_k(f"{text},0.5") == [k, 0.5]
+
+
+@pytest.mark.parametrize("text", ["mass", "mass:", "mass:x", "mess:0.9", "mass:2", "mass:0.9:1"])
+def test_k_that_follows_nothing(text):
+    with pytest.raises(KVPatchError, match="mass:0.95, share:0.5, threshold:0.01|Mass\\(2.0\\): give a share"):
+        parse_k(text)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_the_models_own_text_ends_before_its_end():
 
 
 def one(kl, agreement, nbytes, **more):
-    return Figures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), **more)
+    return Figures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), 50.0, **more)
 
 
 def said(*rows, tolerance=0.05, agreement=0.95):
@@ -290,12 +290,12 @@ def test_rows_fit_eighty_columns():
     """Every row of a usual run, told before it is measured: names, budgets and ragged heads decide the widths."""
     names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
     lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], Result([], 2**30, 32000, 64))
-    ragged = Figures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), {"window": (3, 2)})
+    ragged = Figures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), 20000.4, {"window": (3, 2)})
     rows = [lines.head, lines.full(), lines.row(Row("critical_pyramidkv", "1024", ragged)), lines.row(BROKEN)]
     assert all(len(row) <= 80 for row in rows)
     assert len({len(row) for row in rows[:3]}) == 1
     assert rows[2].split() == [
-        "critical_pyramidkv", "1024*", "12,345-32,064", "12.3457", "345.68", "100%", "-12.346", "25%",
+        "critical_pyramidkv", "1024*", "20,000", "12.3457", "345.68", "100%", "-12.346", "25%",
     ]  # fmt: skip
 
 
@@ -374,7 +374,7 @@ def test_the_picture_has_a_line_per_policy(monkeypatch):
     drawn = {}
     monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
-    low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20)))
+    low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 20.0))
     compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 90, 10), 0.05, "title")
     curves, chance, full, *rest = drawn["given"]
     assert (curves, chance) == ({"random": [(500, 0.2)], "h2o": [(200, 0.3), (500, 0.04)]}, "random")

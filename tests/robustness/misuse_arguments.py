@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch import Adapter, InterfaceAdapter, KVPatchError, Policy, get_policy, register_arch, register_policy
+from kvpatch import Adapter, InterfaceAdapter, KVPatchError, Policy, Profile, get_policy, register_arch, register_policy
 from kvpatch.cli import compare
 from kvpatch.cli.commands import app, parse_options
 from kvpatch.cli.loading import load_model, load_tokenizer, read_prompt
@@ -41,6 +41,10 @@ def _call(*arguments: str) -> Any:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2, result.output
     raise KVPatchError(result.stderr)
+
+
+def _profile(model: dict[str, Any]) -> Profile:
+    return Profile(model, "h2o", {}, (0.5, 0.5), {})
 
 
 # fmt: off
@@ -163,6 +167,17 @@ ARGUMENTS = [
     _m("kvpatch generate with other bits",
        lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--bits", "5"),
        r"kvpatch: --bits=5 must be one of 16, 8, 4"),
+    _m("kvpatch compare under no budget", lambda w: _call("compare", "--model", "x", "x", "-k", "mass:"),
+       r"-k mass: is no budget: give .* mass:0\.95, share:0\.5"),
+    _m("kvpatch tune of no text", lambda w: _call("tune", "--model", "x"), r"needs a text: give --text FILE"),
+    _m("kvpatch tune without a tolerance", lambda w: _call("tune", "--model", "x", "--text", "x", "--tolerance", "0"),
+       r"--tolerance 0\.0 must be a number of nats per token above 0"),
+    _m("a profile that is none", lambda w: kvpatch.patched(w.model, profile=3), r"profile=3 is no profile: give the file"),
+    _m("a profile that is not there", lambda w: kvpatch.patched(w.model, profile="none"), r"There is no file .*kvpatch tune"),
+    _m("a profile and a policy", lambda w: kvpatch.patched(w.model, "h2o", profile=_profile({})),
+       r"policy='h2o' is given beside profile=, which decides policy, k, schedule"),
+    _m("a profile of another model", lambda w: kvpatch.patched(w.model, profile=_profile({"layers": 9})),
+       r"profile= is of another model: layers is 9 there and 2 here"),
     _m("kvpatch check of a missing folder", lambda w: _call("check", "--model", "./none"),
        r"kvpatch: --model \./none: there is no"),
 ]

@@ -55,8 +55,26 @@ MUTANTS = {
     "a sample without chance": (
         "policies/decoding.py", ".log() + noise.gumbel(u)", ".log()", f"{STEPS}-vase-6]"),
     "a calibration of another model is taken": (
-        "hooks/target.py", "if calibration.model.get(name) != own.get(name):", "if False:",
+        "hooks/target.py", "if model.get(name) != own.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
+    "a profile of another model is taken": (
+        "patching.py", 'target.check_identity(tuned.model, "profile=", "kvpatch tune")', "pass",
+        "tests/storage/test_profile.py::test_refused_beside_other_arguments_and_on_another_model"),
+    "a profile's options are left out": (
+        "patching.py", "dict(policy_options if tuned is None else tuned.options)", "dict(policy_options)",
+        "tests/storage/test_profile.py::test_options_and_k_of_the_profile_are_used"),
+    "an altered profile is read": (
+        "storage/profile.py", 'if about.pop("checksum") != _sum(about):', 'if about.pop("checksum") is None:',
+        "tests/storage/test_profile.py::test_an_altered_file_and_none"),
+    "the search stops before its tokens move": (
+        "evaluation/tune.py", "(self._shrunk(self._moved(one)) for one in best)", "(self._shrunk(one) for one in best)",
+        "tests/evaluation/test_tune.py::test_tokens_go_to_the_layer_that_needs_them"),
+    "a profile above the tolerance": (
+        "evaluation/tune.py", "one.kl <= self.tolerance:", "one.kl <= 2 * self.tolerance:",
+        "tests/evaluation/test_tune.py::test_no_more_bytes_than_alike_and_never_above_the_tolerance"),
+    "a pyramid gets a list": (
+        "evaluation/tune.py", "return k[0] if divides(policy) else k", "return k",
+        "tests/evaluation/test_tune.py::test_one_number_where_the_policy_divides_it"),
     "values of other tokens": (
         "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
         "tests/cache/test_turns.py::test_a_padded_batch_has_turns_too[dropkv]"),
