@@ -24,6 +24,7 @@ EXTRAS = {
     "eval": {"kvpatch", "datasets", "nltk", "rapidfuzz", "rouge", "rouge-score", "sacrebleu"},
     "lm-eval": {"lm-eval"},
     "flash": {"flash-attn"},
+    "train": {"kvpatch", "accelerate", "datasets", "trl"},
     "dev": {
         "kvpatch", "accelerate", "furo", "hypothesis", "mypy", "myst-parser", "numpy", "peft", "pytest", "pytest-xdist",
         "ruff", "sphinx", "sphinx-copybutton", "tokenizers", "triton",

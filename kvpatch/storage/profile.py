@@ -155,6 +155,8 @@ def _made(about: dict[str, Any]) -> Profile:
     """Return the profile, if policy, options and budgets are some that there are."""
     given = about["options"].items()
     options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+    if "schedule" in options:
+        raise InvalidError("its options have a schedule, which is no option of a policy")
     try:
         k = _sizes(about["k"], about["model"])
         get_policy(about["policy"]).with_options(**options)

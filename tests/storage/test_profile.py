@@ -77,6 +77,7 @@ BAD = [
     (lambda about: about.update(policy="h20"), "Unknown policy 'h20'"),
     (lambda about: about.update(policy="adaptive(" * 60 + "h2o" + ")" * 60), "names no policy"),
     (lambda about: about.update(options={"flor": 0.5}), "no option 'flor'"),
+    (lambda about: about.update(options={"schedule": "both"}), "its options have a schedule"),
     (lambda about: about.update(options={"floor": 7}), "floor=7 must be a share"),
     (lambda about: about.update(k=[0.5]), "its k has 1 entries, where one for each of 2 layers belongs"),
     (lambda about: about.update(k="2GiB"), "its k is no list"),
