@@ -1,6 +1,6 @@
 """Tuned profiles beside every policy with one k for all layers, at equal bytes, on text that they were not tuned on.
 
-`python -m tools.evaluation.profiles` prints the table of docs/guides/memory.md, and each comparison on standard error: eight
+`python -m tools.evaluation.profiles` prints the table of docs/guides/memory.md, and each comparison on standard error: some
 minutes on one core. With names of texts it measures those alone.
 """
 
