@@ -106,7 +106,7 @@ MERGED = [
     ("roco", ("adaptive", "merged"), {"recent": 3}),
     ("h2o", ("global_topk", "merged"), {}),
     ("roco", ("merged",), {"recent": 3, "block": 9}),
-    ("h2o", ("merged",), {"block": 8, "bits": 8}),
+    ("scissorhands", ("merged",), {"block": 8, "bits": 8}),
     ("cur", ("critical", "merged"), {"window": 4}),
     ("snapkv", ("chunked", "merged"), {"window": 5, "size": 4, "block": 12}),
 ]
