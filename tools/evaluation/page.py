@@ -194,21 +194,23 @@ def _facts(table: Table, task: Task, names: tuple[str, ...]) -> list[str]:
 
 
 def _reasoning(table: Table) -> str:
-    """What is measured of every policy, a table per budget and measure with a column per way, and what a window lacks."""
+    """What is measured of every policy: a table per budget with a column per way, and what a window lacks."""
     task = get_task("reasoning")
     samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
     lines = ["## Long reasoning", "", REASONED, ""]
     lines += [f"`python -m tools.evaluation reasoning`. {samples:,} samples, models {', '.join(table.models)}. {task.source}"]
     lines += [""]
-    for metric, words in task.metrics.items():
-        lines += [f"- `{metric}`: {words}. Full cache: {shown(table.mean(('full', 1.0), metric))}."]
     policies = list(dict.fromkeys(name.partition(", ")[0] for name in table.names))
+    cells = [(f"{policy}, {way}", k) for k in table.budgets for policy in policies for way in RHYTHMS]
+    for metric, words in task.metrics.items():
+        means = [found.mean for cell in cells if (found := table.mean(cell, metric)) is not None]
+        spread = "" if metric == task.metric else f" Under a budget: {min(means):.3f} to {max(means):.3f}."
+        lines += [f"- `{metric}`: {words}. Full cache: {shown(table.mean(('full', 1.0), metric))}.{spread}"]
     for k in table.budgets:
-        for metric in task.metrics:
-            rows = [
-                [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), metric)) for way in RHYTHMS)] for policy in policies
-            ]
-            lines += ["", f"### {metric.capitalize()}, k = {budget(k)}", "", markdown(("", *RHYTHMS), rows)]
+        rows = [
+            [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in RHYTHMS)] for policy in policies
+        ]
+        lines += ["", f"### {task.metric.capitalize()}, k = {budget(k)}", "", markdown(("", *RHYTHMS), rows)]
         others = [policy for policy in policies if policy != "window"]
         rows = [
             [f"`{policy}`", *(
