@@ -208,7 +208,8 @@ def _reasoning(table: Table) -> str:
         lines += [f"- `{metric}`: {words}. Full cache: {shown(table.mean(('full', 1.0), metric))}.{spread}"]
     for k in table.budgets:
         rows = [
-            [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in RHYTHMS)] for policy in policies
+            [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in RHYTHMS)]
+            for policy in policies
         ]
         lines += ["", f"### {task.metric.capitalize()}, k = {budget(k)}", "", markdown(("", *RHYTHMS), rows)]
         others = [policy for policy in policies if policy != "window"]
