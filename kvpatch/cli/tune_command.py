@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from typing import Annotated
@@ -72,8 +74,7 @@ def tune(  # noqa: PLR0913 - typer: an option is a parameter
                 "a text of a few thousand words, or fewer new tokens."
             )
         found = cut(ids[:, len(first) :].to(loaded.device), n, max_new_tokens, 2 * pieces, first)
-        getLogger("kvpatch").setLevel("ERROR")  # a search tries budgets that protected tokens do not fit in
-        with progress(console(stderr=True)) as bar:
+        with _quiet(), progress(console(stderr=True)) as bar:
             task = bar.add_task("reading", total=None)
             search = Search(
                 loaded, found[::2], tolerance, lambda name: bar.update(task, description=name, advance=1), seed
@@ -93,6 +94,18 @@ def tune(  # noqa: PLR0913 - typer: an option is a parameter
     print(f"{measured['share']:.0%} of the full cache's bytes; KL {measured['kl']:.4f} on {measured['pieces']} pieces.")
     print(_checked(measured["unseen_kl"], tolerance))
     print(f'\n    with kvpatch.patched(model, profile="{out}"):')
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out warnings: a search tries budgets that protected tokens do not fit in."""
+    log = getLogger("kvpatch")
+    level = log.level
+    log.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _check(tolerance: float, names: list[str], text: str | None) -> None:

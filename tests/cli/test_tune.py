@@ -1,6 +1,7 @@
 """`kvpatch tune`: what it writes and prints, and one line for every mistake."""
 
 import json
+import logging
 
 import pytest
 
@@ -28,9 +29,10 @@ def coarse(monkeypatch):
 
 
 def test_it_writes_a_profile_that_generates(folder, text, tmp_path, coarse):  # noqa: F811
-    out = tmp_path / "p.json"
+    out, level = tmp_path / "p.json", logging.getLogger("kvpatch").level
     result = run("tune", folder, "--text", text, "-o", out, "--tolerance", 5, *FEW)
     assert result.exit_code == 0, result.output
+    assert logging.getLogger("kvpatch").level == level, "the log says as much as before"
     profile = kvpatch.load_profile(out)
     assert profile.measured["tokens"] == 2 * 28 and profile.measured["unseen_kl"] is not None
     lines = result.stdout.splitlines()
