@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import kvpatch
 from examples.train_ddp import WAYS
@@ -78,6 +79,31 @@ def test_fully_sharded_layers(order, block, alone):
         if order == "patch, then shard":
             model = shard(model)
         assert all(map(torch.equal, whole(gradients(model, ids)), want))
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_replay_of_a_wrapped_learner(wrapper, alone):
+    """Rollouts of the plain model, replayed by a learner that is wrapped or sharded: the same loss and gradients."""
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(2, 20)
+    with kvpatch.patched(model, "h2o", 7, record=True) as patch:
+        texts = model.generate(ids, max_new_tokens=8, do_sample=False)
+        record = patch.record()
+    with kvpatch.replay(model.train(), record):
+        want = gradients(model, texts)
+    model.zero_grad()
+    if wrapper == "DDP":
+        learner = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        learner = fully_shard(model, mesh=mesh)
+    with kvpatch.replay(learner, record):
+        got = gradients(learner, texts)
+    got = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in got]
+    assert len(want) > 8 and all(map(torch.equal, want, got))
+    learner.zero_grad()
+    assert not torch.equal(gradients(learner, texts)[0], want[0]), "outside of the replay nothing is evicted"
 
 
 def test_flat_parameters_are_refused_in_words(alone):

@@ -70,6 +70,26 @@ def test_lora_gradients_are_bit_for_bit_the_same(name):
     assert len(want) > 8 and all(map(torch.equal, want, got))
 
 
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_replay_of_adapters_sees_what_their_rollout_saw(name):
+    """The replayed logits are the rollout's, and gradients reach every adapter."""
+    model, ids = lora(name).double(), prompt(2, 24)
+    with kvpatch.patched(model, "h2o", 8, record=True) as patch:
+        drawn = model.generate(
+            input_ids=ids, max_new_tokens=9, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+        )
+        record = patch.record()
+    with kvpatch.replay(model.eval(), record):
+        logits = model(input_ids=drawn.sequences[:, :-1]).logits[:, 23:]
+        logits.square().mean().backward()
+    torch.testing.assert_close(logits.float(), torch.stack(drawn.logits, 1), atol=1e-5, rtol=0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
+    with torch.no_grad():
+        dense = model(input_ids=drawn.sequences[:, :-1]).logits[:, 23:]
+    assert (dense - logits).abs().max() > 1e-4, "outside of the replay nothing is evicted"
+
+
 def test_lora_trains_under_a_budget_as_its_merged_model_would():
     """The gradient of a merged weight W + BA/s, split by the chain rule into those of A and B."""
     model, ids = lora("llama_gqa").double().train(), prompt(2, 24)
