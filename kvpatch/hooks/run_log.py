@@ -184,6 +184,8 @@ class RunLog:
             self._warned.add(kind)
         pass_, remedy = _TEXTS[kind]
         settings = self.settings
+        if kind == "training" and settings.record:
+            remedy = "; or read what a rollout wrote in a replay: with patch.replay(patch.record())"
         if settings.policy.schedule == "decode":
             block = f"schedule='decode' evicts generated tokens only; give schedule='both' and block=, below {Q:,}"
         elif settings.block is not None:

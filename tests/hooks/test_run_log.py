@@ -68,6 +68,16 @@ def test_a_pass_that_cannot_evict_is_told_at_once_and_once(kind, caplog):
     assert said(caplog) == [first], "once, and not at the block's end"
 
 
+def test_a_learner_of_rollouts_is_told_of_their_replay(caplog):
+    model, ids = make("llama_gqa").train(), prompt(1, N)
+    for recording in (False, True):
+        with kvpatch.patched(model, "h2o", 0.5, record=recording):
+            train(model, ids)
+    plain, recorded = said(caplog)
+    words = "; or read what a rollout wrote in a replay: with patch.replay(patch.record())"
+    assert words in recorded and words not in plain
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_block_nothing_is_told_and_the_report_counts(kind, caplog):
     run, _, counted, passes = KINDS[kind]
