@@ -4,60 +4,63 @@ from __future__ import annotations
 
 from typing import Any
 
-from .interface import InterfaceAdapter
+from .interface import InterfaceAdapter, RotaryInterfaceAdapter
 
 
-def _row(name: str, stem: str, summary: str, **where: Any) -> InterfaceAdapter:
-    """Build the adapter of a family; `stem` is the name of its attention class without "Attention"."""
-    return InterfaceAdapter(name, f"transformers.models.{name}.modeling_{name}.{stem}Attention", summary, **where)
+def _row(name: str, stem: str, summary: str, *, rotary: bool = False, **where: Any) -> InterfaceAdapter:
+    """Build the adapter of a family; `stem` is the name of its attention class without "Attention"; rotary: see Rotary."""
+    kind = RotaryInterfaceAdapter if rotary else InterfaceAdapter
+    return kind(name, f"transformers.models.{name}.modeling_{name}.{stem}Attention", summary, **where)
 
 
 # fmt: off
 FAMILIES = (
-    _row("qwen2",       "Qwen2",       "Qwen 2 and 2.5: rotary positions, GQA"),
-    _row("qwen3",       "Qwen3",       "Qwen 3: query and key norms"),
-    _row("qwen2_moe",   "Qwen2Moe",    "Qwen 1.5 and 2, mixture of experts"),
-    _row("qwen3_moe",   "Qwen3Moe",    "Qwen 3, mixture of experts", slides=True),
-    _row("phi",         "Phi",         "Phi 1 and 2: partial rotary positions", projection="dense"),
+    _row("qwen2",       "Qwen2",       "Qwen 2 and 2.5: rotary positions, GQA", rotary=True),
+    _row("qwen3",       "Qwen3",       "Qwen 3: query and key norms", rotary=True),
+    _row("qwen2_moe",   "Qwen2Moe",    "Qwen 1.5 and 2, mixture of experts", rotary=True),
+    _row("qwen3_moe",   "Qwen3Moe",    "Qwen 3, mixture of experts", rotary=True, slides=True),
+    _row("phi",         "Phi",         "Phi 1 and 2: partial rotary positions", rotary=True, projection="dense"),
     _row("phi3",        "Phi3",        "Phi 3 and 4: fused projection, LongRoPE", slides=True),
-    _row("gemma",       "Gemma",       "Gemma: wide heads"),
-    _row("gemma2",      "Gemma2",      "Gemma 2: capped logits, every other layer slides", softcap="attn_logit_softcapping"),
+    _row("gemma",       "Gemma",       "Gemma: wide heads", rotary=True),
+    _row("gemma2",      "Gemma2",      "Gemma 2: capped logits, every other layer slides", rotary=True,
+         softcap="attn_logit_softcapping"),
     _row("gemma3",      "Gemma3",      "Gemma 3, text: five of six layers slide"),
-    _row("gpt_neox",    "GPTNeoX",     "GPT-NeoX and Pythia: partial rotary positions", projection="dense"),
+    _row("gpt_neox",    "GPTNeoX",     "GPT-NeoX and Pythia: partial rotary positions", rotary=True, projection="dense"),
     _row("gpt_bigcode", "GPTBigCode",  "StarCoder and SantaCoder: MQA, learned positions", projection="c_proj",
          dropout="config.attn_pdrop", learned=True),
     _row("opt",         "OPT",         "OPT: learned positions", projection="out_proj", scale=1.0, learned=True,
          positions_from_mask=True),
-    _row("starcoder2",  "Starcoder2",  "StarCoder 2: sliding window", slides=True),
-    _row("olmo",        "Olmo",        "OLMo: clipped projections"),
-    _row("olmo2",       "Olmo2",       "OLMo 2: norms over all heads"),
+    _row("starcoder2",  "Starcoder2",  "StarCoder 2: sliding window", rotary=True, slides=True),
+    _row("olmo",        "Olmo",        "OLMo: clipped projections", rotary=True),
+    _row("olmo2",       "Olmo2",       "OLMo 2: norms over all heads", rotary=True),
     _row("olmo3",       "Olmo3",       "OLMo 3: three of four layers slide"),
-    _row("olmoe",       "Olmoe",       "OLMoE: mixture of experts"),
-    _row("mixtral",     "Mixtral",     "Mixtral: mixture of experts", slides=True),
-    _row("ministral",   "Ministral",   "Ministral: layers that slide"),
-    _row("granite",     "Granite",     "Granite 3: multipliers"),
-    _row("granitemoe",  "GraniteMoe",  "Granite 3, mixture of experts"),
+    _row("olmoe",       "Olmoe",       "OLMoE: mixture of experts", rotary=True),
+    _row("mixtral",     "Mixtral",     "Mixtral: mixture of experts", rotary=True, slides=True),
+    _row("ministral",   "Ministral",   "Ministral: layers that slide", rotary=True),
+    _row("granite",     "Granite",     "Granite 3: multipliers", rotary=True),
+    _row("granitemoe",  "GraniteMoe",  "Granite 3, mixture of experts", rotary=True),
     _row("cohere",      "Cohere",      "Command R: parallel blocks, query and key norms"),
     _row("cohere2",     "Cohere2",     "Command A and R7B: three of four layers slide, the others have no positions"),
     _row("gpt_oss",     "GptOss",      "gpt-oss: attention sinks, every other layer slides", sinks="sinks"),
-    _row("stablelm",    "StableLm",    "StableLM: partial rotary positions"),
+    _row("stablelm",    "StableLm",    "StableLM: partial rotary positions", rotary=True),
     _row("glm",         "Glm",         "GLM 4, first models: partial interleaved rotary positions"),
     _row("glm4",        "Glm4",        "GLM 4: sandwich norms"),
     _row("smollm3",     "SmolLM3",     "SmolLM 3: one of four layers has no positions"),
-    _row("nemotron",    "Nemotron",    "Nemotron: partial rotary positions"),
-    _row("arcee",       "Arcee",       "Arcee: rotary positions, GQA"),
+    _row("nemotron",    "Nemotron",    "Nemotron: partial rotary positions", rotary=True),
+    _row("arcee",       "Arcee",       "Arcee: rotary positions, GQA", rotary=True),
     _row("helium",      "Helium",      "Helium: interleaved rotary positions"),
-    _row("seed_oss",    "SeedOss",     "Seed-OSS: rotary positions, GQA"),
+    _row("seed_oss",    "SeedOss",     "Seed-OSS: rotary positions, GQA", rotary=True),
     _row("ernie4_5",    "Ernie4_5",    "ERNIE 4.5: interleaved rotary positions"),
     _row("exaone4",     "Exaone4",     "EXAONE 4: three of four layers slide"),
     _row("hunyuan_v1_dense", "HunYuanDenseV1", "Hunyuan: norms behind the rotary positions"),
-    _row("apertus",     "Apertus",     "Apertus: query and key norms"),
-    _row("bitnet",      "BitNet",      "BitNet: a norm before the output projection", projection=None),
+    _row("apertus",     "Apertus",     "Apertus: query and key norms", rotary=True),
+    _row("bitnet",      "BitNet",      "BitNet: a norm before the output projection", rotary=True, projection=None),
     _row("deepseek_v2", "DeepseekV2",  "DeepSeek V2: latent attention, mixture of experts"),
     _row("deepseek_v3", "DeepseekV3",  "DeepSeek V3 and R1, Kimi K2: latent attention, mixture of experts"),
     _row("minicpm3",    "MiniCPM3",    "MiniCPM 3: latent attention"),
     _row("youtu",       "Youtu",       "Youtu: latent attention"),
-    _row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", projection="dense"),
+    _row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", rotary=True,
+         projection="dense"),
 )
 # fmt: on
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
 from .adapter import Adapter, Core, Forward, qualified_name, source_module
+from .rotary import Rotary
 
 NAME = "kvpatch"
 ATTENTION = frozenset(("full_attention", "sliding_attention"))
@@ -165,6 +166,11 @@ class InterfaceAdapter(Adapter):
                     f"{type(attn).__name__} asks for {name}={theirs!r}, but its adapter {self.name!r} says {mine!r}: set "
                     f"{what}= of its InterfaceAdapter."
                 )
+
+
+class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
+    """InterfaceAdapter of a family whose rotations can be undone, for policies that read queries or keys without them."""
+
 
 
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:

@@ -144,8 +144,8 @@ def settings_of(
             f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "
             "without the pyramid."
         )
-    if policy.weighs_values:
-        target.check_projection()
+    if policy.weighs_values or policy.score.by_outputs:
+        target.check_projection(policy)
     if policy.score.rereads and renumbered:
         raise KVPatchError(
             f"positions='renumbered' does not go with policy {policy.name!r}, which reads a prompt a second time behind "

@@ -117,19 +117,20 @@ class Target:
         ids = (getattr(config, name, None) for name in IMAGE_TOKENS)
         return tuple(dict.fromkeys(one for one in ids if one is not None))
 
-    def check_projection(self) -> None:
-        """Raise KVPatchError if an adapter has no plain output projection, which two-stage selection needs."""
+    def check_projection(self, policy: Policy) -> None:
+        """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
+        instead = "the policy without critical" if policy.weighs_values else "'kvzip'"
         for module, adapter in self.attentions:
             if isinstance(adapter, AutomaticAdapter):
                 raise KVPatchError(
-                    "Two-stage selection weighs values by the output projection, which the automatic row of "
+                    f"Policy {policy.name!r} weighs values by the output projection, which the automatic row of "
                     f"{adapter.name} does not name: register a row, {row_of(module)}, where o_proj is that projection, or use "
-                    "the policy without critical."
+                    f"{instead}."
                 )
             if adapter.projection is None and type(adapter).output is Adapter.output:
                 raise KVPatchError(
-                    f"Two-stage selection weighs values by the output projection, but in {adapter.name} more than that stands "
-                    "between attention and its output: use the policy without critical."
+                    f"Policy {policy.name!r} weighs values by the output projection, but in {adapter.name} more than that "
+                    f"stands between attention and its output: use {instead}."
                 )
 
     def check_renumbering(self) -> None:

@@ -44,7 +44,6 @@ class Repeated(Score):
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
     rereads: ClassVar[bool] = True
-    by_outputs: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     def check(self) -> None:

@@ -66,6 +66,7 @@ class Score:
         notes: whether `note` keeps account of what each decode step attends to.
         calibrated: statistics of a `calibration` that it needs, by name (measures.py); none if it needs no calibration.
         rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
+        by_outputs: whether what that reading finds is weighed by values as the output projection gives them out.
         folds: "max" or "sum" if `fold` says what the observation window's rows become, and how the results of several blocks
             of rows are joined; None if they become their mean.
 
@@ -89,6 +90,7 @@ class Score:
     notes: ClassVar[bool] = False
     calibrated: ClassVar[tuple[str, ...]] = ()
     rereads: ClassVar[bool] = False
+    by_outputs: ClassVar[bool] = False
 
     @property
     def observed_rows(self) -> int:

@@ -17,6 +17,7 @@ from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
 from tests.helpers import sequences, tiny_families
 from tests.helpers.comparing import EVICTING, PLACED, SMALL, agrees
+from tests.helpers.comparing import certain as calibrated
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import FAMILIES, ONE_WINDOW
@@ -45,6 +46,25 @@ def certain(name, policy, k, **options):
 
 def test_every_row_has_a_model():
     assert {row.name.replace("gemma3", "gemma3_text") for row in ROWS} == {kind for kind, _ in FAMILIES.values()}
+
+
+ROTARY = tuple(name for name, (kind, _) in FAMILIES.items() if {row.name: row.turns_back for row in ROWS}.get(kind))
+
+
+@pytest.mark.parametrize("policy", PLACED)
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotations_are_undone(name, policy):
+    if (name, policy) == ("bitnet", "kvzip_plus"):
+        with pytest.raises(kvpatch.KVPatchError, match="in bitnet more than that stands between.*use 'kvzip'"):
+            kvpatch.patch(make(name), policy, 0.3)
+    else:
+        certain(name, policy, 0.3)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi"])
+def test_a_calibration_of_rotations(name):
+    """As the oracle has it; certain() fails where every draw is too close to call."""
+    calibrated(name, "tri_attention", 5, steps=14, model=make(name, dtype=torch.float64), every=3, reach=64)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -553,17 +553,18 @@ class Oracle:
         them, over the query heads too, a being a softmax over the span, the sinks before it and the rows' own tokens."""
         q, k, v = self.decoder.project(l, h_TE, positions)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
-        reach = self.decoder.reach(l)
+        reach, cap = self.decoder.reach(l), self.decoder.softcap(l)
         for h in range(self.H):
             g = h // self.G
             held = sorted(self.keys[l][g])
             near = [i for i in held if i in span or i < min(self.options["sinks"], span.start)]
             for among in (held, near):
                 tokens_S = torch.tensor([*among, *positions.tolist()])
-                keys = torch.cat([torch.stack([self.keys[l][g][i] for i in among]), k[g]])
-                values = torch.cat([torch.stack([self.values[l][g][i] for i in among]), v[g]])
+                keys = torch.stack([*(self.keys[l][g][i] for i in among), *k[g]])
+                values = torch.stack([*(self.values[l][g][i] for i in among), *v[g]])
                 distance = tokens_S - positions[:, None]
                 x = q[h] @ keys.T * self.decoder.scale(l) + self.decoder.slope(h) * distance
+                x = x if cap is None else cap * torch.tanh(x / cap)
                 a = torch.softmax(torch.where((distance <= 0) & (distance > -(reach or math.inf)), x, -math.inf), -1)
                 if among is held:
                     y[h] = a @ values

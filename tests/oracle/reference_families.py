@@ -9,6 +9,7 @@ Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head si
 batch axis is 1.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,7 @@ class Routed(Decoder):
 
         def look(module: Any, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
             probes[module.layer_idx] = (q.shape[1], k.shape[1], v.shape[3], given)
+            self.D = q.shape[3]
             return nothing(module, q, k, v)
 
         with torch.no_grad():
@@ -166,6 +168,22 @@ class Routed(Decoder):
         self.attend(l, h_TE, take)
         self.h_TE = h_TE
         q, k, v = taken
+        return q, k, v
+
+    def rotations(self, l: int, count: int) -> Tensor:
+        """What the family's own function makes of unit vectors; channels beyond its tables stay."""
+        tables = next(module for name, module in self.model.named_modules() if name.endswith("rotary_emb"))
+        cos, sin = tables(self.model.get_input_embeddings().weight, torch.arange(count)[None])
+        unit, size = torch.eye(self.D, dtype=torch.float64)[None, :, None].expand(-1, -1, count, -1), cos.shape[-1]
+        rotate = sys.modules[type(self.attentions[l]).__module__].apply_rotary_pos_emb
+        turned = rotate(unit[..., :size], unit[..., :size], cos, sin)[0]
+        return torch.cat([turned, unit[..., size:]], -1)[0].transpose(0, 1)
+
+    def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with their rotations undone, one by one."""
+        q, k, v = self.project(l, h_TE, self.positions)
+        turned = self.rotations(l, int(self.positions.max()) + 1)[self.positions]
+        q, k = (torch.linalg.solve(turned.transpose(1, 2)[None], x[..., None])[..., 0] for x in (q, k))
         return q, k, v
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
