@@ -31,8 +31,8 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 import kvpatch
-from examples.grpo_table import ARMS
 from kvpatch import EvictingCache
+from tools.evaluation.grpo_table import ARMS
 from tools.training import tasks
 
 

@@ -32,7 +32,7 @@ def test_what_works_has_a_test_and_every_example_is_named():
         file, function = test.strip("` ").split("::")
         assert f"def {function}(" in (ROOT / "tests" / file).read_text(), test
         named |= set(re.findall(r"\[(\w+)\]", example))
-    parts = {"__init__", "finetune_table", "grpo_table"}  # not run by themselves
+    parts = {"__init__", "finetune_table"}  # not run by themselves
     assert named == {path.stem for path in (ROOT / "examples").glob("*.py")} - parts
 
 

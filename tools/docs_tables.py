@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import kvpatch
-from examples import grpo_table
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.policies import POLICIES, Policy
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
+from tools.evaluation import grpo_table
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"

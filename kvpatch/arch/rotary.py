@@ -17,6 +17,7 @@ class Rotary:
     turns_back = True
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
+        """Build the cosines and sines of positions below `count`."""
         rotary = copy.deepcopy(decoder.rotary_emb)
         if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len
@@ -24,6 +25,7 @@ class Rotary:
         return [table[0] for table in rotary(like, torch.arange(count, device=device)[None])]
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        """Apply positions `places_BHT` to queries or keys."""
         cos, sin = (one.to(x_BHTD.device)[places_BHT] for one in table)
         size = cos.shape[-1]
         if size < x_BHTD.shape[-1]:
@@ -31,6 +33,7 @@ class Rotary:
         return x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
+        """Undo `rotate` exactly, also where its table scales."""
         cos, sin = (one.to(x_BHTD.device, x_BHTD.dtype) for one in table)  # divided in the precision of x
         size = cos.square() + sin.square()
         return self.rotate(attn, x_BHTD, places_BHT, [cos / size, -sin / size])

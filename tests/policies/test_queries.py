@@ -46,8 +46,8 @@ def test_rotations_are_undone():
 
 
 def test_what_cannot_be_served_is_refused():
-    with pytest.raises(KVPatchError, match=r"'expected_attention' reads queries.*qwen2 its own forward applies the positions"):
-        kvpatch.patch(family("qwen2"), "expected_attention", 0.5)
+    with pytest.raises(KVPatchError, match=r"'expected_attention' reads queries.*glm its own forward applies the positions"):
+        kvpatch.patch(family("glm"), "expected_attention", 0.5)
     with pytest.raises(KVPatchError, match=r"positions='renumbered' does not go with.*positions='original'"):
         kvpatch.patch(make("llama"), "expected_attention", 0.5, positions="renumbered")
     for wrong in ({"future": 0}, {"future": 2.5}, {"eps": -1.0}, {"eps": float("inf")}, {"eps": True}, {"covariance": 1}):

@@ -219,7 +219,7 @@ MUTANTS = {
         "attention/prefill.py", "counted = positions >= call.policy.scope.sinks", "counted = positions >= 0",
         f"{ORACLE}[llama-expected_attention]"),
     "queries keep their rotation": (
-        "arch/llama.py", "[cos / size, -sin / size]", "[cos / cos, sin * 0]", f"{ORACLE}[llama-expected_attention]"),
+        "arch/rotary.py", "[cos / size, -sin / size]", "[cos / cos, sin * 0]", f"{ORACLE}[llama-expected_attention]"),
     "rotations of the past instead of the coming": (
         "attention/layer_call.py", "coming = now.copy(now.n_B, like.device)[:, None] + ",
         "coming = 0 * now.copy(now.n_B, like.device)[:, None] + ", f"{ORACLE}[llama-expected_attention]"),

@@ -91,7 +91,7 @@ def test_training_goes_on_where_it_stopped_to_the_same_weights(tmp_path, monkeyp
     )  # fmt: skip
     whole, steps, _ = train.train_synthetic(recipe, 3)
     assert steps == 6
-    saved = tmp_path / "new" / "checkpoint.pt"
+    saved = tmp_path / "new" / "checkpoint.safetensors"
     train.train_synthetic(train.replace(recipe, max_steps=4), 3, checkpoint=saved, every=2)
     assert saved.is_file()
     again, steps, _ = train.train_synthetic(recipe, 3, checkpoint=saved)

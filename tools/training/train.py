@@ -7,7 +7,7 @@
 
 Nothing touches the committed weights but `--out tools/models`. The -1k recipes and llama-code are for a GPU:
 `--device cuda`, or all of them at once with tools/training/gpu.py. The others train on one CPU core. A synthetic model's
-training that was stopped goes on from DIR/NAME/checkpoint.pt, to the same weights.
+training that was stopped goes on from DIR/NAME/checkpoint.safetensors, to the same weights.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
 rows stays for very long on the plateau of guessing among the values it has seen. Muon makes that plateau shorter still.
@@ -21,6 +21,7 @@ import os
 import platform
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 import typer
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -203,6 +206,32 @@ def report(step: int, **values: float) -> None:
     typer.echo(f"step {step:5d}  {shown}  cpu {time.process_time():.0f}")
 
 
+def _described(thing: Any, tensors: dict[str, Tensor]) -> Any:
+    """What JSON can hold of a state; its tensors are put into `tensors`."""
+    if isinstance(thing, Tensor):
+        name = str(len(tensors))
+        tensors[name] = thing.detach().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(thing, dict):
+        return {"dict": [[key, _described(value, tensors)] for key, value in thing.items()]}
+    if isinstance(thing, list | tuple):
+        return {type(thing).__name__: [_described(one, tensors) for one in thing]}
+    return thing
+
+
+def _restored(thing: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The state that `_described` was given."""
+    if not isinstance(thing, dict):
+        return thing
+    ((kind, inside),) = thing.items()
+    if kind == "tensor":
+        return tensor(inside)
+    if kind == "dict":
+        return {key: _restored(value, tensor) for key, value in inside}
+    found = [_restored(one, tensor) for one in inside]
+    return tuple(found) if kind == "tuple" else found
+
+
 class Checkpoint:
     """A training run in one file, so that one which was stopped goes on to the same weights. path: None writes nothing."""
 
@@ -220,14 +249,17 @@ class Checkpoint:
             "steps": self.optimizer.steps,
             "rng": None if self.rng is None else self.rng.getstate(),
         }
-        torch.save(whole, self.path.with_suffix(".new"))
+        tensors: dict[str, Tensor] = {}
+        text = json.dumps(_described(whole, tensors))
+        save_file(tensors, self.path.with_suffix(".new"), metadata={"state": text})
         os.replace(self.path.with_suffix(".new"), self.path)
 
     def load(self) -> dict[str, Any]:
         """What was given to `save`; nothing where there is no file."""
         if self.path is None or not self.path.is_file():
             return {}
-        whole = torch.load(self.path, map_location=self.model.device, weights_only=True)
+        with safe_open(self.path, "pt", device=str(self.model.device)) as file:
+            whole = _restored(json.loads(file.metadata()["state"]), file.get_tensor)
         self.model.load_state_dict(whole.pop("model"))
         for part, state in zip(self.optimizer.parts, whole.pop("parts"), strict=True):
             part.load_state_dict(state)
@@ -355,7 +387,7 @@ def train(
     elif recipe.language:
         model, tokenizer, steps = train_language(recipe, seed, device)
     else:
-        kept = out / name / "checkpoint.pt"
+        kept = out / name / "checkpoint.safetensors"
         model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf, kept)
         kept.unlink(missing_ok=True)
         tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}
