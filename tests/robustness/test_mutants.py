@@ -3,6 +3,7 @@
 Each runs in a copy of the library with one change, and must turn the named tests red; the unchanged copy must pass them.
 """
 
+import ast
 import json
 import shutil
 import subprocess
@@ -571,7 +572,7 @@ MUTANTS = {
         "attention/compress.py", "(together and call.layer != _last(call.cache))", "False",
         f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
     "a budget of all layers divided by layer": (
-        "attention/compress.py", "    _end(ended)\n", "    for one in ended:\n        _end([one])\n",
+        "attention/compress.py", "        _end(ended)\n", "        for one in ended:\n            _end([one])\n",
         f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
     "norms of tokens that are appended forgotten": (
         "attention/bound_step.py", "entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms",
@@ -781,9 +782,9 @@ def test_the_unchanged_copy_passes(tmp_path, worker):
 def test_each_sabotage_finds_its_line_and_its_test():
     """A moved line is named here, before the slow tests begin."""
     for name, (file, before, after, tests) in MUTANTS.items():
-        found = (ROOT / "kvpatch" / file).read_text().count(before)
-        assert found == 1, f"{name}: the line to sabotage stands {found} times in {file}"
-        assert before != after, name
+        source = (ROOT / "kvpatch" / file).read_text()
+        assert source.count(before) == 1, f"{name}: the line to sabotage stands {source.count(before)} times in {file}"
+        assert ast.dump(ast.parse(source.replace(before, after))) != ast.dump(ast.parse(source)), f"{name}: changes nothing"
         path, *parts = tests.partition("[")[0].split("::")
         assert not parts or f"def {parts[-1]}(" in (ROOT / path).read_text(), f"{name}: no test {tests}"
 
