@@ -39,10 +39,6 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
         q, k, v = qkv.transpose(1, 2).unbind(3)
         return q, k, v
 
-    def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        n = attn.rotary_ndims
-        return torch.cat([super().rotate(attn, x_BHTD[..., :n], places_BHT, table), x_BHTD[..., n:]], -1)
-
     def scale(self, attn: Any) -> float:
         return 1.0 / attn.norm_factor
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import KVPatchError
 from .adapter import Adapter, Core, Forward, heads_first, qualified_name
-from .interface import decoder_wanted
+from .interface import decoder_wanted, position_limit
 
 
 class SeparateAdapter(Adapter):
@@ -40,7 +40,7 @@ class SeparateAdapter(Adapter):
         return attn.num_heads, attn.head_dim
 
     def max_positions(self, config: Any) -> int | None:
-        return config.max_position_embeddings if self.learned else None
+        return position_limit(config) if self.learned else None
 
     def check(self, model: nn.Module) -> None:
         name, config = type(model).__name__, model.config

@@ -173,9 +173,10 @@ class Checks:
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
-        own = self._feed(self.ids_BT, mask)[1:] - self._feed(self.ids_BT[1:, pads:], skipped=pads)
-        if float(own.abs().max()) > 1000 * self.tolerance and not self._places():
-            return self._padded(mask, pads)
+        if not self._places():
+            own = self._feed(self.ids_BT, mask)[1:] - self._feed(self.ids_BT[1:, pads:], skipped=pads)
+            if float(own.abs().max()) > 1000 * self.tolerance:
+                return self._padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed(self.ids_BT, mask)[1:], self._feed(self.ids_BT[1:, pads:], skipped=pads), ""
 

@@ -41,6 +41,16 @@ def test_evictions_are_the_oracles(name, policy):
     certain(name, policy, 0.4)
 
 
+def test_some_channels_are_renumbered():
+    """GPT-NeoX Japanese turns the first channels of a head; where nothing is evicted, ranks are positions."""
+    model, ids, fed = make("gpt_neox_japanese"), prompt(1, 24), prompt(1, 5, seed=2)
+    found = []
+    for positions in ("original", "renumbered"):
+        with kvpatch.patched(model, "window", 40, positions=positions):
+            found.append(force(model, ids, fed)[0])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=0)
+
+
 def test_renumbered_and_turned_back():
     certain("codegen", "roco", 9, pads=(0, 0), positions="renumbered")
     certain("gpt_neo", "critical_snapkv", 0.4)
