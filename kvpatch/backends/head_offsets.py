@@ -34,15 +34,19 @@ class Blocks:
         whole: entries [0, whole) are cut into blocks of BLOCK.
         head_P: the head of each block's first entry, int64.
         inner: int64, blocks within one head's segment.
+        inner_head: the heads of these blocks, int64.
         edge_NE: int64, entries of each head in no such block; where it has fewer than others, its first entry.
-        real_NE: bool, False there.
+        edge_slot_NE: the slots of these entries, int32.
+        real_NE: bool, False where a head has fewer such entries than others.
         at_S: the place of each dense slot's product among those of all blocks and then of all edges, int32 [N * width].
     """
 
     whole: int
     head_P: Tensor
     inner: Tensor
+    inner_head: Tensor
     edge_NE: Tensor
+    edge_slot_NE: Tensor
     real_NE: Tensor
     at_S: Tensor
 
@@ -116,7 +120,8 @@ class HeadOffsets:
         at_S = torch.zeros(N * self.width, dtype=torch.int32, device=device)
         at_S[self.slot_F.long()] = at_F.int()
         real_NE = torch.arange(E, device=device) < count_N[:, None]
-        return Blocks(whole, head_P, same_P.nonzero().flatten(), edge_NE, real_NE, at_S)
+        inner = same_P.nonzero().flatten()
+        return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
     def products(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
         """Return the products of each head's queries with its keys [N,G,width]; behind a head's end anything."""
@@ -131,9 +136,9 @@ class HeadOffsets:
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._parts(v_FD, codec, p_NGT.dtype)
         w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
-        w_NGE = rearrange(p_GS[:, self.slot_F[blocks.edge_NE]] * blocks.real_NE, "g n e -> n g e")
+        w_NGE = rearrange(p_GS[:, blocks.edge_slot_NE] * blocks.real_NE, "g n e -> n g e")
         part = mix(w_PGM, inner, codec, w_PGM.dtype).index_select(0, blocks.inner)
-        return mix(w_NGE, edges, codec, w_NGE.dtype).index_add(0, blocks.head_P[blocks.inner], part)
+        return mix(w_NGE, edges, codec, w_NGE.dtype).index_add(0, blocks.inner_head, part)
 
     def _parts(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return entries in blocks [P,BLOCK,D] and those of the heads' edges [N,E,D]; rounded ones are unpacked later."""

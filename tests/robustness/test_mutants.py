@@ -585,7 +585,7 @@ MUTANTS = {
         "backends/head_offsets.py", "accumulate((capacities[n] for n", "accumulate((capacities[n] - (n == 1) for n",
         "tests/cache/test_ragged.py::test_long_texts_agree_with_the_oracle"),
     "the edges of ragged heads count their first entry again": (
-        "backends/head_offsets.py", "[blocks.edge_NE]] * blocks.real_NE", "[blocks.edge_NE]]",
+        "backends/head_offsets.py", "blocks.edge_slot_NE] * blocks.real_NE", "blocks.edge_slot_NE]",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
         "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
