@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InvalidError, KVPatchError
 from ..policies.calibration import Calibration
 from ..policies.measures import MEASURES, Measure
-from .file import check_sum, checksum, readable, write
+from .file import checksum, readable, verify_checksum, write
 from .header import Entry, entries, is_count, parse, read
 from .schema import table
 
@@ -72,7 +72,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         found = entries(file)
         _check(about, found)
         tensors = {name: read(file, name) for name in found}
-        check_sum(texts, tensors)
+        verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise InvalidError("it holds a number that is not finite")
         layers = {

@@ -96,7 +96,7 @@ def readable(path: str | PathLike[str], what: str, writer: str, again: str) -> I
         raise KVPatchError(f"{path} is no valid {what}: {error}. {again}") from error
 
 
-def check_sum(texts: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """Raise InvalidError unless a file's checksum is that of its description and tensors."""
-    if texts.get("checksum") != checksum(texts["kvpatch"], tensors):
+def verify_checksum(given: object, text: str, tensors: dict[str, Tensor]) -> None:
+    """Raise InvalidError unless the checksum that a file gives is that of its description and tensors."""
+    if given != checksum(text, tensors):
         raise InvalidError("its checksum does not match, so it was altered")

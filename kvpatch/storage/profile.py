@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import InvalidError, KVPatchError
 from ..policies import Policy, get_policy
 from ..policies.budgets import check_k
-from .file import checksum, readable, write_whole
+from .file import checksum, readable, verify_checksum, write_whole
 from .header import is_count, parse
 from .schema import table
 
@@ -78,12 +78,13 @@ def save_profile(profile: Profile, path: str | PathLike[str]) -> None:
         "k": list(profile.k) if isinstance(profile.k, tuple) else profile.k,
         "measured": dict(profile.measured),
     }
-    text = json.dumps(about | {"checksum": _sum(about)}, indent=1) + "\n"
+    text = json.dumps(about | {"checksum": checksum(_described(about), {})}, indent=1) + "\n"
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"), "profile")
 
 
-def _sum(about: dict[str, Any]) -> str:
-    return checksum(json.dumps(about, sort_keys=True), {})
+def _described(about: dict[str, Any]) -> str:
+    """Return the text of which the checksum is."""
+    return json.dumps(about, sort_keys=True)
 
 
 def opened(profile: object) -> Profile:
@@ -133,8 +134,8 @@ def _about(text: str) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InvalidError(f"it is not of this version of kvpatch ({FORMAT!r})")
     about = table("it", about, (*_NAMES, "checksum"))
-    if about.pop("checksum") != _sum(about):
-        raise InvalidError("its checksum does not match, so it was altered")
+    given = about.pop("checksum")
+    verify_checksum(given, _described(about), {})
     model, options = about["model"], about["options"]
     if not isinstance(model, dict) or not all(isinstance(value, str | int) for value in model.values()):
         raise InvalidError("it names no model")

@@ -24,7 +24,7 @@ from ..errors import InvalidError, KVPatchError
 from ..policies.context import SIZES, Limits
 from ..policies.queries import Recent
 from . import contents, schema
-from .file import check_sum, checksum, readable, write
+from .file import checksum, readable, verify_checksum, write
 from .header import entries, parse, read
 
 FORMAT = "kvpatch cache 4"
@@ -187,7 +187,7 @@ def _read(
         found = entries(file)
         schema.check(about, found, cache, shapes)
         tensors = {name: read(file, name) for name in found}
-    check_sum(texts, tensors)
+    verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)
     return about, tensors
 
 

@@ -59,7 +59,8 @@ JOIN = [
 ]  # fmt: skip
 SAVE = [(save_load, "checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
 LOAD = [
-    (save_load, "_read"), (save_load, "check_sum"), (save_load, "_compare"), (save_load, "_fill"), (handle, "BoundAdapter"),
+    (save_load, "_read"), (save_load, "verify_checksum"), (save_load, "_compare"), (save_load, "_fill"),
+    (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
     (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set"),

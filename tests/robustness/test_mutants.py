@@ -65,7 +65,7 @@ MUTANTS = {
         "patching.py", "dict(policy_options if tuned is None else tuned.options)", "dict(policy_options)",
         "tests/storage/test_profile.py::test_options_and_k_of_the_profile_are_used"),
     "an altered profile is read": (
-        "storage/profile.py", 'if about.pop("checksum") != _sum(about):', 'if about.pop("checksum") is None:',
+        "storage/profile.py", "verify_checksum(given, _described(about), {})", "pass",
         "tests/storage/test_profile.py::test_an_altered_file_and_none"),
     "the search stops before its tokens move": (
         "evaluation/tune.py", "(self._shrunk(self._moved(one)) for one in best)", "(self._shrunk(one) for one in best)",
@@ -80,7 +80,7 @@ MUTANTS = {
         "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
         "tests/cache/test_turns.py::test_a_padded_batch_has_turns_too[dropkv]"),
     "an altered calibration is read": (
-        "storage/calibration.py", "check_sum(texts, tensors)", "pass",
+        "storage/calibration.py", 'verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)', "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
     "a direction points away from the queries": (
         "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
@@ -634,7 +634,7 @@ MUTANTS = {
         "policies/policy.py", "return bool(self.statistics) and", "return False and",
         "tests/cache/test_turns.py::test_schedule_prompt_counts_all_each_or_the_first[h2o-all]"),
     "an altered file passes": (
-        "storage/file.py", 'if texts.get("checksum") != checksum(texts["kvpatch"], tensors):', "if False:",
+        "storage/file.py", "if given != checksum(text, tensors):", "if False:",
         "tests/storage/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
         "policies/scores.py", 'rearrange(new.positions_BQ, "b q -> b 1 q 1")',
