@@ -40,6 +40,7 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "compactor": {"sketch": 5, "chunk": 7, "sinks": 3, "recent": 2},
     "kvzip": {"chunk": 11, "instruction": (3, 1)},
     "kvzip_plus": {"chunk": 11, "instruction": (3, 1)},
+    "duo": {"sinks": 2, "recent": 5},
 }
 # and such as make texts of that length evict several times while they are generated
 SMALL_STEPS = {
