@@ -50,7 +50,7 @@ PRESSES = {
     "DMSPress": Press(call='"h2o", k=kvpatch.Threshold(0.01), recent=128', note="any weight; what it evicts is freed"),
     "DuoAttentionPress": Press(
         row="duo",
-        note="`kvpatch calibrate` measures the heads on the user's text; what streaming heads evict is freed, while decoding too",
+        note="`kvpatch calibrate` measures the heads on the user's text; what heads evict is freed, while decoding too",
     ),
     "EntropyGatedChunkKVPress": Press(note="`kvpatch.chunked` has no chunks of which a part is kept but the last."),
     "ExpectedAttentionPress": Press(row="expected_attention"),

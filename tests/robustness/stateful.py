@@ -243,9 +243,7 @@ class Machine(Base):
                 check_cache(live.cache, live.shadow)
         chosen = self.chosen
         if other is not None:
-            positions = "original" if chosen.name == "gpt2" else other.positions
-            k = other.k if other.fits(chosen.name) else 0.4
-            chosen = replace(other, name=chosen.name, positions=positions, k=k)
+            chosen = other.on(chosen.name)
         self.enter(chosen, fault)
         for live in list(self.lives):
             if live.rows:
