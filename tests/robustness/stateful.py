@@ -1,8 +1,6 @@
 """A state machine over one patched model and up to three caches: whatever is done in whatever order, and wherever an
 exception is thrown, each row answers as an oracle of its own text does, or its cache refuses to be used any more."""
 
-from dataclasses import replace
-
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule

@@ -121,7 +121,7 @@ def own_options(choose: Any, name: str, policy: str, wrap: tuple[str, ...], k: A
         return {}
     schedule = choose(st.sampled_from(("both", "both", "prompt", "decode")))
     whole = "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
-    if schedule == "decode" and whole or schedule not in kvpatch.get_policy(policy).score.schedules:
+    if (schedule == "decode" and whole) or schedule not in kvpatch.get_policy(policy).score.schedules:
         schedule = "both"
     own = SMALL.get(policy, {}) if policy in CALIBRATED else {}
     return {**own, **(calibrated(policy, name) or {}), "schedule": schedule}
