@@ -57,8 +57,8 @@ holds at most, in every column. prompt kept: only the trace is evicted. every m:
 is down to m - 1 tokens less each time. raas and lazy always keep the prompt; lazy, r_kv, tri_attention and vase are run with a
 rhythm alone, as published; tri_attention has a calibration of four other walks, and evicts from the prompt too, which its paper
 keeps. A record is needed once more, when its node is visited again, and never after. The model makes one mistake in some 25
-visits with its full cache, which `visits` forgives and the other measures do not: read that one. Intervals are over walks of one
-trained model; they know nothing of other models."""
+visits with its full cache, which `visits` forgives and the other measures do not: read that one. Intervals are over walks of
+one trained model; they know nothing of other models."""
 
 
 @dataclass(frozen=True)
