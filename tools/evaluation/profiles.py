@@ -24,8 +24,8 @@ from tools.docs_tables import markdown
 from tools.evaluation.stats import Bootstrap, Estimate
 from tools.training.text import python_sources, text_stream
 
-MORE = "key_diff,leverage,compactor,kvzip"
-"""Policies for questions that come later, which the search tries where it is told to."""
+MORE = "kvzip"
+"""Policies that read a prompt twice, which the search tries where it is told to."""
 HEADS = ("text", "profile", "bytes", "KL", "best fixed, its KL", "fixed - profile", "worse, alike, better")
 TOLERANCE = 0.05
 STEPS = 80
