@@ -247,7 +247,9 @@ def test_kernels_attend_and_torch_evicts_alike(model, calibration):
 def test_the_file_is_read_as_it_was_written(model, calibration, path):
     again = kvpatch.load_calibration(path)
     assert again == calibration and again.model == dict(calibration.model) and repr(again) == repr(calibration)
-    assert len({again, calibration}) == 1
+    assert len({again, calibration}) == 1 and repr(again) == f"<Calibration {again.digest[:16]}>"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        again.tokens = 1
     with kvpatch.patched(model, "q_filter", 6, calibration=again) as patch:
         cache = patch.new_cache()
         model(prompt(1, 12), past_key_values=cache)
