@@ -20,6 +20,7 @@ PAPERS = {
     "CurDKV": "2509.15038",
     "DefensiveKV": "2510.13334",
     "DropKV": "https://openreview.net/forum?id=MqfNzH3TVH",
+    "DuoAttention": "2410.10819",
     "H2O": "2306.14048",
     "KVzip": "2505.23416",
     "KeyDiff": "2504.15364",

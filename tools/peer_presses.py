@@ -49,8 +49,8 @@ PRESSES = {
     ),
     "DMSPress": Press(call='"h2o", k=kvpatch.Threshold(0.01), recent=128', note="any weight; what it evicts is freed"),
     "DuoAttentionPress": Press(
-        call='"streaming_llm", sinks=128, k=[[1.0, 384], [384, 1.0]]',
-        note="a number for each layer and head: which heads keep all is the user's to say",
+        row="duo",
+        note="`kvpatch calibrate` measures the heads on the user's text; what heads evict is freed, while decoding too",
     ),
     "EntropyGatedChunkKVPress": Press(note="`kvpatch.chunked` has no chunks of which a part is kept but the last."),
     "ExpectedAttentionPress": Press(row="expected_attention"),

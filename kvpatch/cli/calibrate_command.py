@@ -30,7 +30,7 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     trust_remote_code: given.RemoteCode = False,
     json: given.Json = False,
 ) -> None:
-    """Measure once what q_filter and tri_attention need to know of a model's queries, on a text, and write it to a file.
+    """Measure once what q_filter, tri_attention and duo need to know of a model, on a text, and write it to a file.
 
     The file goes with this model in this dtype: --option calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """

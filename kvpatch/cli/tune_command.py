@@ -18,7 +18,7 @@ from .loading import Source, fit, read_prompt
 from .options import one_model
 from .output import console, note, print_json, progress, short_errors
 
-TRIED = "streaming_llm,h2o,roco,tova,snapkv,adakv,critical_adakv,layer_defensive"
+TRIED = "streaming_llm,h2o,roco,snapkv,adakv,critical_adakv,layer_defensive,key_diff,leverage,compactor"
 _LEAST = 8  # tokens of a prompt; a shorter one leaves nothing to choose from
 
 

@@ -1,4 +1,4 @@
-"""Calibration: one pass over text, piece by piece, that measures the queries of each head."""
+"""Calibration: one pass over text, piece by piece, that measures the queries of each head and what they look at."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arch.adapter import Adapter
 from ..arch.bound import BoundAdapter
+from ..cache.layer import SlotLayer
 from ..hooks.target import Target
 from ..patching import patched
 from ..policies.calibration import Calibration, Recall
@@ -24,7 +25,7 @@ _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 
 @torch.no_grad()
 def calibrate(model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None) -> Calibration:
-    """Measure the queries that a model asks over some text.
+    """Measure the queries that a model asks over some text, and what they look at.
 
     Args:
         model: not patched.
@@ -40,7 +41,7 @@ def calibrate(model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None]
             model(piece, past_key_values=cache)
             for index, layer in enumerate(cache.layers):
                 if layer.recent is not None:
-                    _add(_sample(layer.recent, rotations[index]), sums.setdefault(index, {}))
+                    _add(_sample(layer.recent, _areas(layer), rotations[index]), sums.setdefault(index, {}))
             on_piece()
     layers = {
         index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
@@ -74,16 +75,21 @@ class _Rotations:
         return None if rotation is None else cls(rotation, bound, table)
 
 
-def _sample(recent: Recent, rotations: _Rotations | None) -> Sample:
-    """Return a piece's queries of a layer."""
+def _areas(layer: SlotLayer) -> Tensor:
+    """Return the sums "area" [H,T] of a piece of text, in its order."""
+    return layer.statistic("area")[0, :, : layer.used]
+
+
+def _sample(recent: Recent, area_HT: Tensor, rotations: _Rotations | None) -> Sample:
+    """Return a piece's queries of a layer, and what they look at."""
     known = recent.positions_BW[0] >= 0
     q_HGQD = recent.q_BHGWD[0][:, :, known]
     if rotations is None:
-        return Sample(q_HGQD)
+        return Sample(q_HGQD, area_HT)
     q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
     plain = rotations.adapter.rotate_back(q, places, rotations.table)
     plain = rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)
-    return Sample(q_HGQD, rotations.rotation, plain[0].view(q_HGQD.shape))
+    return Sample(q_HGQD, area_HT, rotations.rotation, plain[0].view(q_HGQD.shape))
 
 
 def _add(sample: Sample, sums: dict[str, Sums]) -> None:

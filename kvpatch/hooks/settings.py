@@ -158,6 +158,7 @@ def settings_of(
                 f"positions='renumbered' does not go with policy {policy.name!r}, whose calibration is of keys at original "
                 "positions: use positions='original'."
             )
+    k = policy.score.budget(k, policy, bounds)
     if policy.score.lookahead is not None:
         target.check_rotations(policy)
         if renumbered:
@@ -234,12 +235,12 @@ def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]
 
 def _check_rules(policy: Policy, budget: Budget, target: Target) -> None:
     for rule, shape in zip(budget.rules, target.shapes(), strict=True):
-        rule.check(policy, shape.heads)
         if not rule.constant and target.parallel.size > 1:
             raise KVPatchError(
                 f"k={rule} gives heads budgets of their own, which processes that share a model's heads do not agree on: give "
                 "one k for all heads, or load the model on one device."
             )
+        rule.check(policy, shape.heads)
 
 
 def _check_rhythm(policy: Policy, budget: Budget) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import check_count
+from .budgets import Rule, check_count, is_list, parse_k, share
 from .context import EvictionContext, NewTokens, accumulator
 from .measures import MEASURES, lengths
-from .scores import Score
+from .scores import Recency, Score
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,8 @@ class Calibration:
     Attributes:
         model: values that identify the model.
         layers: of each layer that a budget applies to, its statistics by name (measures.MEASURES): "direction" [H,D], the first
-            singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it;
+            singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it,
+            and "area" [H], how far each KV head's attention reaches (see WholeHeads);
             and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
             [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
         tokens: how many were read.
@@ -170,14 +171,71 @@ def _standardized(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
 
 
 @dataclass(frozen=True)
+class WholeHeads(CalibratedScore, Recency):
+    """Heads that keep everything, and others that keep the first and the newest tokens [DuoAttention].
+
+    A KV head's area is the mean, over query rows t of a text read before and over the group's query heads, of
+
+    sum over i from 4 to t of a[t,i] * (t - i + 1) / (t + 1),
+
+    the area under the row's cumulated attention: the share of its attention that a window of the newest r tokens would miss,
+    on average over r from none to all. Attention to the first four tokens, which any head may fall back on, is left out.
+    The share `k` of the heads of all layers, those of the largest area, at least one, keeps everything. The others keep
+    `sinks` first and `recent` newest tokens.
+
+    Differs from the paper: it learns by gradients which heads need everything. The area is that of kvpress'
+    `duo_attention_on_the_fly`, but under the attention of real rows; there it is of a text's mean query to its mean key at all
+    positions.
+
+    Attributes:
+        calibration: what `load_calibration` returns.
+    """
+
+    calibrated: ClassVar[tuple[str, ...]] = ("area",)
+
+    def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
+        """Return the table k[layer][head] in which the share `k` of the heads keeps everything; k=1.0 stays."""
+        part = None if is_list(k) or isinstance(k, Rule) else parse_k(k)
+        if not isinstance(part, float):
+            raise KVPatchError(
+                f"k={k!r:.60}: policy {policy.name!r} keeps heads whole, and k is their share: give k=0.5 or the like. The "
+                "others keep as many tokens as sinks= and recent= say."
+            )
+        if policy.over_heads is not None or policy.over_layers is not None:
+            raise KVPatchError(
+                f"policy {policy.name!r} divides a budget over heads or layers that has no size: its heads keep everything, or "
+                "sinks= and recent= tokens. Use the policy inside."
+            )
+        few = policy.scope.sinks + policy.scope.recent
+        if not isinstance(few, int) or few < 1:
+            raise KVPatchError(
+                f"recent={policy.scope.recent!r} with sinks={policy.scope.sinks!r}: they are all that heads of policy "
+                f"{policy.name!r} keep which are not whole, so give numbers of tokens, such as recent=256."
+            )
+        return k if part == 1.0 else self._table(part, few, bounds)
+
+    def _table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
+        assert self.calibration is not None
+        areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
+        order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's
+        whole = torch.zeros(len(order), dtype=torch.bool)
+        whole[order[: max(1, share(part, len(order)))]] = True
+        heads = iter(whole.tolist())
+        return [
+            [1.0 if next(heads) else few for _ in areas[layer]] if layer in areas else 1.0 for layer in range(len(bounds))
+        ]
+
+
+@dataclass(frozen=True)
 class Recall(Score):
-    """The score of a pass that measures queries: it keeps them, and ranks nothing.
+    """The score of a pass that measures queries: it keeps them and what they look at, and ranks nothing.
 
     Attributes:
         count: queries to keep, at least as many as the pass has tokens.
     """
 
     count: int = 1
+    statistics: ClassVar[tuple[str, ...]] = ("area",)
 
     @property
     def recent_queries(self) -> int:

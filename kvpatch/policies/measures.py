@@ -51,15 +51,17 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Queries of one layer over a piece of text.
+    """Queries of one layer over a piece of text, and what they look at.
 
     Attributes:
         q_HGQD: the queries as attention used them.
         rotation: None where there is none, or none is known.
         plain_HGQD: the queries moved to position 0, where nothing is turned; None without a rotation.
+        area_HT: of the key at each position, the sum "area" (statistics.py) over queries and group.
     """
 
     q_HGQD: Tensor
+    area_HT: Tensor
     rotation: Rotation | None = None
     plain_HGQD: Tensor | None = None
 
@@ -128,7 +130,13 @@ def _counted(x_HGQD: Tensor) -> Sums:
 
 
 def _mean(sums: Sums) -> Tensor:
-    return sums[1] / sums[0]
+    return sums[1] / sums[0].clamp(min=1)
+
+
+def _areas(sample: Sample) -> Sums:
+    """Return the number of queries behind the first tokens, and the sum of the areas under their curves."""
+    _, G, Q, _ = sample.q_HGQD.shape
+    return torch.tensor(max(Q - FIRST, 0)), sample.area_HT[:, FIRST:].sum(1) / G
 
 
 def _pairs(sample: Sample) -> Sums:
@@ -149,6 +157,7 @@ def _table(*rows: Measure) -> dict[str, Measure]:
     return {row.name: row for row in rows}
 
 
+FIRST = 4  # tokens that draw attention wherever a head looks, and count for no area
 # fmt: off
 MEASURES = _table(
     Measure("direction", "HD",  _products, _direction),               # the first singular direction of a group's queries
@@ -156,5 +165,6 @@ MEASURES = _table(
     Measure("norm",      "HGP", _norms,    _mean, turned=True),       # mean length of their pairs of channels
     Measure("pairs",     "P2",  _pairs,    _itself, torch.int64, turned=True, adds_up=False),     # see Rotation
     Measure("turn",      "P",   _turn,     _itself, torch.float64, turned=True, adds_up=False),
+    Measure("area",      "H",   _areas,    _mean),                    # under the curves of the attention, see WholeHeads
 )
 # fmt: on

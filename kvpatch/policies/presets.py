@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import KVPatchError, named, suggest
 from .allocation import Adaptive, Global, Pyramid
-from .calibration import QueryFilter, TriAttention
+from .calibration import QueryFilter, TriAttention, WholeHeads
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
@@ -184,6 +184,7 @@ POLICIES = _table(
     Policy("compactor",       Compactor(),            Scope(sinks=8, recent=4), schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
     Policy("q_filter",        QueryFilter(),          source="Q-Filters"),
+    Policy("duo",             WholeHeads(),           Scope(sinks=128, recent=256), source="DuoAttention"),
     Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
     Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
     Policy("r_kv",            Redundancy(),           source="R-KV", every=128),

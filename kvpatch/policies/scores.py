@@ -10,7 +10,7 @@ group, and c[i] is the number of query rows that could see token i.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -129,6 +129,13 @@ class Score:
         if value is not type(self).value:  # a wrapper may copy the attributes of the function that it wraps
             return None
         return form(self) if callable(form) else form
+
+    def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
+        """Return the budget of a policy with this score where the user asks for `k`.
+
+        bounds: sliding windows of layers, as in `Budget.parse`.
+        """
+        return k
 
     @property
     def samples(self) -> bool:

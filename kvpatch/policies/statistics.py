@@ -88,10 +88,18 @@ def _gumbel(block: Block, score: Any) -> Tensor:
     return p.log().div_(block.tau).softmax(-1).masked_fill_(p.amax(-1, keepdim=True) == 0, 0.0).sum((1, 2))
 
 
+def _area(block: Block, score: Any) -> Tensor:
+    """Sum the probability times the share of the text so far from the key on: 1 for its first token, least for its newest."""
+    _, row_NR, key_NM = block.place()
+    weight_NRM = (row_NR[..., None] - key_NM[:, None] + 1) / (row_NR[..., None] + 1).clamp(min=1)
+    return (block.p_NGRM.sum(1) * weight_NRM).sum(1)
+
+
 _TINY = 1e-30  # divisor of a row of padding, whose sum is zero
 STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
     "sum": Statistic(_sum, kernel="sum"),
     "squares": Statistic(_squares, kernel="squares"),
     "count": Statistic(_count, kernel="count"),
     "gumbel": Statistic(_gumbel, kernel="gumbel"),
+    "area": _area,
 }

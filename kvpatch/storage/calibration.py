@@ -98,11 +98,14 @@ def _about(text: str) -> dict[str, Any]:
 
 
 def _check(about: dict[str, Any], found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless the tensors are those that the description says: of each layer all, or those without turns."""
-    plain = [name for name, measure in MEASURES.items() if not measure.turned]
+    """Raise InvalidError unless the tensors are those that the description says.
+
+    Of each layer these are the directions; all that is without turns, or nothing of it; and areas, but in older files.
+    """
+    turned = [name for name, measure in MEASURES.items() if measure.turned]
     for layer in about["layers"]:
         own = [name for name in MEASURES if f"{layer}.{name}" in found]
-        if own not in (plain, [*MEASURES]):
+        if "direction" not in own or 0 < sum(name in own for name in turned) < len(turned):
             raise InvalidError(f"of layer {layer} it holds {', '.join(own) or 'nothing'} where {', '.join(MEASURES)} belong")
         sizes = dict[str, int]()
         for name in own:

@@ -83,6 +83,18 @@ def test_floors_and_windows(search):
     assert search(loss).run(policies("adakv")).policy.options()["floor"] == 0.5
 
 
+def test_the_least_of_the_grid_is_tried(search):
+    assert search(lambda policy, k: 0.0)._uniform("h2o", kvpatch.get_policy("h2o")).k == (GRID[0],) * 2
+
+
+def test_bands_of_unequal_sizes_exchange_as_many_tokens(search):
+    one = search(lambda policy, k: 0.0)
+    one.layers, one.bands = 3, [range(2), range(2, 3)]
+    start = tuning.Setting("h2o", kvpatch.get_policy("h2o"), (0.5,) * 3, Quality(1.0, 0.75))
+    moved = one._moved_by(start, 0.1).k
+    assert moved != start.k and sum(moved) == pytest.approx(1.5)
+
+
 def test_one_number_where_the_policy_divides_it(search):
     for name in ("pyramidkv", "layer_defensive"):
         one = search(lambda policy, k: 0.6 - k[0])

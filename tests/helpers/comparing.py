@@ -40,6 +40,8 @@ SMALL = {name: {"window": 5, "kernel": 3} for name in WINDOWED} | {
     "compactor": {"sketch": 5, "chunk": 7, "sinks": 3, "recent": 2},
     "kvzip": {"chunk": 11, "instruction": (3, 1)},
     "kvzip_plus": {"chunk": 11, "instruction": (3, 1)},
+    "duo": {"sinks": 2, "recent": 5},
+    "tri_attention": {"reach": 64},
 }
 # and such as make texts of that length evict several times while they are generated
 SMALL_STEPS = {
@@ -47,7 +49,25 @@ SMALL_STEPS = {
     "lazy": {"alpha": 0.05, "recent": 1, "every": 3},
     "r_kv": {"window": 3, "kernel": 3, "every": 3},
     "vase": {"window": 3, "kernel": 3, "every": 3, "sinks": 1},
+    "tri_attention": {"every": 3},
 }
+
+
+@functools.cache
+def calibration_of(name, dtype=torch.float64):
+    """A calibration of a tiny model, made once."""
+    with torch.no_grad():
+        return calibrate(make(name, dtype=dtype), [prompt(1, 30, seed=3)])
+
+
+def calibrated(policy, name, dtype=torch.float64):
+    """The calibration as an option, if the policy needs one; None if the model has not what it measures."""
+    if policy not in CALIBRATED:
+        return {}
+    found = calibration_of(name, dtype)
+    return {"calibration": found} if set(kvpatch.get_policy(policy).score.calibrated) <= set(found.layers[0]) else None
+
+
 WRAPS = {
     "pyramid": kvpatch.policies.pyramid,
     "adaptive": kvpatch.policies.adaptive,

@@ -13,7 +13,7 @@ import kvpatch
 from kvpatch.arch.bound import BoundAdapter
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.accelerate import device_of
-from tests.helpers.comparing import DECODING, EVICTING, SMALL_STEPS
+from tests.helpers.comparing import CALIBRATED, DECODING, EVICTING, SMALL, SMALL_STEPS, calibrated
 from tests.helpers.elsewhere import SECOND, move, second_device
 from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt, snapshot
@@ -253,8 +253,10 @@ def test_half_precision(name, dtype):
 def test_policies_in_half_precision(dtype):
     """They hold their budget of tokens, and scores are summed in float32."""
     model = make("llama_gqa", dtype=dtype)
-    for policy in ("full", *EVICTING, *DECODING):
+    for policy in ("full", *EVICTING, *DECODING, *CALIBRATED):
         options = {"window": 5} if "window" in kvpatch.get_policy(policy).options() else {}
+        if policy in CALIBRATED:
+            options = SMALL.get(policy, {}) | calibrated(policy, "llama_gqa", dtype)
         options |= {**SMALL_STEPS[policy], "every": 1} if policy in SMALL_STEPS else {}
         with kvpatch.patched(model, policy, 0.3, **options):
             logits, cache = force(model, IDS, FED)
@@ -262,7 +264,9 @@ def test_policies_in_half_precision(dtype):
         assert torch.isfinite(logits).all()
         assert cache.layers[0].keys.dtype == dtype
         assert all(tensor.dtype != dtype for tensor in cache.layers[0].state.values())
-        if kvpatch.get_policy(policy).schedule == "both" and policy != "full":
+        if policy == "duo":
+            assert {7, IDS.shape[1] + FED.shape[1]} >= {*cache.held(0).unique().tolist()}
+        elif kvpatch.get_policy(policy).schedule == "both" and policy != "full":
             assert (cache.held(0) == 9).all()
 
 

@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 
 import kvpatch
 from tests.helpers import joined, sequences
-from tests.helpers.comparing import CONTENT, DECODING, EVICTING, SMALL, SMALL_STEPS, WINDOWED, combined, distinct
+from tests.helpers.comparing import (
+    CALIBRATED,
+    CONTENT,
+    DECODING,
+    EVICTING,
+    SMALL,
+    SMALL_STEPS,
+    WINDOWED,
+    calibrated,
+    combined,
+    distinct,
+)
 from tests.helpers.joined import Loop, do, scenario
 from tests.helpers.marks import slow_but
 from tests.helpers.running import RAGGED, kept, run, uneven
@@ -15,12 +26,17 @@ from tests.helpers.sequences import settings_of_a_patch
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 
 
-@pytest.mark.parametrize("policy", [*(name for name in EVICTING if name not in RAGGED), *RAGGED])
+@pytest.mark.parametrize("policy", [*(name for name in EVICTING if name not in RAGGED), *RAGGED, *CALIBRATED])
 @pytest.mark.parametrize("name", FIVE)
 def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):
     model, lengths = make(name), [36, 23, 30]
     ids, fed = distinct(3, 36, 8) if policy in CONTENT else (prompt(3, 36), prompt(3, 8, seed=2))
     options, ragged = {"window": 5} if policy in WINDOWED and policy not in RAGGED else {}, policy in RAGGED
+    if policy in CALIBRATED:
+        own = calibrated(policy, name, torch.float32)
+        if own is None:
+            pytest.skip(f"{name} has no rotations")
+        options, ragged = SMALL.get(policy, {}) | SMALL_STEPS.get(policy, {}) | own, policy == "duo"
     policy = RAGGED.get(policy, policy)
     logits, cache = run(model, ids, fed, policy, 0.4, left_pad(ids, lengths), **options)
     together = kept(uneven(cache) if ragged else cache)
@@ -92,15 +108,18 @@ def test_any_sequence_of_one_cache(path, chosen, rows, n, deeds):
         sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
-@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "tova", "adakv"), ["full", *EVICTING, *DECODING]))
+@pytest.mark.parametrize("policy", slow_but(("h2o", "keyformer", "tova", "adakv"), ["full", *EVICTING, *DECODING, *CALIBRATED]))
 def test_joined_rows_of_every_policy_and_architecture(policy):
     """Joined, dropped and added between steps, each row gives what it gives alone; rows of one budget, and of their own."""
     options = SMALL.get(policy, {}) | SMALL_STEPS.get(policy, {})
     if policy == "keyformer":
         options["generation_length"] = 9
     for index, name in enumerate(FIVE, kvpatch.list_policies().index(policy)):
-        model = make(name, dtype=torch.float64)
-        with torch.no_grad(), kvpatch.patched(model, policy, (0.4, 6)[index % 2], **options) as patch:
+        model, own = make(name, dtype=torch.float64), calibrated(policy, name)
+        if own is None:
+            continue
+        k = 0.4 if policy == "duo" else (0.4, 6)[index % 2]
+        with torch.no_grad(), kvpatch.patched(model, policy, k, **options, **own) as patch:
             scenario(Loop(model, patch))
 
 

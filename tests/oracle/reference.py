@@ -46,6 +46,7 @@ from tests.oracle.reference_selection import (
     threshold,
     tokens,
     two_stage,
+    whole_heads,
     worst,
 )  # fmt: skip
 
@@ -120,6 +121,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "covariance": True,
     },
     "q_filter": {"score": "projection", "calibration": None},
+    "duo": {"score": "streaming", "sinks": 128, "recent": 256, "calibration": None},
     "tri_attention": {"score": "probe", "schedule": "decode", "every": 128, "calibration": None, "reach": 65536},
     "raas": {"score": "last_use", "schedule": "decode", "alpha": 1e-4},
     "lazy": {"score": "recurrence", "schedule": "decode", "alpha": 1e-4, "recent": 128, "every": 128},
@@ -159,7 +161,7 @@ AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor"
 LATER = ("last_use", "recurrence")  # of generated tokens alone
 RECENT = ("redundancy", "sampled")  # by the last queries, of the prompt or generated
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("random", "recency", "lattice", "key_norm", "projection", "probe", "key_diff", "lag", "compactor")
+NO_WEIGHTS = ("random", "recency", "streaming", "lattice", "key_norm", "projection", "probe", "key_diff", "lag", "compactor")
 NO_WEIGHTS += (*LATER, *RECENT)
 
 
@@ -358,6 +360,9 @@ class Oracle:
         reaches = [decoder.reach(l) for l in range(L)]
         # Where some layers slide and others see all, the sliding ones bound themselves: the policy acts on the others.
         self.bounded = [window is not None and None in reaches for window in reaches]
+        if options["score"] == "streaming":
+            areas = [None if self.bounded[l] else options["calibration"].layers[l]["area"].tolist() for l in range(L)]
+            self.k = whole_heads(k, areas, options["sinks"] + options["recent"])
         self.marked = {i for i, chosen in enumerate(options["protect"] or []) if chosen}
         self.protect: set[int] = set()  # those of the prompts so far
         self.margin = math.inf
@@ -709,7 +714,7 @@ class Oracle:
                 assert self.draw is not None
                 u = {i: self.draw("uniform", l, g, self.newest, i) for i in sorted(self.keys[l][g])}
                 return {i: u[i] for i in candidates}
-            case "recency":
+            case "recency" | "streaming":
                 return {i: float(i) for i in candidates}
             case "lattice":
                 return {i: lattice(i, o["dilation"]) for i in candidates}

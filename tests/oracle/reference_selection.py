@@ -31,6 +31,19 @@ def budget(k: float, n: int) -> int | None:
     return k
 
 
+def whole_heads(k: float, areas: Sequence[list[float] | None], few: int) -> float | list[float | list[float]]:
+    """DuoAttention: the share k of the heads of all layers, those of the largest area, keeps everything, at least one head; the
+    others keep `few` tokens. Of equal areas the lower layer's goes first, then the lower head's. None: a layer that bounds
+    itself."""
+    if k == 1.0:
+        return k
+    order = sorted((-area, l, g) for l, heads in enumerate(areas) for g, area in enumerate(heads or []))
+    whole = {(l, g) for _, l, g in order[: max(1, math.floor(k * len(order) + EPSILON))]}
+    return [
+        1.0 if heads is None else [1.0 if (l, g) in whole else few for g in range(len(heads))] for l, heads in enumerate(areas)
+    ]
+
+
 def pyramid(b: int, layers: int, beta: float, w: int, n: int | None) -> list[int]:
     """PyramidKV: budgets that fall linearly from the first to the last layer, layers * b tokens in all.
 

@@ -144,6 +144,102 @@ def test_probes_of_longer_queries():
     certain("llama_gqa", "tri_attention", 5, steps=14, model=of_kind("yarn"), **STEPS)
 
 
+@pytest.mark.parametrize(
+    ("k", "more"),
+    [(0.5, {}), (0.3, {"every": 3}), (0.75, {"block": 7}), (0.5, {"schedule": "prompt", "bits": 8}), (1.0, {})],
+    ids=str,
+)
+def test_whole_heads_as_the_oracle_has_it(model, calibration, k, more):
+    certain("llama_gqa", "duo", k, steps=14, model=model, calibration=calibration, sinks=2, recent=4, **more)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "bloom", "mistral"])
+def test_areas_are_those_under_the_cumulated_attention(name):
+    """Row by row from the oracle's probabilities, as literal cumulated sums."""
+    model, cumulated = of_kind(name), {}
+    with torch.no_grad():
+        layers = calibrate(model, [prompt(1, 30, seed=3), prompt(1, 17, seed=4), prompt(1, 3, seed=5)]).layers
+    for n, seed in ((30, 3), (17, 4)):
+        oracle = reference.Oracle(decoder_of(model), n, 1.0, reference.settings("full", {}), 1, None)
+        oracle.forward(prompt(1, n, seed=seed)[0].tolist())
+        for l, heads in enumerate(oracle.rows):
+            for g, rows in enumerate(heads):
+                for row in rows[4:]:
+                    for h in range(oracle.G):
+                        a = [row.a[i][h] if i in row.a and i >= 4 else 0.0 for i in range(row.t + 1)]
+                        cumulated.setdefault((l, g), []).append(sum(sum(a[: i + 1]) for i in range(len(a))) / len(a))
+    assert len(cumulated) == sum(len(own["area"]) for own in layers.values())
+    for (l, g), areas in cumulated.items():
+        assert float(layers[l]["area"][g]) == pytest.approx(sum(areas) / len(areas), abs=1e-6)
+
+
+def test_texts_too_short_for_an_area(model):
+    with torch.no_grad():
+        own = calibrate(model, [prompt(1, 4)]).layers
+    assert all(torch.equal(found["area"], torch.zeros(2)) for found in own.values())
+
+
+AREAS = [[0.2, 0.5], [0.4, 0.2]]
+
+
+@pytest.fixture
+def areas(calibration):
+    layers = {layer: dict(calibration.layers[layer]) | {"area": torch.tensor(own)} for layer, own in enumerate(AREAS)}
+    return dataclasses.replace(calibration, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("k", "table"),
+    [
+        (0.5, ((7, 1.0), (1.0, 7))),
+        (0.01, ((7, 1.0), (7, 7))),  # at least one
+        ("25%", ((7, 1.0), (7, 7))),
+        (0.75, ((1.0, 1.0), (1.0, 7))),  # of equal areas the lower layer's
+        (torch.tensor(0.99), ((1.0, 1.0), (1.0, 7))),
+        (1.0, (1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_heads_of_the_largest_areas_are_whole(model, areas, k, table):
+    with kvpatch.patched(model, "duo", k, calibration=areas, sinks=2, recent=5) as patch:
+        assert patch.settings.budget.per_layer == table
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        for layer, own in enumerate(table):
+            for head, size in enumerate(own if isinstance(own, tuple) else (own, own)):
+                places = cache.positions(layer)[0, head]
+                held = sorted(places[places >= 0].tolist())
+                assert held == ([0, 1, *range(15, 20)] if size == 7 else list(range(20)))
+
+
+def test_layers_with_a_window_of_their_own_have_no_whole_heads():
+    model = make_family("gpt_neo", dtype=torch.float64)
+    with torch.no_grad():
+        own = calibrate(model, [prompt(1, 20)])
+    with kvpatch.patched(model, "duo", 0.5, calibration=own, sinks=1, recent=2) as patch:
+        bounds, per_layer = patch.settings.bounds, patch.settings.budget.per_layer
+        assert None in bounds and {*bounds} != {None}
+        assert [one == 1.0 for one in per_layer] == [bound is not None for bound in bounds]
+    certain("gpt_neo", "duo", 0.5, model=model, calibration=own, sinks=1, recent=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "k", "more", "says"),
+    [
+        *(("duo", k, {}, r"k=.*: policy 'duo' keeps heads whole, and k is their share: give k=0.5") for k in (
+            384, "2GiB", [0.5, 0.5], [[1.0, 7], [7, 7]], kvpatch.Mass(0.9), kvpatch.Share(0.5))),
+        ("duo", 0.0, {}, "is not a share in"),
+        ("duo", 0.5, {"recent": 0.5}, "recent=0.5 with sinks=128: .* give numbers of tokens, such as recent=256"),
+        ("duo", 0.5, {"recent": 0, "sinks": 0}, "recent=0 with sinks=0: "),
+        ("adaptive(duo)", 0.5, {}, "'adaptive_duo' divides a budget over heads or layers that has no size"),
+        ("pyramid(duo)", 0.5, {}, "'pyramid_duo' divides a budget over heads or layers"),
+    ],
+)  # fmt: skip
+def test_whole_heads_have_no_other_budget(model, calibration, policy, k, more, says):
+    with pytest.raises(KVPatchError, match=says):
+        kvpatch.patch(model, policy, k, calibration=calibration, **more)
+
+
 def test_kernels_attend_and_torch_evicts_alike(model, calibration):
     certain("llama_gqa", "q_filter", 9, model=model, calibration=calibration, backend="torch", pads=(0, 0))
 
@@ -151,7 +247,9 @@ def test_kernels_attend_and_torch_evicts_alike(model, calibration):
 def test_the_file_is_read_as_it_was_written(model, calibration, path):
     again = kvpatch.load_calibration(path)
     assert again == calibration and again.model == dict(calibration.model) and repr(again) == repr(calibration)
-    assert len({again, calibration}) == 1
+    assert len({again, calibration}) == 1 and repr(again) == f"<Calibration {again.digest[:16]}>"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        again.tokens = 1
     with kvpatch.patched(model, "q_filter", 6, calibration=again) as patch:
         cache = patch.new_cache()
         model(prompt(1, 12), past_key_values=cache)
@@ -190,8 +288,8 @@ BAD = [
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
     (lambda about, t: about.update(layers=[0, 0]), "its layers are"),
-    (lambda about, t: t.pop("1.direction"), "of layer 1 it holds mean, norm, pairs, turn where direction, mean"),
-    (lambda about, t: t.pop("0.norm"), "of layer 0 it holds direction, mean, pairs, turn where"),
+    (lambda about, t: t.pop("1.direction"), "of layer 1 it holds mean, norm, pairs, turn, area where direction, mean"),
+    (lambda about, t: t.pop("0.norm"), "of layer 0 it holds direction, mean, pairs, turn, area where"),
     (lambda about, t: t.update(more=torch.zeros(2)), "it holds more, which are no statistics of its layers"),
     (numbers, "not finite"), (shape, "1.direction is torch.float32 .3. where torch.float32 .H, D. belongs"),
     (narrower, "0.pairs is torch.int64 .4, 2. where torch.int64 .3, 2. belongs"),
@@ -241,12 +339,13 @@ def test_without_a_rotation(name):
     model = of_kind(name)
     with torch.no_grad():
         own = calibrate(model, [prompt(1, 20, seed=3)])
-    assert {*own.layers[0]} == {"direction"}
+    assert {*own.layers[0]} == {"direction", "area"}
     for given in (own, None):
         with pytest.raises(KVPatchError, match="policy 'tri_attention' .*use another policy, such as"):
             kvpatch.patch(model, "tri_attention", 6, calibration=given)
-    with kvpatch.patched(model, "q_filter", 6, calibration=own):
-        pass
+    for policy, k in (("q_filter", 6), ("duo", 0.5)):
+        with kvpatch.patched(model, policy, k, calibration=own):
+            pass
 
 
 def test_a_file_without_mean_queries(model, calibration, path):
@@ -262,6 +361,8 @@ def test_a_file_without_mean_queries(model, calibration, path):
         pass
     with pytest.raises(KVPatchError, match="calibration= has nothing for 'mean' of layer 0: calibrate this model anew"):
         kvpatch.patch(model, "tri_attention", 6, calibration=old)
+    with pytest.raises(KVPatchError, match="calibration= has nothing for 'area' of layer 0: calibrate this model anew"):
+        kvpatch.patch(model, "duo", 0.5, calibration=old)
     wide = dict(calibration.layers[1]) | {"mean": calibration.layers[1]["mean"][..., :3]}
     other = dataclasses.replace(calibration, layers={**calibration.layers, 1: wide})
     with pytest.raises(KVPatchError, match=r"has \[2, 2, 3\] for 'mean' of layer 1 where \[2, 2, 8\] belongs"):
@@ -283,5 +384,7 @@ def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     assert run(*arguments, "-o", f"calibration={out}").exit_code == 0
     probing = [argument if argument != "q_filter" else "tri_attention" for argument in arguments]
     assert run(*probing, "-o", f"calibration={out}", "-o", "every=1").exit_code == 0
+    whole = [argument if argument != "q_filter" else "duo" for argument in arguments[:-1]]
+    assert run(*whole, 0.5, "-o", f"calibration={out}", "-o", "sinks=1").exit_code == 0
     assert "needs a calibration" in run(*probing).output
     assert "needs a calibration" in run(*arguments).output

@@ -8,9 +8,11 @@ import torch
 
 import kvpatch
 from kvpatch.attention import compress
+from kvpatch.hooks.target import Target
 from kvpatch.policies import content
+from kvpatch.policies.calibration import Calibration
 from tools.peer_presses import PRESSES, counts
-from tools.reliability.peer_scores import CASES, RATIO, TABLE, TOKENS, sketch, small_model, text
+from tools.reliability.peer_scores import AREAS, CASES, RATIO, RECENT, SINKS, TABLE, TOKENS, sketch, small_model, text
 
 PEER = json.loads(TABLE.read_text())
 
@@ -67,3 +69,15 @@ def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
         if policy == "leverage":  # a press standardizes over all heads
             own = (own - own.mean()) / own.std()
         torch.testing.assert_close(own, peer, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_that_stream_keep_the_peer_s_tokens(model):
+    layers = {layer: {"area": torch.tensor(areas)} for layer, areas in enumerate(AREAS)}
+    calibration = Calibration(Target.find(model).identity(), layers, 1, "")
+    with torch.no_grad(), kvpatch.patched(model, "duo", RATIO, calibration=calibration, sinks=SINKS, recent=RECENT) as patch:
+        cache = patch.new_cache()
+        model(text(), past_key_values=cache)
+    for layer, heads in enumerate(PEER["duo"]["kept"]):
+        for head, wanted in enumerate(heads):
+            places = cache.positions(layer)[0, head]
+            assert places[places >= 0].sort().values.tolist() == wanted

@@ -1,8 +1,6 @@
 """A state machine over one patched model and up to three caches: whatever is done in whatever order, and wherever an
 exception is thrown, each row answers as an oracle of its own text does, or its cache refuses to be used any more."""
 
-from dataclasses import replace
-
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -243,9 +241,7 @@ class Machine(Base):
                 check_cache(live.cache, live.shadow)
         chosen = self.chosen
         if other is not None:
-            positions = "original" if chosen.name == "gpt2" else other.positions
-            k = other.k if other.fits(chosen.name) else 0.4
-            chosen = replace(other, name=chosen.name, positions=positions, k=k)
+            chosen = other.on(chosen.name)
         self.enter(chosen, fault)
         for live in list(self.lives):
             if live.rows:

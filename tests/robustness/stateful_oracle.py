@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import kvpatch
 from kvpatch.policies.budgets import Rule
 from tests.helpers.comparing import (
     ANY_SCHEDULE,
+    CALIBRATED,
     DECODING,
     EVICTING,
     MARGIN,
@@ -21,6 +22,7 @@ from tests.helpers.comparing import (
     TOLERANCE,
     WAITING,
     WINDOWED,
+    calibrated,
     combined,
     draw,
     plain,
@@ -63,10 +65,15 @@ class Chosen:
     def one_turn(self) -> bool:
         return dict(self.options).get("schedule") == "decode"
 
-    def fits(self, name: str) -> bool:
-        """Whether a table of budgets has a number for each KV head of this model."""
-        heads = subject(name)[1].kv_heads
-        return all(not isinstance(one, tuple) or len(one) == heads for one in (self.k if isinstance(self.k, tuple) else ()))
+    def on(self, name: str) -> "Chosen":
+        """These settings for another model, where it has what they need: else a table of budgets is 0.4, and a policy h2o."""
+        heads, own = subject(name)[1].kv_heads, calibrated(self.policy, name)
+        if own is None:
+            return Chosen(name, "h2o", 0.4)
+        tables = self.k if isinstance(self.k, tuple) else ()
+        k = self.k if all(not isinstance(one, tuple) or len(one) == heads for one in tables) else 0.4
+        positions = "original" if name == "gpt2" else self.positions
+        return replace(self, name=name, positions=positions, k=k, options=tuple((dict(self.options) | own).items()))
 
     def patched(self, model: Any) -> Any:
         extra = {"generation_length": TAU_STEPS} if self.policy == "keyformer" else {}
@@ -104,11 +111,28 @@ def budgets_of_heads(choose: Any, heads: int) -> Any:
     )
 
 
+def own_options(choose: Any, name: str, policy: str, wrap: tuple[str, ...], k: Any) -> dict[str, Any]:
+    """A schedule that the policy has, and options that suit short texts."""
+    if policy in WINDOWED:
+        return {"window": choose(st.integers(1, 4)), "kernel": 3}
+    if policy in DECODING:
+        return {**SMALL_STEPS[policy], "schedule": kvpatch.get_policy(policy).schedule}
+    if policy not in (*ANY_SCHEDULE, *CALIBRATED):
+        return {}
+    schedule = choose(st.sampled_from(("both", "both", "prompt", "decode")))
+    whole = "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
+    if (schedule == "decode" and whole) or schedule not in kvpatch.get_policy(policy).score.schedules:
+        schedule = "both"
+    own = SMALL.get(policy, {}) if policy in CALIBRATED else {}
+    return {**own, **(calibrated(policy, name) or {}), "schedule": schedule}
+
+
 @st.composite
 def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     """Any architecture, policy and combination that go together."""
     name = choose(st.sampled_from(FIVE)) if name is None else name
-    policy = choose(st.sampled_from((*EVICTING, *DECODING, "full")))
+    policy = choose(st.sampled_from((*EVICTING, *DECODING, *CALIBRATED, "full")))
+    policy = "q_filter" if calibrated(policy, name) is None else policy
     wrap = tuple(one for one in ("pyramid", "adaptive", "critical") if policy != "full" and choose(st.integers(0, 3)) == 0)
     wrap = wrap if fits(policy, wrap) else tuple(one for one in wrap if one == "pyramid")
     k = choose(st.one_of(st.sampled_from((0.3, 0.5, 0.8)), st.integers(1, 12), st.sampled_from((1.0, (0.4, 3), (1.0, 2)))))
@@ -117,16 +141,11 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     if policy in SEVERAL and choose(st.integers(0, 3)) == 0:
         k, wrap = budgets_of_heads(choose, subject(name)[1].kv_heads), ()
         options |= SEVERAL[policy]
+    if policy == "duo":
+        k, wrap = choose(st.sampled_from((0.3, 0.5, 0.8, 1.0))), ()
     if policy in EVICTING and choose(st.integers(0, 4)) == 0:
         wrap = (*wrap, "merged")
-    if policy in WINDOWED:
-        options |= {"window": choose(st.integers(1, 4)), "kernel": 3}
-    elif policy in DECODING:
-        options |= {**SMALL_STEPS[policy], "schedule": kvpatch.get_policy(policy).schedule}
-    elif policy in ANY_SCHEDULE:
-        options["schedule"] = choose(st.sampled_from(("both", "both", "prompt", "decode")))
-        whole = "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
-        options["schedule"] = "both" if options["schedule"] == "decode" and whole else options["schedule"]
+    options |= own_options(choose, name, policy, wrap, k)
     options |= {"lag": 3} if policy == "lag_kv" else SMALL[policy] if policy in PLACED else {}
     anew = policy == "tova" and isinstance(k, kvpatch.Mass)  # a row's scores, which add up to nothing over steps
     if "schedule" in options and ("merged" in wrap or anew):
@@ -140,7 +159,8 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     if policy == "keyformer" and block is None:
         options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
-    positions = "renumbered" if name != "gpt2" and policy not in PLACED and choose(st.integers(0, 2)) == 0 else "original"
+    placed = policy in (*PLACED, *CALIBRATED)
+    positions = "renumbered" if name != "gpt2" and not placed and choose(st.integers(0, 2)) == 0 else "original"
     bits = choose(st.sampled_from((16, 16, 16, 8, 4)))
     if policy != "full" and not once(policy, options) and not isinstance(k, Rule):
         options["every"] = min(choose(st.sampled_from((1, 1, 2, 3, 5))), min(budgets_in_tokens(k), default=5))

@@ -108,6 +108,24 @@ MUTANTS = {
     "statistics disagree": (
         "storage/calibration.py", "or [str(size) for size in entry.shape] != right", "",
         "tests/policies/test_calibration.py::test_a_file_that_is_none"),
+    "areas of the first tokens": (
+        "policies/measures.py", "sample.area_HT[:, FIRST:]", "sample.area_HT",
+        "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
+    "areas of tokens, not of shares of the text": (
+        "policies/statistics.py", "/ (row_NR[..., None] + 1).clamp(min=1)", "/ 1",
+        "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
+    "heads that look near are whole": (
+        "policies/calibration.py", "argsort(descending=True, stable=True)", "argsort(descending=False, stable=True)",
+        "tests/policies/test_peer_scores.py::test_heads_that_stream_keep_the_peer_s_tokens"),
+    "no head is whole": (
+        "policies/calibration.py", "max(1, share(part, len(order)))", "share(part, len(order))",
+        "tests/policies/test_calibration.py::test_heads_of_the_largest_areas_are_whole"),
+    "a size is a share of heads": (
+        "policies/calibration.py", "if not isinstance(part, float):", "if part is None:",
+        "tests/policies/test_calibration.py::test_whole_heads_have_no_other_budget"),
+    "some statistics of turns are enough": (
+        "storage/calibration.py", " or 0 < sum(name in own for name in turned) < len(turned)", "",
+        "tests/policies/test_calibration.py::test_a_file_that_is_none"),
     "pairs outside a head": (
         "storage/calibration.py", "_check_pairs(layer, own)\n", "pass\n",
         "tests/policies/test_calibration.py::test_a_file_that_is_none"),

@@ -8,7 +8,7 @@ import pytest
 from tools.reliability.mutants import Module, Mutant
 from tools.reliability.mutation import in_scope
 from tools.reliability.mutation_page import interval, read_reasons, reason, write_page
-from tools.reliability.mutation_tests import UNSEEN, Tests, files
+from tools.reliability.mutation_tests import ALWAYS, UNSEEN, Tests, files
 from tools.reliability.page import ROOT
 
 SOURCE = '''
@@ -35,6 +35,12 @@ def _at(text, part=""):
     """Line and column of `part` in the line with `text`."""
     number = next(i for i, line in enumerate(SOURCE.splitlines(), 1) if text in line)
     return number, SOURCE.splitlines()[number - 1].index(part or text)
+
+
+def test_tests_that_every_mutant_meets_are_there():
+    for name in (*ALWAYS, *UNSEEN):
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text(), name
 
 
 def test_what_is_left_out():

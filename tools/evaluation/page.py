@@ -54,9 +54,10 @@ REASONED = """\
 One model writes walks through a graph (`tools/training/walks.py`): a prompt of 163 tokens and a trace of 577, in which a visit
 takes up what the node's last visit wrote, at distances that the graph decides. k is the share of prompt and trace that a head
 holds at most, in every column. prompt kept: only the trace is evicted. every m: eviction takes m tokens at once, so that a head
-is down to m - 1 tokens less each time. raas and lazy always keep the prompt; lazy, r_kv and vase are run with a rhythm alone,
-as published. A record is needed once more, when its node is visited again, and never after. The model makes one mistake in some
-25 visits with its full cache, which `visits` forgives and the other measures do not: read that one. Intervals are over walks of
+is down to m - 1 tokens less each time. raas and lazy always keep the prompt; lazy, r_kv, tri_attention and vase are run with a
+rhythm alone, as published; tri_attention has a calibration of four other walks, and evicts from the prompt too, which its paper
+keeps. A record is needed once more, when its node is visited again, and never after. The model makes one mistake in some 25
+visits with its full cache, which `visits` forgives and the other measures do not: read that one. Intervals are over walks of
 one trained model; they know nothing of other models."""
 
 
@@ -207,21 +208,23 @@ def _reasoning(table: Table) -> str:
         spread = "" if metric == task.metric else f" Under a budget: {min(means):.3f} to {max(means):.3f}."
         lines += [f"- `{metric}`: {words}. Full cache: {shown(table.mean(('full', 1.0), metric))}.{spread}"]
     for k in table.budgets:
+        ran = {cell[0] for cell in cells if cell[1] == k and table.mean(cell, task.metric) is not None}
+        ways = [way for way in RHYTHMS if any(f"{policy}, {way}" in ran for policy in policies)]
+        own = [policy for policy in policies if any(f"{policy}, {way}" in ran for way in ways)]
         rows = [
-            [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in RHYTHMS)]
-            for policy in policies
+            [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in ways)] for policy in own
         ]
-        lines += ["", f"### {task.metric.capitalize()}, k = {budget(k)}", "", markdown(("", *RHYTHMS), rows)]
-        others = [policy for policy in policies if policy != "window"]
+        lines += ["", f"### {task.metric.capitalize()}, k = {budget(k)}", "", markdown(("", *ways), rows)]
+        others = [policy for policy in own if policy != "window"]
         rows = [
             [f"`{policy}`", *(
                 shown(table.difference((f"{policy}, {way}", k), (f"window, {way}", k), task.metric), signed=True)
-                for way in RHYTHMS
+                for way in ways
             )]
             for policy in others
         ]  # fmt: skip
         lines += ["", f"### Above a window, k = {budget(k)}", "", f"Paired differences in `{task.metric}`.", ""]
-        lines += [markdown(("", *RHYTHMS), rows)]
+        lines += [markdown(("", *ways), rows)]
     return "\n".join([*lines, "", *remarks(table), ""])
 
 

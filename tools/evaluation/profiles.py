@@ -17,15 +17,16 @@ import torch
 import kvpatch
 from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 from kvpatch.cli.needles import task_needles
-from kvpatch.cli.tune_command import TRIED
 from kvpatch.evaluation.divergence import Comparison, Figures
 from kvpatch.evaluation.tune import Pieces, Search, cut, tune
 from tools.docs_tables import markdown
 from tools.evaluation.stats import Bootstrap, Estimate
 from tools.training.text import python_sources, text_stream
 
+TRIED = "streaming_llm,h2o,roco,tova,snapkv,adakv,critical_adakv,layer_defensive"
+"""Policies that the searches of the table try. None of them is meant for questions that come later."""
 MORE = "key_diff,leverage,compactor,kvzip"
-"""Policies for questions that come later, which the search tries where it is told to."""
+"""Policies for questions that come later; `kvpatch tune` tries the first three by default."""
 HEADS = ("text", "profile", "bytes", "KL", "best fixed, its KL", "fixed - profile", "worse, alike, better")
 TOLERANCE = 0.05
 STEPS = 80

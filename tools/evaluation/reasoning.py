@@ -24,6 +24,7 @@ import torch
 
 from kvpatch import get_policy
 from kvpatch.errors import KVPatchError
+from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.evaluation.teacher_forcing import feed
 from tools.training import walks
 
@@ -37,6 +38,9 @@ RHYTHMS: dict[str, int] = {"every token": 1, KEPT: 1, "every 32": 32, "every 128
 
 OWN: dict[str, dict[str, Any]] = {"lazy": {"recent": 32}, "vase": {"window": 32}}
 """Windows for a trace of some hundred tokens; those of the papers are for many thousands."""
+
+CALIBRATES = 4
+"""Walks that a calibration is of: others than the samples, and as long."""
 
 REPEATS, LOOP = 3, 12
 """A text loops whose end is the same words three times in a row, and these are twelve tokens or more together."""
@@ -67,11 +71,12 @@ def score(written: Sequence[int], trace: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt and the trace that should follow. draw: see together.py."""
+    """A prompt and the trace that should follow. draw: see together.py. graph: its nodes, and exits of each."""
 
     ids: Tokens
     trace: Tokens
     draw: int
+    graph: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +98,7 @@ class Reasoning(Task):
     models = (f"{WALKS}-0",)
     policies = (
         "random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff", "cur",
-        "raas", "lazy", "r_kv", "vase",
+        "raas", "lazy", "r_kv", "tri_attention", "vase",
     )  # fmt: skip
     budgets = (0.35, 0.5)
     count = 24
@@ -147,7 +152,7 @@ class Reasoning(Task):
             raise KVPatchError(f"nodes={nodes}, exits={exits}: a walk has {n} tokens, and {subject.name} has {most} positions.")
         rows = [(batch.prompt_BT[0].tolist(), batch.continuation_BT[0].tolist()) for batch in made]
         return [
-            Sample(str(i), n, Asked(ids, trace, i // ROWS_PER_DRAW), {}, digest(ids, trace))
+            Sample(str(i), n, Asked(ids, trace, i // ROWS_PER_DRAW, (nodes, exits)), {}, digest(ids, trace))
             for i, (ids, trace) in enumerate(rows)
         ]
 
@@ -161,7 +166,7 @@ class Reasoning(Task):
         seed: int,
     ) -> Iterator[dict[str, Any]]:
         for part, draw in together(samples, request.batch, setting):
-            own = held(setting, *part[0].data.shape)
+            own = calibrated(held(setting, *part[0].data.shape), subject, part[0].data.graph)
             n, new = part[0].data.shape
             tokens_BT = torch.tensor([sample.data.ids + sample.data.trace for sample in part])[:, :-1]
             with own.told(new).patched(subject.model, seed_of(seed, draw)):
@@ -171,6 +176,15 @@ class Reasoning(Task):
                 texts = generate(subject, [sample.data.ids for sample in part], new)
             for sample, guessed, written in zip(part, guesses, texts, strict=True):
                 yield {"visits": share_right(guessed, sample.data.trace), **score(written, sample.data.trace)}
+
+
+def calibrated(setting: Setting, subject: Subject, graph: tuple[int, int]) -> Setting:
+    """The setting with a calibration of true traces, if its policy needs one."""
+    if setting.policy == FULL.policy or not get_policy(setting.policy).score.calibrated:
+        return setting
+    rngs = (random.Random(f"calibration {i}") for i in range(CALIBRATES))
+    pieces = [walks.walk(rng, 1, nodes=graph[0], exits=graph[1]).tokens_BT.to(subject.model.device) for rng in rngs]
+    return replace(setting, options=setting.options | {"calibration": calibrate(subject.model, pieces)})
 
 
 def held(setting: Setting, n: int, new: int) -> Setting:

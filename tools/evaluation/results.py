@@ -33,14 +33,15 @@ from tools.training.train import SHIPPED
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
 WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
 FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS))
-THINKING = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "key_diff", "raas", "lazy", "r_kv", "vase")
+THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
+THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
     "later": {"models": FIFTEEN, "budgets": (0.2, 0.4), "count": 24},
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
     "bits": {"models": FIVE},
-    "reasoning": {"models": WALKERS, "budgets": (0.5,), "count": 12, "policies": THINKING},
+    "reasoning": {"models": WALKERS, "budgets": (0.3, 0.5), "count": 12, "policies": THINKING},
     "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
     "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},
     "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},

@@ -49,9 +49,13 @@ def _runs_nowhere(table: Table, cell: Cell) -> bool:
 def remarks(table: Table) -> list[str]:
     """What did not run, and what did not fit its budget; each once."""
     said: dict[str, list[str]] = {}
+    refused: dict[tuple[str, str, str], list[str]] = {}
     for (name, k), errors in table.errors.items():
         for model, error in errors.items():
-            said.setdefault(f"`{name}` does not run on {model}: {error}", []).append(budget(k))
+            refused.setdefault((model, error, budget(k)), []).append(f"`{name}`")
+    for (model, error, k_shown), names in refused.items():
+        verb = "does" if len(names) == 1 else "do"
+        said.setdefault(f"{', '.join(names)} {verb} not run on {model}: {error}", []).append(k_shown)
     for (name, k), note in table.notes.items():
         said.setdefault(f"`{name}` {note}", []).append(budget(k))
     return [f"- {text} (k = {', '.join(dict.fromkeys(budgets))})" for text, budgets in said.items()]

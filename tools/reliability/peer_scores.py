@@ -52,6 +52,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
                    {"chunk_size": 300, "kvzip_plus_normalization": True}),
 }  # fmt: skip
 
+AREAS, SINKS, RECENT = [[0.2, 0.5], [0.4, 0.3]], 16, 32
+"""Of each layer and head, for duo: which of them keep everything."""
+
 
 def sketch(shape: tuple[int, ...]) -> Tensor:
     """Return the numbers that stand in for a random matrix [1,H,D,columns] on both sides."""
@@ -84,6 +87,7 @@ def main() -> None:
         kept, scores, *sizes = (_repeated if press_name == "KVzipPress" else _evicted)(press_name, options)
         rounded = [[[float(f"{x:.9g}") for x in head] for head in one[0].tolist()] for one in scores]
         found[name] = {"kept": kept, "scores": rounded} | ({"values": sizes[0]} if press_name == "MergingPress" else {})
+    found["duo"] = {"kept": _streamed()}
     import kvpress
 
     found["presses"] = sorted(name for name in kvpress.__all__ if name.endswith("Press"))
@@ -141,12 +145,35 @@ def _repeated(name: str, options: dict[str, Any]) -> tuple[list[list[list[int]]]
             model(text(), past_key_values=transformers.DynamicCache())
     finally:
         torch.set_default_dtype(torch.float32)
+    return _unmasked(model), scores
+
+
+def _streamed() -> list[list[list[int]]]:
+    """Return where the tokens stand that heads see of which some stream, by areas in place of those of a pass over text."""
+    import kvpress
+    import numpy
+    from kvpress.presses import duo_attention_press
+
+    class Shorter(kvpress.DuoAttentionPress):  # type: ignore[misc]
+        def post_init_from_model(self, model: Any) -> None:
+            super().post_init_from_model(model)
+            self.sink_size, self.recent_size = SINKS, RECENT
+
+    press, model = Shorter(head_compression_ratio=RATIO, on_the_fly_scoring=True), small_model()
+    areas = mock.patch.object(duo_attention_press, "duo_attention_on_the_fly", return_value=numpy.array(AREAS))
+    with torch.no_grad(), areas, press(model):
+        model(text())
+    return _unmasked(model)
+
+
+def _unmasked(model: Any) -> list[list[list[int]]]:
+    """Return where the tokens stand that a press has not masked, by layer and head."""
     kept = []
     for layer in model.model.layers:
         _, heads, places = layer.self_attn.masked_key_indices
-        gone = set(zip(heads.tolist(), places.tolist(), strict=True))
-        kept.append([[i for i in range(TOKENS) if (head, i) not in gone] for head in range(scores[0].shape[1])])
-    return kept, scores
+        gone, H = set(zip(heads.tolist(), places.tolist(), strict=True)), model.config.num_key_value_heads
+        kept.append([[i for i in range(TOKENS) if (head, i) not in gone] for head in range(H)])
+    return kept
 
 
 def _made(name: str, options: dict[str, Any], scores: list[Tensor]) -> Any:
