@@ -105,7 +105,7 @@ POLICIES = {entry.name: entry for entry in (
                 "Expected Attention", "2510.00636", "prompt", {"sinks": 4, "future": 512, "eps": 0.0, "covariance": True}),
     PolicyEntry("q_filter", "attention costs too much to sum: keeps keys along what a calibration's queries seek",
                 "Q-Filters", "2503.02812", options={"calibration": None}),
-    PolicyEntry("duo", "questions come later: heads that a calibration found to look far keep everything, others the newest",
+    PolicyEntry("duo", "some heads look far back: those of a calibration keep everything, the others the first and the newest",
                 "DuoAttention", "2410.10819", options={"sinks": 128, "recent": 256, "calibration": None}),
     PolicyEntry("raas", "long answers in steps: keeps the prompt, and what was used last", "RaaS", "2502.11147", "decode",
                 {"alpha": 0.0001}),
