@@ -31,6 +31,7 @@ def test_every_architecture(name, policy, options):
 UNTURNED = ("mpt", "gpt2", "falcon_alibi", "bloom")  # which tri_attention refuses
 PROBES = [{"every": 3}, {"every": 1, "reach": 9, "schedule": "both", "sinks": 1}]
 CALIBRATIONS = [("tri_attention", options) for options in PROBES] + [("q_filter", {"every": 2}), ("q_filter", {"recent": 3})]
+CALIBRATIONS += [("learned", {}), ("learned", {"schedule": "both", "every": 2, "sinks": 1, "floor": 0.5})]
 
 
 @pytest.mark.parametrize(("policy", "options"), CALIBRATIONS, ids=[f"{p}-{i}" for i, (p, _) in enumerate(CALIBRATIONS)])
@@ -41,4 +42,5 @@ def test_by_a_calibration(name, policy, options):
         with pytest.raises(kvpatch.KVPatchError, match="positions that are rotations"):
             certain(name, policy, 6, **options)
         return
-    certain(name, policy, 9 if "schedule" in options or policy == "q_filter" else 6, steps=STEPS, **options)
+    schedule = options.get("schedule", kvpatch.get_policy(policy).schedule)
+    certain(name, policy, 6 if schedule == "decode" else 9, steps=STEPS, **options)
