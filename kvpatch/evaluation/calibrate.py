@@ -12,8 +12,8 @@ from torch import Tensor
 from ..arch.adapter import Adapter
 from ..arch.bound import BoundAdapter
 from ..cache.layer import SlotLayer
-from ..hooks.target import Target
 from ..errors import KVPatchError
+from ..hooks.target import Target
 from ..patching import patched
 from ..policies import get_policy, learned
 from ..policies.calibration import Calibration, Recall
