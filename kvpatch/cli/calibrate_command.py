@@ -1,5 +1,6 @@
-"""The commands `kvpatch calibrate` and `kvpatch learn`; what imports torch is imported inside, after what can be refused
-without it.
+"""The commands `kvpatch calibrate` and `kvpatch learn`.
+
+Whatever imports torch is imported inside, after what can be refused without it.
 """
 
 from __future__ import annotations

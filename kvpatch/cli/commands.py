@@ -1,6 +1,6 @@
-"""The app of `kvpatch`: demo, generate, check, compare, calibrate, learn, tune, serve, policies, architectures. Needs the extra `cli`.
+"""The app of `kvpatch`: demo, generate, check, compare, calibrate, learn, tune, serve, policies, architectures.
 
-Nothing here imports torch, so that help, lists and answers to typing errors are quick.
+Needs the extra `cli`. Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
 
 from __future__ import annotations

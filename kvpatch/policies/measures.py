@@ -196,7 +196,7 @@ MEASURES = _table(
     Measure("weight",    "HF",  _regression, _weight,    "scores"),     # of a token's features: see learned.Learned
 )
 # fmt: on
-WHOLE: tuple[tuple[Of, ...], ...] = (("queries",), ("queries", "turned"), ("scores",))
+WHOLE: tuple[tuple[Of, ...], ...] = (("queries", "turned"), ("queries",), ("scores",))
 """Kinds of statistics that a calibration may have of a layer."""
 
 

@@ -103,7 +103,7 @@ def _check(about: dict[str, Any], found: dict[str, Entry]) -> None:
     for layer in about["layers"]:
         own = [name for name in MEASURES if f"{layer}.{name}" in found]
         if own not in known:
-            wanted = " or ".join(", ".join(one) for one in reversed(known))
+            wanted = " or ".join(", ".join(one) for one in known)
             raise InvalidError(f"of layer {layer} it holds {', '.join(own) or 'nothing'} where {wanted} belong")
         sizes = dict[str, int]()
         for name in own:
