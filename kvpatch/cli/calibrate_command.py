@@ -12,10 +12,12 @@ import typer
 
 from ..errors import KVPatchError
 from . import options as given
+from .catalogue import check_choice
 from .loading import Source, fit, read_prompt
 from .options import one_model
 from .output import console, print_json, progress, short_errors
 
+_TEACHERS = ("kvzip_plus", "kvzip")
 _Text = Annotated[
     str | None, typer.Option("--text", help="A file of text like yours; - reads standard input.", show_default=False)
 ]
@@ -44,7 +46,7 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     """
     with short_errors():
         source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, text, out, (length, tokens), json, learn=False)
+        _measure(source, text, out, (length, tokens), json)
 
 
 def learn(  # noqa: PLR0913 - as above
@@ -52,6 +54,9 @@ def learn(  # noqa: PLR0913 - as above
     model_option: given.ModelOption = None,
     text: _Text = None,
     out: _Out = Path("learned.safetensors"),
+    teacher: Annotated[
+        str, typer.Option(help="Policy to learn from: kvzip_plus, or kvzip where the model's output projection is not known.")
+    ] = "kvzip_plus",
     length: _Length = 2048,
     tokens: _Tokens = 65536,
     dtype: given.Dtype = "auto",
@@ -67,11 +72,14 @@ def learn(  # noqa: PLR0913 - as above
     calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """
     with short_errors():
+        check_choice("teacher", teacher, _TEACHERS)
         source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, text, out, (length, tokens), json, learn=True)
+        _measure(source, text, out, (length, tokens), json, teacher)
 
 
-def _measure(source: Source, text: str | None, out: Path, sizes: tuple[int, int], json: bool, learn: bool) -> None:
+def _measure(
+    source: Source, text: str | None, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
+) -> None:
     """Read the text, `sizes` tokens at a time and in all, and write the calibration."""
     source.check()
     if text is None:
@@ -82,11 +90,11 @@ def _measure(source: Source, text: str | None, out: Path, sizes: tuple[int, int]
     from ..storage.calibration import save_calibration
 
     loaded, tokenizer = source.model(), source.tokenizer()
-    teacher = teacher_of(tokenizer, length) if learn else None
+    teacher = None if learn_from is None else teacher_of(tokenizer, length, learn_from)
     ids = tokenizer(content, return_tensors="pt").input_ids.long()[:, :tokens]
     pieces = _pieces(loaded, ids, length, teacher)
     with progress(console(stderr=True)) as bar:
-        task = bar.add_task("learning" if learn else "calibrating", total=len(pieces))
+        task = bar.add_task("calibrating" if teacher is None else "learning", total=len(pieces))
         calibration = measure(loaded, pieces, lambda: bar.advance(task), teacher)
     save_calibration(calibration, out)
     if json:

@@ -106,7 +106,7 @@ POLICIES = {entry.name: entry for entry in (
     PolicyEntry("q_filter", "attention costs too much to sum: keeps keys along what a calibration's queries seek",
                 "Q-Filters", "2503.02812", options={"calibration": None}),
     PolicyEntry("learned", "questions come later: keeps what `kvpatch learn` found a second reading of your text to look at",
-                "KVzap", "2601.07891", "prompt", {"calibration": None, "sinks": 4, "floor": 0.2}),
+                "KVzap", "2601.07891", "prompt", {"calibration": None, "sinks": 4, "floor": 0.5}),
     PolicyEntry("raas", "long answers in steps: keeps the prompt, and what was used last", "RaaS", "2502.11147", "decode",
                 {"alpha": 0.0001}),
     PolicyEntry("lazy", "long answers in steps: keeps the prompt, and what may be used again", "LazyEviction", "2506.15969",

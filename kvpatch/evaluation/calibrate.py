@@ -36,7 +36,7 @@ def calibrate(
         model: not patched.
         pieces: token ids [1,n] of pieces of text, each read by itself.
         on_piece: called after each.
-        teacher: `kvzip` as `teacher_of` makes it, to learn for the policy `learned`; None for queries.
+        teacher: policy of a second reading, as `teacher_of` makes it, to learn for the policy `learned`; None for queries.
 
     Raises:
         KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
@@ -63,9 +63,15 @@ def calibrate(
     return made(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
 
 
-def teacher_of(tokenizer: Any, chunk: int) -> Policy:
-    """Return the policy that `learned` learns from: `kvzip`, which repeats `chunk` tokens at a time in a tokenizer's words."""
-    return get_policy("kvzip").with_options(instruction=repeat_instruction(tokenizer), chunk=chunk)
+def teacher_of(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
+    """Return the policy that `learned` learns from.
+
+    Args:
+        tokenizer: of the model; the second reading's instruction is in its words.
+        chunk: tokens that are repeated at a time.
+        name: "kvzip_plus", or "kvzip" where an output projection is not known.
+    """
+    return get_policy(name).with_options(instruction=repeat_instruction(tokenizer), chunk=chunk)
 
 
 @dataclass(frozen=True)

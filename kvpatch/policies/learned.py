@@ -40,12 +40,12 @@ class Learned(CalibratedScore):
 
     s[i] = w . (v_i, ||k_i||_2, ||v_i||_2, log(1 + i), 1), where i is the token's position and w are the weights of the KV
     head. They solve least squares for log(r[i] + 0.0001) over the tokens of a text read before, those behind its sinks; r[i]
-    is the score of `kvzip` (see Repeated), which reads the text a second time. With X these features, one row per token,
-    S = diag(X^T X)^(1/2) (1 where that is 0) and y the logarithms, w = S^-1 (S^-1 X^T X S^-1 + 0.001 I)^-1 S^-1 X^T y.
+    is the score of `kvzip_plus` (see RepeatedOutputs), which reads the text a second time. With X these features, one row per
+    token, S = diag(X^T X)^(1/2) (1 where that is 0) and y the logarithms,
+    w = S^-1 (S^-1 X^T X S^-1 + 0.001 I)^-1 S^-1 X^T y.
 
     Differs from the paper: the map is of the value, two norms and the position, not of the hidden state. It is learned by
-    least squares, in one pass over the user's own text, from KVzip's scores, not KVzip+'s. What stays is a budget, not what is
-    above a threshold.
+    least squares, in one pass over the user's own text. What stays is a budget, not what is above a threshold.
 
     Attributes:
         calibration: what `load_calibration` returns of a file that `kvpatch learn` wrote.

@@ -185,7 +185,7 @@ POLICIES = _table(
     Policy("compactor",       Compactor(),            Scope(sinks=8, recent=4), schedule="prompt", source="Compactor"),
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
     Policy("q_filter",        QueryFilter(),          source="Q-Filters"),
-    Policy("learned",         Learned(),              Scope(sinks=4), schedule="prompt", source="KVzap", over_heads=Global()),
+    Policy("learned",         Learned(), Scope(sinks=4), schedule="prompt", source="KVzap", over_heads=Global(floor=0.5)),
     Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
     Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
     Policy("r_kv",            Redundancy(),           source="R-KV", every=128),

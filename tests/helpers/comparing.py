@@ -84,7 +84,8 @@ def plain(k):
 def calibration(policy, model, pieces):
     """What the policy needs to know of a model, from pieces of text."""
     taught = kvpatch.get_policy(policy).score.calibrated == ("weight",)
-    return calibrate(model, pieces, teacher=kvpatch.get_policy("kvzip").with_options(**SMALL["kvzip"]) if taught else None)
+    teacher = kvpatch.get_policy("kvzip_plus").with_options(**SMALL["kvzip_plus"])
+    return calibrate(model, pieces, teacher=teacher if taught else None)
 
 
 def combined(policy, wrap):

@@ -52,7 +52,7 @@ def test_weights_are_those_of_least_squares(name):
     model = make(name, dtype=torch.float64)
     layers, rows, scores = learned_of(model).layers, {}, {}
     for n, seed in TEXTS:
-        oracle = reference.Oracle(decoder_of(model), n, 1.0, reference.settings("kvzip", SMALL["kvzip"]), 1, None)
+        oracle = reference.Oracle(decoder_of(model), n, 1.0, reference.settings("kvzip_plus", SMALL["kvzip_plus"]), 1, None)
         oracle.forward(prompt(1, n, seed=seed)[0].tolist())
         oracle.read_again(prompt(1, n, seed=seed)[0].tolist())
         for l in range(len(oracle.noted)):
@@ -198,6 +198,10 @@ def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     assert result.exit_code == 0, result.output
     own = kvpatch.load_calibration(out)
     assert json.loads(result.stdout)["tokens"] == own.tokens <= 120 and {*own.layers[0]} == {"weight"}
+    assert run("learn", folder, "--text", tmp_path / "text", "-o", out, "--teacher", "kvzip", "--tokens", 50).exit_code == 0
+    assert kvpatch.load_calibration(out) != own
+    result = run("learn", folder, "--text", tmp_path / "text", "--teacher", "snapkv")
+    assert "--teacher='snapkv' must be one of kvzip_plus, kvzip" in result.output
     arguments = ("generate", folder, "--prompt", "what it reads", "--max-new-tokens", 3, "--policy", "learned", "-k", 6)
     assert run(*arguments, "-o", f"calibration={out}").exit_code == 0
     assert "run `kvpatch learn" in run(*arguments).output
@@ -212,4 +216,5 @@ class Words:
 
 def test_the_teacher_repeats_a_whole_piece():
     policy = teacher_of(Words(), 64)
-    assert policy.score.chunk == 64 and len(policy.score.instruction) == 3 and policy.name == "kvzip"
+    assert policy.score.chunk == 64 and len(policy.score.instruction) == 3 and policy.name == "kvzip_plus"
+    assert teacher_of(Words(), 64, "kvzip").name == "kvzip"

@@ -1,7 +1,7 @@
 """Which policy for questions that come later? Recall's, after compression, under policies made for them and the best others.
 
-`kvzip` repeats the context behind <rec>, which is how these models were taught to copy. `learned` learns from it, on contexts
-of the same kind that no sample has.
+`kvzip` repeats the context behind <rec>, which is how these models were taught to copy. `learned` learns from `kvzip_plus`, on
+contexts of the same kind that no sample has.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WAYS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("kvzip", REPEAT | {"chunk": 32}, "kvzip, chunk 32"),
     ("kvzip", REPEAT | {"chunk": 32, "floor": 0.2}, "kvzip, chunk 32, floor 0.2"),
     ("kvzip_plus", REPEAT, ""),
+    ("kvzip_plus", REPEAT | {"floor": 0.5}, "kvzip_plus, floor 0.5"),
     ("learned", {}, ""),
-    ("learned", {"floor": 0.0}, "learned, floor 0"),
     ("layer_defensive", {"window": 8}, ""),
     ("defensive_snapkv", {"window": 8}, ""),
     ("expected_attention", {}, ""),
@@ -48,7 +48,7 @@ TEXTS = 64
 def taught(subject: Subject) -> Calibration:
     """What `learned` learns on a model: always of the same contexts."""
     texts = tasks.recall(random.Random("learned"), TEXTS, questions=1).prompt_BT.to(subject.model.device)
-    return calibrate(subject.model, texts.split(1), teacher=kvpatch.get_policy("kvzip").with_options(**REPEAT))
+    return calibrate(subject.model, texts.split(1), teacher=kvpatch.get_policy("kvzip_plus").with_options(**REPEAT))
 
 
 class Later(Recall):
