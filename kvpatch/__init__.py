@@ -34,6 +34,7 @@ _HOME = {
     "report": ("Report",),
     "storage.calibration": ("load_calibration",),
     "storage.profile": ("Profile", "load_profile"),
+    "storage.record": ("load_record", "save_record"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -63,6 +64,7 @@ __all__ = [
     "list_policies",
     "load_calibration",
     "load_profile",
+    "load_record",
     "merged",
     "patch",
     "patched",
@@ -71,6 +73,7 @@ __all__ = [
     "register_arch",
     "register_policy",
     "replay",
+    "save_record",
     "unpatch",
     "unregister_arch",
     "unregister_policy",
@@ -107,6 +110,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .report import Report
     from .storage.calibration import load_calibration
     from .storage.profile import Profile, load_profile
+    from .storage.record import load_record, save_record
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:

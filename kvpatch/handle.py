@@ -195,6 +195,23 @@ class Patch:
             )
         return Record.of(last.lifetimes, last.lengths_B, self._target.kind())
 
+    def record_nbytes(self, texts: int, tokens: int) -> int:
+        """Return the bytes of a record before it is made: 4 for each token, layer and KV head, and 8 for each token's id.
+
+        Args:
+            texts: rows.
+            tokens: of the longest text, its prompt included.
+
+        Raises:
+            KVPatchError: one of them is no number of 1 or more.
+
+        Example:
+            patch.record_nbytes(texts=64, tokens=4096) / 2**20  # MiB
+        """
+        check_count("texts", texts, "rows")
+        check_count("tokens", tokens, "of the longest text")
+        return texts * tokens * (8 + 4 * sum(shape.heads for shape in self._target.shapes()))
+
     @contextmanager
     def replay(self, record: Record | Sequence[Record]) -> Iterator[None]:
         """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Others are on the budget.

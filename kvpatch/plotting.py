@@ -53,6 +53,7 @@ _LOOKS = {
     "q_filter": ("#cedb9c", "D"),
     "tri_attention": ("#6a51a3", "D"),
     "duo": ("#de2d26", "*"),
+    "learned": ("#74c476", "P"),
     "raas": ("#756bb1", "s"),
     "lazy": ("#9e9ac8", "s"),
     "r_kv": ("#ce6dbd", "X"),

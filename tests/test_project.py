@@ -26,6 +26,7 @@ PAPERS = {
     "KeyDiff": "2504.15364",
     "Keyformer": "2403.09054",
     "L2-norm baseline": "2406.11430",
+    "KVzap": "2601.07891",
     "LagKV": "2504.04704",
     "Expected Attention": "2510.00636",
     "LazyEviction": "2506.15969",

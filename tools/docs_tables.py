@@ -28,7 +28,7 @@ _ATTRIBUTE = re.compile(r"^ {8}(\w+): ")
 
 GROUPS = {
     "Patch a model": ("patched", "patch", "Patch", "unpatch"),
-    "Record and replay": ("Record", "replay"),
+    "Record and replay": ("Record", "replay", "save_record", "load_record"),
     "Look at what was kept": ("Report",),
     "Caches": ("EvictingCache", "Prefix"),
     "Policies": (
@@ -42,8 +42,8 @@ GROUPS = {
 """Sections of the Python reference; a public name that none of them has goes to "More"."""
 MEMBERS = {
     "Patch": (
-        "new_cache", "compress", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "record", "replay",
-        "remove",
+        "new_cache", "compress", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "record",
+        "record_nbytes", "replay", "remove",
     ),
     "Record": ("nbytes", "to", "join"),
     "EvictingCache": (

@@ -69,7 +69,9 @@ PRESSES = {
     "KnormPress": Press(row="key_norm", note="while decoding too"),
     "KVComposePress": Press(note="It joins tokens of different heads into one; an entry here is one token's."),
     "KVgradPress": Press(note="It needs a backward pass of the second reading; reading here leaves no graph."),
-    "KVzapPress": Press(note=f"It needs {_TRAINED}."),
+    "KVzapPress": Press(
+        row="learned", note="`kvpatch learn` fits it to the user's text, of values instead of hidden states; no trained weights"
+    ),
     "KVzipPress": Press(row="kvzip", note="or [kvzip_plus](policies/kvzip_plus.md); what is evicted is freed"),
     "LagKVPress": Press(row="lag_kv"),
     "LeverageScorePress": Press(row="leverage", note="scores are not standardized, which changes no ranking"),

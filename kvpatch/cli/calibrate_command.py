@@ -1,28 +1,38 @@
-"""The command `kvpatch calibrate`; what imports torch is imported inside, after what can be refused without it."""
+"""The commands `kvpatch calibrate` and `kvpatch learn`.
+
+Whatever imports torch is imported inside, after what can be refused without it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import KVPatchError
 from . import options as given
+from .catalogue import check_choice
 from .loading import Source, fit, read_prompt
 from .options import one_model
 from .output import console, print_json, progress, short_errors
+
+_TEACHERS = ("kvzip_plus", "kvzip")
+_Text = Annotated[
+    str | None, typer.Option("--text", help="A file of text like yours; - reads standard input.", show_default=False)
+]
+_Out = Annotated[Path, typer.Option("--out", "-o", help="The file to write.")]
+_Length = Annotated[int, typer.Option(min=2, help="Tokens that are read at a time.")]
+_Tokens = Annotated[int, typer.Option(min=2, help="Tokens to read in all, at most.")]
 
 
 def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     model: given.Model = None,
     model_option: given.ModelOption = None,
-    text: Annotated[
-        str | None, typer.Option("--text", help="A file of text like yours; - reads standard input.", show_default=False)
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.safetensors"),
-    length: Annotated[int, typer.Option(min=2, help="Tokens that are read at a time.")] = 2048,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to read in all, at most.")] = 65536,
+    text: _Text = None,
+    out: _Out = Path("calibration.safetensors"),
+    length: _Length = 2048,
+    tokens: _Tokens = 65536,
     dtype: given.Dtype = "auto",
     device: given.Device = "auto",
     device_map: given.DeviceMap = None,
@@ -36,22 +46,70 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     """
     with short_errors():
         source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
-        source.check()
-        if text is None:
-            raise KVPatchError("Name a text: --text FILE, of a few thousand words or more; - reads standard input.")
-        content = read_prompt(text, "--text")
-        from ..evaluation.calibrate import calibrate as measure
-        from ..storage.calibration import save_calibration
+        _measure(source, text, out, (length, tokens), json)
 
-        loaded, tokenizer = source.model(), source.tokenizer()
-        ids = tokenizer(content, return_tensors="pt").input_ids.long()[:, :tokens]
-        pieces = [fit(loaded, piece, 1)[0] for piece in ids.split(length, 1)]
-        out_console = console(stderr=True)
-        with progress(out_console) as bar:
-            task = bar.add_task("calibrating", total=len(pieces))
-            calibration = measure(loaded, pieces, lambda: bar.advance(task))
-        save_calibration(calibration, out)
+
+def learn(  # noqa: PLR0913 - as above
+    model: given.Model = None,
+    model_option: given.ModelOption = None,
+    text: _Text = None,
+    out: _Out = Path("learned.safetensors"),
+    teacher: Annotated[
+        str, typer.Option(help="Policy to learn from: kvzip_plus, or kvzip where the model's output projection is not known.")
+    ] = "kvzip_plus",
+    length: _Length = 2048,
+    tokens: _Tokens = 65536,
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
+    device_map: given.DeviceMap = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.RemoteCode = False,
+    json: given.Json = False,
+) -> None:
+    """Learn once what a second reading of your text looks at, for the policy learned, and write it to a file.
+
+    The text is read twice, piece by piece. The file is a calibration and is used as one: --policy learned --option
+    calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
+    """
+    with short_errors():
+        check_choice("teacher", teacher, _TEACHERS)
+        source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
+        _measure(source, text, out, (length, tokens), json, teacher)
+
+
+def _measure(
+    source: Source, text: str | None, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
+) -> None:
+    """Read the text, `sizes` tokens at a time and in all, and write the calibration."""
+    source.check()
+    if text is None:
+        raise KVPatchError("Name a text: --text FILE, of a few thousand words or more; - reads standard input.")
+    content, (length, tokens) = read_prompt(text, "--text"), sizes
+    from ..evaluation.calibrate import calibrate as measure
+    from ..evaluation.calibrate import teacher_of
+    from ..storage.calibration import save_calibration
+
+    loaded, tokenizer = source.model(), source.tokenizer()
+    teacher = None if learn_from is None else teacher_of(tokenizer, length, learn_from)
+    ids = tokenizer(content, return_tensors="pt").input_ids.long()[:, :tokens]
+    pieces = _pieces(loaded, ids, length, teacher)
+    with progress(console(stderr=True)) as bar:
+        task = bar.add_task("calibrating" if teacher is None else "learning", total=len(pieces))
+        calibration = measure(loaded, pieces, lambda: bar.advance(task), teacher)
+    save_calibration(calibration, out)
     if json:
         print_json({"file": str(out), "tokens": calibration.tokens, "layers": sorted(calibration.layers)})
     else:
         print(f"{out}: {calibration.tokens:,} tokens, {len(calibration.layers)} layers of {calibration.model['class']}.")
+
+
+def _pieces(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
+    """Cut the text into pieces that fit into the model's positions, twice if there is a teacher."""
+    from ..evaluation.teacher_forcing import positions_of
+
+    limit = positions_of(model)
+    if teacher is not None and limit is not None:
+        length = min(length, (limit - teacher.score.longest(0)) // 2)
+        if length <= teacher.scope.sinks:
+            raise KVPatchError(f"The model has {limit} positions, too few to read a text twice: use another policy.")
+    return [fit(model, piece, 1)[0] for piece in ids.split(length, 1)]

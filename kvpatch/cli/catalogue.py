@@ -107,6 +107,8 @@ POLICIES = {entry.name: entry for entry in (
                 "Q-Filters", "2503.02812", options={"calibration": None}),
     PolicyEntry("duo", "some heads look far back: those of a calibration keep everything, the others the first and the newest",
                 "DuoAttention", "2410.10819", options={"sinks": 128, "recent": 256, "calibration": None}),
+    PolicyEntry("learned", "questions come later: keeps what `kvpatch learn` found a second reading of your text to look at",
+                "KVzap", "2601.07891", "prompt", {"calibration": None, "sinks": 4, "floor": 0.5}),
     PolicyEntry("raas", "long answers in steps: keeps the prompt, and what was used last", "RaaS", "2502.11147", "decode",
                 {"alpha": 0.0001}),
     PolicyEntry("lazy", "long answers in steps: keeps the prompt, and what may be used again", "LazyEviction", "2506.15969",

@@ -1,6 +1,6 @@
-"""The app of `kvpatch`: demo, generate, check, compare, calibrate, tune, serve, policies, architectures. Needs the extra `cli`.
+"""The app of `kvpatch`: demo, generate, check, compare, calibrate, learn, tune, serve, policies, architectures.
 
-Nothing here imports torch, so that help, lists and answers to typing errors are quick.
+Needs the extra `cli`. Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from . import options as given
-from .calibrate_command import calibrate
+from .calibrate_command import calibrate, learn
 from .catalogue import ARCHITECTURES, POLICIES
 from .model_commands import check, compare, generate
 from .options import parse_options
@@ -100,5 +100,5 @@ def demo(
         run(out, model, json)
 
 
-for command in (generate, check, compare, calibrate, tune, serve):
+for command in (generate, check, compare, calibrate, learn, tune, serve):
     app.command()(command)

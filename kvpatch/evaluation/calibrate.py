@@ -1,4 +1,4 @@
-"""Calibration: one pass over text, piece by piece, that measures the queries of each head and what they look at."""
+"""Calibration: one pass over text, piece by piece, that measures each head's queries, or what a second reading looks at."""
 
 from __future__ import annotations
 
@@ -12,35 +12,48 @@ from torch import Tensor
 from ..arch.adapter import Adapter
 from ..arch.bound import BoundAdapter
 from ..cache.layer import SlotLayer
+from ..errors import KVPatchError
 from ..hooks.target import Target
 from ..patching import patched
+from ..policies import get_policy, learned
 from ..policies.calibration import Calibration, Recall
-from ..policies.measures import MEASURES, Rotation, Sample, Sums
+from ..policies.measures import MEASURES, Rotation, Sample, Sums, names
 from ..policies.policy import Policy
 from ..policies.queries import Recent
+from ..policies.repeated import repeat_instruction
 from ..storage.calibration import made
 
 _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 
 
 @torch.no_grad()
-def calibrate(model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None) -> Calibration:
-    """Measure the queries that a model asks over some text, and what they look at.
+def calibrate(
+    model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None, teacher: Policy | None = None
+) -> Calibration:
+    """Measure the queries that a model asks over some text; or learn what a second reading of it looks at.
 
     Args:
         model: not patched.
         pieces: token ids [1,n] of pieces of text, each read by itself.
         on_piece: called after each.
+        teacher: policy of a second reading, as `teacher_of` makes it, to learn for the policy `learned`; None for queries.
+
+    Raises:
+        KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
     """
     target, sums = Target.find(model), dict[int, dict[str, Sums]]()
     longest = max(piece.shape[1] for piece in pieces)
-    with patched(model, Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
+    if teacher is not None and longest <= teacher.scope.sinks:
+        raise KVPatchError(f"The text has {longest} tokens, of which {teacher.scope.sinks} are sinks: give a longer one.")
+    with patched(model, teacher or Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
         rotations = [_Rotations.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
             cache = patch.new_cache()
             model(piece, past_key_values=cache)
             for index, layer in enumerate(cache.layers):
-                if layer.recent is not None:
+                if "repeated" in layer.state and teacher is not None:
+                    _add(_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))
+                elif layer.recent is not None:
                     _add(_sample(layer.recent, _areas(layer), rotations[index]), sums.setdefault(index, {}))
             on_piece()
     layers = {
@@ -48,6 +61,17 @@ def calibrate(model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None]
         for index, own in sums.items()
     }
     return made(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
+
+
+def teacher_of(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
+    """Return the policy that `learned` learns from.
+
+    Args:
+        tokenizer: of the model; the second reading's instruction is in its words.
+        chunk: tokens that are repeated at a time.
+        name: "kvzip_plus", or "kvzip" where an output projection is not known.
+    """
+    return get_policy(name).with_options(instruction=repeat_instruction(tokenizer), chunk=chunk)
 
 
 @dataclass(frozen=True)
@@ -92,8 +116,15 @@ def _sample(recent: Recent, area_HT: Tensor, rotations: _Rotations | None) -> Sa
     return Sample(q_HGQD, area_HT, rotations.rotation, plain[0].view(q_HGQD.shape))
 
 
+def _taught(layer: SlotLayer, sinks: int) -> Sample:
+    """Return a piece's tokens of a layer behind its sinks, with the logarithms of their scores."""
+    k_BHTD, v_BHTD, positions_BHT = layer.view()
+    among = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
+    x_HTF = learned.features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]
+    return Sample(x_HTF=x_HTF[:, among], y_HT=learned.target(layer.state_view()["repeated"])[0][:, among])
+
+
 def _add(sample: Sample, sums: dict[str, Sums]) -> None:
-    """Add a piece's queries to the sums of a layer."""
-    for name, measure in MEASURES.items():
-        if sample.rotation is not None or not measure.turned:
-            sums[name] = measure.joined(sums.get(name), sample)
+    """Add a piece to the sums of a layer."""
+    for name in names(sample.kinds):
+        sums[name] = MEASURES[name].joined(sums.get(name), sample)

@@ -22,7 +22,7 @@ from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
-from ..policies.measures import MEASURES
+from ..policies.measures import MEASURES, MORE
 from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
 from .hybrid import Stack, layer_numbers, stack_of, state_modules
@@ -153,7 +153,9 @@ class Target:
     def check_calibration(self, policy: Policy) -> None:
         """Raise KVPatchError unless the calibration of a policy's score is of this model."""
         calibration = vars(policy.score)["calibration"]
-        if any(MEASURES[name].turned for name in policy.score.calibrated):
+        kinds = {MEASURES[name].kind for name in policy.score.calibrated}
+        command = "kvpatch learn" if "scores" in kinds else "kvpatch calibrate"
+        if "turned" in kinds:
             self.check_rotations(policy)
             for module, adapter in self.attentions:
                 if type(adapter).rotary_table is Adapter.rotary_table or adapter.slopes(module) is not None:
@@ -163,12 +165,12 @@ class Target:
                     )
         if calibration is None:
             raise KVPatchError(
-                f"policy {policy.name!r} needs a calibration of this model: run `kvpatch calibrate --model NAME --text FILE -o "
+                f"policy {policy.name!r} needs a calibration of this model: run `{command} --model NAME --text FILE -o "
                 "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
             )
-        self.check_identity(calibration.model, "calibration=", "kvpatch calibrate")
+        self.check_identity(calibration.model, "calibration=", command)
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
-            sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key}
+            sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key, "F": shape.value + MORE}
             for name in policy.score.calibrated if bound is None else ():
                 tensor = calibration.layers.get(layer, {}).get(name)
                 found = [] if tensor is None else list(tensor.shape)
@@ -177,7 +179,7 @@ class Target:
                 if tensor is None or found != wanted:
                     raise KVPatchError(
                         f"calibration= has {found or 'nothing'} for {name!r} of layer {layer}"
-                        f"{f' where {wanted} belongs' if found else ''}: calibrate this model anew."
+                        f"{f' where {wanted} belongs' if found else ''}: calibrate this model anew, by `{command}`."
                     )
 
     def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:

@@ -18,7 +18,7 @@ from .scores import Recency, Score
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Measurements of a model's queries, as `kvpatch calibrate` makes them and `load_calibration` reads them.
+    """Measurements of a model, as `kvpatch calibrate` and `kvpatch learn` make them and `load_calibration` reads them.
 
     Attributes:
         model: values that identify the model.
@@ -27,6 +27,7 @@ class Calibration:
             and "area" [H], how far each KV head's attention reaches (see WholeHeads);
             and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
             [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
+            Or, of `kvpatch learn`, "weight" [H,F] of a token's features (learned.Learned).
         tokens: how many were read.
         digest: checksum of all that.
 
@@ -74,7 +75,7 @@ class CalibratedScore(Score):
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise KVPatchError(
                 f"calibration={self.calibration!r:.60} is no calibration: give kvpatch.load_calibration(path) of a file that "
-                "`kvpatch calibrate` wrote."
+                "`kvpatch calibrate` or `kvpatch learn` wrote."
             )
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Sums = tuple[Tensor, ...]
+Of = Literal["queries", "turned", "scores"]
+
+MORE = 4
+"""Features of a token besides its value: see learned.features."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,30 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Queries of one layer over a piece of text, and what they look at.
+    """What one layer had of a piece of text: its queries and what they look at, or tokens' features and scores.
 
     Attributes:
         q_HGQD: the queries as attention used them.
         rotation: None where there is none, or none is known.
         plain_HGQD: the queries moved to position 0, where nothing is turned; None without a rotation.
         area_HT: of the key at each position, the sum "area" (statistics.py) over queries and group.
+        x_HTF: features of tokens.
+        y_HT: what is to be learned of these tokens.
     """
 
-    q_HGQD: Tensor
-    area_HT: Tensor
+    q_HGQD: Tensor | None = None
+    area_HT: Tensor | None = None
     rotation: Rotation | None = None
     plain_HGQD: Tensor | None = None
+    x_HTF: Tensor | None = None
+    y_HT: Tensor | None = None
+
+    @property
+    def kinds(self) -> tuple[Of, ...]:
+        """Kinds of statistics that can be measured of it."""
+        if self.x_HTF is not None:
+            return ("scores",)
+        return ("queries",) if self.rotation is None else ("queries", "turned")
 
 
 @dataclass(frozen=True)
@@ -72,11 +88,12 @@ class Measure:
 
     Attributes:
         name: its name in files and in `Calibration.layers`.
-        shape: a letter for each axis: H KV heads, G query heads of a group, D head size, P pairs of channels; or a number.
+        shape: a letter for each axis: H KV heads, G query heads of a group, D head size, P pairs of channels, F features of a
+            token; or a number.
         of: what a piece of text adds to the sums; None where it cannot be measured.
         finish: what becomes of the sums of all pieces.
+        kind: "queries", "turned" for queries without their rotation, or "scores" of a second reading.
         dtype: in a file.
-        turned: whether it is of queries without their rotation.
         adds_up: False if every piece gives the same, so that the first one is enough.
     """
 
@@ -84,8 +101,8 @@ class Measure:
     shape: str
     of: Callable[[Sample], Sums]
     finish: Callable[[Sums], Tensor]
+    kind: Of
     dtype: torch.dtype = torch.float32
-    turned: bool = False
     adds_up: bool = True
 
     def joined(self, sums: Sums | None, sample: Sample) -> Sums:
@@ -103,6 +120,7 @@ def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
 
 def _products(sample: Sample) -> Sums:
     """Return the sum of the products [H,D,D] of queries, those of a group being its KV head's, and the sum of these [H,D]."""
+    assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
@@ -135,6 +153,7 @@ def _mean(sums: Sums) -> Tensor:
 
 def _areas(sample: Sample) -> Sums:
     """Return the number of queries behind the first tokens, and the sum of the areas under their curves."""
+    assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0)), sample.area_HT[:, FIRST:].sum(1) / G
 
@@ -153,6 +172,25 @@ def _itself(sums: Sums) -> Tensor:
     return sums[0]
 
 
+def _regression(sample: Sample) -> Sums:
+    """Return the sums of the products [H,F,F] of features, and of those with what is to be learned [H,F]."""
+    assert sample.x_HTF is not None and sample.y_HT is not None
+    x, y = sample.x_HTF.double(), sample.y_HT.double()
+    return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)
+
+
+def _weight(sums: Sums) -> Tensor:
+    """Return the weights [H,F] of least squares, with a ridge in units of each feature's size."""
+    products, total = sums
+    size = products.diagonal(dim1=-2, dim2=-1).sqrt()
+    size = torch.where(size > 0, size, 1.0)
+    ridge = _RIDGE * torch.eye(size.shape[-1], dtype=size.dtype)
+    return torch.linalg.solve(products / (size[:, :, None] * size[:, None]) + ridge, total / size) / size
+
+
+_RIDGE = 1e-3
+
+
 def _table(*rows: Measure) -> dict[str, Measure]:
     return {row.name: row for row in rows}
 
@@ -160,11 +198,19 @@ def _table(*rows: Measure) -> dict[str, Measure]:
 FIRST = 4  # tokens that draw attention wherever a head looks, and count for no area
 # fmt: off
 MEASURES = _table(
-    Measure("direction", "HD",  _products, _direction),               # the first singular direction of a group's queries
-    Measure("mean",      "HGD", _plain,    _mean, turned=True),       # of the queries of each head at position 0
-    Measure("norm",      "HGP", _norms,    _mean, turned=True),       # mean length of their pairs of channels
-    Measure("pairs",     "P2",  _pairs,    _itself, torch.int64, turned=True, adds_up=False),     # see Rotation
-    Measure("turn",      "P",   _turn,     _itself, torch.float64, turned=True, adds_up=False),
-    Measure("area",      "H",   _areas,    _mean),                    # under the curves of the attention, see WholeHeads
+    Measure("direction", "HD",  _products,   _direction, "queries"),    # the first singular direction of a group's queries
+    Measure("mean",      "HGD", _plain,      _mean,      "turned"),     # of the queries of each head at position 0
+    Measure("norm",      "HGP", _norms,      _mean,      "turned"),     # mean length of their pairs of channels
+    Measure("pairs",     "P2",  _pairs,      _itself,    "turned", torch.int64, adds_up=False),     # see Rotation
+    Measure("turn",      "P",   _turn,       _itself,    "turned", torch.float64, adds_up=False),
+    Measure("area",      "H",   _areas,      _mean,      "queries"),    # under the curves of attention: see WholeHeads
+    Measure("weight",    "HF",  _regression, _weight,    "scores"),     # of a token's features: see learned.Learned
 )
 # fmt: on
+WHOLE: tuple[tuple[Of, ...], ...] = (("queries", "turned"), ("queries",), ("scores",))
+"""Kinds of statistics that a calibration may have of a layer."""
+
+
+def names(kinds: tuple[Of, ...]) -> list[str]:
+    """Return the statistics of these kinds, in the order of the table."""
+    return [name for name, measure in MEASURES.items() if measure.kind in kinds]

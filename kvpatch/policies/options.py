@@ -50,7 +50,7 @@ class PolicyOptions(TypedDict, total=False):
             lazy).
         weight: share of the attention in the score (r_kv).
         alike: cosine above which a key repeats another; None counts all (r_kv).
-        calibration: what load_calibration() returns (q_filter, tri_attention, duo).
+        calibration: what load_calibration() returns (q_filter, tri_attention, duo, learned).
         reach: the farthest offset of a probe, in positions (tri_attention).
         ranges: tokens protected by the range of their values, a number or a share of the budget (vase).
         eps: weight of the norm for tokens without attention (critical, expected_attention).

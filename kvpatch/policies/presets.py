@@ -12,6 +12,7 @@ from .calibration import QueryFilter, TriAttention, WholeHeads
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
+from .learned import Learned
 from .merging import Merge
 from .outputs import OutputChange
 from .policy import Policy
@@ -185,6 +186,7 @@ POLICIES = _table(
     Policy("expected_attention", ExpectedAttention(), Scope(sinks=4), schedule="prompt", source="Expected Attention"),
     Policy("q_filter",        QueryFilter(),          source="Q-Filters"),
     Policy("duo",             WholeHeads(),           Scope(sinks=128, recent=256), source="DuoAttention"),
+    Policy("learned",         Learned(), Scope(sinks=4), schedule="prompt", source="KVzap", over_heads=Global(floor=0.5)),
     Policy("raas",            LastUse(),              schedule="decode", source="RaaS"),
     Policy("lazy",            Recurrence(),           Scope(recent=128), schedule="decode", source="LazyEviction", every=128),
     Policy("r_kv",            Redundancy(),           source="R-KV", every=128),

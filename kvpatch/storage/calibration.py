@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import InvalidError, KVPatchError
 from ..policies.calibration import Calibration
-from ..policies.measures import MEASURES, Measure
+from ..policies.measures import MEASURES, WHOLE, Measure, names
 from .file import checksum, readable, verify_checksum, write
 from .header import Entry, entries, is_count, parse, read
 from .schema import table
@@ -98,15 +98,13 @@ def _about(text: str) -> dict[str, Any]:
 
 
 def _check(about: dict[str, Any], found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless the tensors are those that the description says.
-
-    Of each layer these are the directions; all that is without turns, or nothing of it; and areas, but in older files.
-    """
-    turned = [name for name, measure in MEASURES.items() if measure.turned]
+    """Raise InvalidError unless the tensors are those that the description says: of each layer all of some kinds."""
+    known = list(map(names, WHOLE))
     for layer in about["layers"]:
         own = [name for name in MEASURES if f"{layer}.{name}" in found]
-        if "direction" not in own or 0 < sum(name in own for name in turned) < len(turned):
-            raise InvalidError(f"of layer {layer} it holds {', '.join(own) or 'nothing'} where {', '.join(MEASURES)} belong")
+        if own not in known:
+            wanted = " or ".join(", ".join(one) for one in known)
+            raise InvalidError(f"of layer {layer} it holds {', '.join(own) or 'nothing'} where {wanted} belong")
         sizes = dict[str, int]()
         for name in own:
             _check_shape(f"{layer}.{name}", MEASURES[name], found[f"{layer}.{name}"], sizes)
@@ -127,6 +125,8 @@ def _check_shape(name: str, measure: Measure, entry: Entry, sizes: dict[str, int
 
 def _check_pairs(layer: int, own: dict[str, Tensor]) -> None:
     """Raise InvalidError for pairs that are no channels."""
+    if "pairs" not in own:
+        return
     D = own["direction"].shape[-1]
-    if "pairs" in own and not bool(((own["pairs"] >= 0) & (own["pairs"] < D)).all()):
+    if not bool(((own["pairs"] >= 0) & (own["pairs"] < D)).all()):
         raise InvalidError(f"{layer}.pairs has a number that is no channel of {D}")

@@ -21,6 +21,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I64": torch.int64,
+    "I32": torch.int32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }

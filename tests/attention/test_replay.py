@@ -26,6 +26,8 @@ def recorded(model, turns, policy="h2o", k=9, mask=None, **options):
     with kvpatch.patched(model, policy, k, record=True, **{**SMALL.get(policy, {}), **options}) as patch:
         cache, found = patch.new_cache(), []
         for ids, fed in turns:
+            if mask is not None and found:  # what stands before this turn is there
+                mask = torch.nn.functional.pad(mask, (0, cache.get_seq_length() + ids.shape[1] - mask.shape[1]), value=1)
             logits, cache = force(model, ids, fed, mask, cache)
             found.append(logits)
         return found, patch.record(cache), torch.cat([part for turn in turns for part in turn], 1)
@@ -52,6 +54,23 @@ def test_logits_are_the_rollouts(name, policy):
     close(swapped[0, 16:31], rollout[1])
     close(swapped[1, 25:], rollout[0])
     assert all((deaths < 40).any() for deaths in record.deaths), "nothing was evicted"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FIVE)
+def test_several_turns_of_a_padded_batch(name, policy, dtype):
+    """Two prompts, each with tokens behind it; rows of unlike length."""
+    model, tolerance = make(name, dtype=dtype), 1e-10 if dtype == torch.float64 else 1e-5
+    (ids, fed), (more, last) = turns = [(prompt(2, 20), prompt(2, 6, seed=5)), (prompt(2, 9, seed=6), prompt(2, 8, seed=7))]
+    mask = left_pad(ids, [20, 13])
+    (first, second), record, text = recorded(model, turns, policy, 8, mask)
+    whole = torch.cat([mask, torch.ones_like(torch.cat([fed, more, last], 1))], 1)
+    with torch.no_grad(), kvpatch.replay(model, record):
+        logits = logits_of(model, text, whole)
+    close(logits[:, 19:26], first, tolerance)
+    close(logits[:, 34:], second, tolerance)
+    assert all((deaths < 43).any() for deaths in record.deaths), "nothing was evicted"
 
 
 def _right(ids, lengths):

@@ -101,6 +101,13 @@ def plain(k):
     return list(map(plain, k)) if isinstance(k, list) else k
 
 
+def calibration(policy, model, pieces):
+    """What the policy needs to know of a model, from pieces of text."""
+    taught = kvpatch.get_policy(policy).score.calibrated == ("weight",)
+    teacher = kvpatch.get_policy("kvzip_plus").with_options(**SMALL["kvzip_plus"])
+    return calibrate(model, pieces, teacher=teacher if taught else None)
+
+
 def combined(policy, wrap):
     """The policy with what `wrap` names put around it."""
     for name in wrap:
@@ -144,7 +151,7 @@ def agrees(
     mask = left_pad(ids, [n - pad for pad in pads])
     if policy in CALIBRATED and "calibration" not in options:
         with torch.no_grad():
-            options["calibration"] = calibrate(copy.deepcopy(model), [prompt(1, 30, seed=weights + 3)])
+            options["calibration"] = calibration(policy, copy.deepcopy(model), [prompt(1, 30, seed=weights + 3)])
     length = options.get("generation_length")
     pristine = copy.deepcopy(model)  # dynamic rope scalings remember how long a text they have seen
     with kvpatch.patched(model, combined(policy, wrap), k, seed=seed, backend=backend, **options):

@@ -124,7 +124,7 @@ def left_pad(ids: Tensor, lengths: list[int]) -> Tensor:
 def force(model: Any, ids: Tensor, fed: Tensor, mask: Tensor | None = None, cache: Any = None) -> tuple[Tensor, Any]:
     """Prompt `ids` [B,n], then `fed` [B,m] token by token: logits [B,1+m,V] after the prompt and each step, the cache."""
     with torch.no_grad():
-        kwargs = _positions(model, None if mask is None else (mask.cumsum(1) - 1).clamp(min=0))
+        kwargs = _positions(model, None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :])
         out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
         logits, past = [out.logits[:, -1:]], out.past_key_values
         sound(past)

@@ -26,6 +26,7 @@ from tests.oracle.reference_content import (
     compactor,
     expected_attention,
     lagged,
+    learned_features,
     leverage,
     local_attention,
     probed,
@@ -122,6 +123,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "q_filter": {"score": "projection", "calibration": None},
     "duo": {"score": "streaming", "sinks": 128, "recent": 256, "calibration": None},
+    "learned": {
+        "score": "learned",
+        "schedule": "prompt",
+        "sinks": 4,
+        "wrap": ("global_topk",),
+        "floor": 0.5,
+        "calibration": None,
+    },
     "tri_attention": {"score": "probe", "schedule": "decode", "every": 128, "calibration": None, "reach": 65536},
     "raas": {"score": "last_use", "schedule": "decode", "alpha": 1e-4},
     "lazy": {"score": "recurrence", "schedule": "decode", "alpha": 1e-4, "recent": 128, "every": 128},
@@ -158,10 +167,12 @@ WRAPS: dict[str, dict[str, Any]] = {
 }
 OBSERVING = ("observation", "defensive", "dropped")
 AT_THE_END = ("repeated", *OBSERVING, "lag", "expected", "leverage", "compactor")  # scores of a prompt's end alone
+CONTENT = ("key_norm", "projection", "learned", "probe", "key_diff", "cur", "lag", "expected", "leverage", "compactor")
 LATER = ("last_use", "recurrence")  # of generated tokens alone
 RECENT = ("redundancy", "sampled")  # by the last queries, of the prompt or generated
 # scores that may be negative, or that a factor would make no sense of
-NO_WEIGHTS = ("random", "recency", "streaming", "lattice", "key_norm", "projection", "probe", "key_diff", "lag", "compactor")
+NO_WEIGHTS = ("random", "recency", "streaming", "lattice", "key_norm", "projection", "learned", "probe", "key_diff", "lag")
+NO_WEIGHTS += ("compactor",)
 NO_WEIGHTS += (*LATER, *RECENT)
 
 
@@ -744,7 +755,7 @@ class Oracle:
             case "redundancy" | "sampled":
                 s = self.recent_scores(l, g, self.sizes(b)[3])
                 return {i: s[i] for i in candidates}
-            case "key_norm" | "projection" | "probe" | "key_diff" | "cur" | "lag" | "expected" | "leverage" | "compactor":
+            case content if content in CONTENT:
                 s = self.content_scores(l, g, b)
                 return {i: s[i] for i in candidates}
         raise ValueError(o["score"])
@@ -805,6 +816,9 @@ class Oracle:
             case "projection":
                 direction = o["calibration"].layers[l]["direction"][g].double()
                 return {i: float(noted[i][0] @ direction) for i in keys}
+            case "learned":
+                weight = o["calibration"].layers[l]["weight"][g].double()
+                return {i: float(learned_features(*noted[i], i) @ weight) for i in keys}
             case "probe":
                 return self.probed(l, g)
             case "key_diff":

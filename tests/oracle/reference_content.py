@@ -16,6 +16,20 @@ def unlike_the_mean(keys: dict[int, Tensor]) -> dict[int, float]:
     return {i: -float(unit[i] @ mean / mean.norm()) for i in keys}
 
 
+def learned_features(key: Tensor, value: Tensor, i: int) -> Tensor:
+    """The value of a token, the norms of key and value, the logarithm of its position counted from 1, and 1."""
+    return torch.tensor([*value.tolist(), float(key.norm()), float(value.norm()), math.log(1 + i), 1.0], dtype=torch.float64)
+
+
+def learned_weights(rows: list[Tensor], scores: list[float]) -> Tensor:
+    """What comes nearest to log(s + 0.0001), each weight held back by a thousandth of its feature's sum of squares: least
+    squares of the rows with one more for each feature, whose target is 0."""
+    x = torch.stack(rows)
+    held_back = torch.diag((0.001 * x.square().sum(0)).sqrt())
+    y = torch.tensor([math.log(s + 0.0001) for s in scores], dtype=torch.float64)
+    return torch.linalg.lstsq(torch.cat([x, held_back]), torch.cat([y, y.new_zeros(x.shape[1])])[:, None]).solution[:, 0]
+
+
 def relative_norms(noted: dict[int, tuple[Tensor, Tensor]], local: int, combine: str) -> dict[int, float]:
     """CurDKV: squared norms of keys and of values, each over its sum in a window of `local` held tokens, combined."""
     held, s = sorted(noted), {}

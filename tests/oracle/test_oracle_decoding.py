@@ -32,6 +32,7 @@ UNTURNED = ("mpt", "gpt2", "falcon_alibi", "bloom")  # which tri_attention refus
 PROBES = [{"every": 3}, {"every": 1, "reach": 9, "schedule": "both", "sinks": 1}]
 CALIBRATIONS = [("tri_attention", options) for options in PROBES] + [("q_filter", {"every": 2}), ("q_filter", {"recent": 3})]
 CALIBRATIONS += [("duo", {"sinks": 2, "recent": 5}), ("duo", {"sinks": 0, "recent": 7, "every": 3, "schedule": "decode"})]
+CALIBRATIONS += [("learned", {}), ("learned", {"schedule": "both", "every": 2, "sinks": 1, "floor": 0.5})]
 
 
 @pytest.mark.parametrize(("policy", "options"), CALIBRATIONS, ids=[f"{p}-{i}" for i, (p, _) in enumerate(CALIBRATIONS)])
@@ -42,5 +43,5 @@ def test_by_a_calibration(name, policy, options):
         with pytest.raises(kvpatch.KVPatchError, match="positions that are rotations"):
             certain(name, policy, 6, **options)
         return
-    k = {"q_filter": 9, "duo": 0.5}.get(policy, 9 if "schedule" in options else 6)
-    certain(name, policy, k, steps=STEPS, **options)
+    schedule = options.get("schedule", kvpatch.get_policy(policy).schedule)
+    certain(name, policy, {"duo": 0.5}.get(policy, 6 if schedule == "decode" else 9), steps=STEPS, **options)

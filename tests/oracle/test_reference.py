@@ -461,8 +461,7 @@ def test_a_token_outside_the_sliding_window_is_evicted_first() -> None:
 
 # Its promises, on a real model
 
-CALIBRATED = ("q_filter", "duo", "tri_attention")
-ALL = [name for name in reference.POLICIES if name not in ("full", *CALIBRATED)]
+ALL = [name for name, options in reference.POLICIES.items() if name != "full" and "calibration" not in options]
 ONCE = [name for name in ALL if reference.POLICIES[name].get("schedule") == "prompt"]  # evict at the prompt's end only
 # of generated tokens, or of many tokens at once: test_oracle_decoding.py
 LATER = [name for name in ALL if reference.POLICIES[name]["score"] in (*reference.LATER, *reference.RECENT)]

@@ -349,10 +349,10 @@ def test_without_a_rotation(name):
 
 
 def test_a_file_without_mean_queries(model, calibration, path):
-    """As of versions that measured directions alone: it is read, and serves what needs no more."""
+    """As of a model without rotations: it is read, and serves what needs no more."""
 
     def directions(about, tensors):
-        for name in [name for name in tensors if not name.endswith(".direction")]:
+        for name in [name for name in tensors if not name.endswith((".direction", ".area"))]:
             del tensors[name]
 
     rewritten(path, directions)
@@ -361,8 +361,8 @@ def test_a_file_without_mean_queries(model, calibration, path):
         pass
     with pytest.raises(KVPatchError, match="calibration= has nothing for 'mean' of layer 0: calibrate this model anew"):
         kvpatch.patch(model, "tri_attention", 6, calibration=old)
-    with pytest.raises(KVPatchError, match="calibration= has nothing for 'area' of layer 0: calibrate this model anew"):
-        kvpatch.patch(model, "duo", 0.5, calibration=old)
+    with pytest.raises(KVPatchError, match="calibration= has nothing for 'weight' of layer 0"):
+        kvpatch.patch(model, "learned", 6, calibration=old)
     wide = dict(calibration.layers[1]) | {"mean": calibration.layers[1]["mean"][..., :3]}
     other = dataclasses.replace(calibration, layers={**calibration.layers, 1: wide})
     with pytest.raises(KVPatchError, match=r"has \[2, 2, 3\] for 'mean' of layer 1 where \[2, 2, 8\] belongs"):

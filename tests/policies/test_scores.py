@@ -52,7 +52,7 @@ def test_declarations():
     assert [p.schedule for p in windows] == ["prompt"] * 10
     folds = {name: p.score.folds for name, p in POLICIES.items() if p.score.folds}
     assert folds == {"dropkv": "sum", "defensive_snapkv": "max", "layer_defensive": "max"}
-    assert [name for name, p in POLICIES.items() if p.score.calibrated] == ["q_filter", "duo", "tri_attention"]
+    assert [name for name, p in POLICIES.items() if p.score.calibrated] == ["q_filter", "duo", "learned", "tri_attention"]
     assert said["raas"] == ("window", (), False, False, False, None, False, 1)
     assert [name for name, p in POLICIES.items() if p.score.notes] == ["raas", "lazy"]
     assert {name: p.score.protected_rows for name, p in POLICIES.items() if p.score.recent_queries} == {"r_kv": 8, "vase": 64}

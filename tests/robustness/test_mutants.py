@@ -99,6 +99,34 @@ MUTANTS = {
     "mean queries are not lengthened": (
         "evaluation/calibrate.py", "rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)", "plain",
         "tests/policies/test_calibration.py::test_mean_queries_without_their_rotation[yarn]"),
+    "sinks teach": (
+        "evaluation/calibrate.py", "positions_BHT[0, 0] >= sinks", "positions_BHT[0, 0] >= 0",
+        "tests/policies/test_learned.py::test_weights_are_those_of_least_squares[gpt2]"),
+    "attention is learned without its logarithm": (
+        "policies/learned.py", "(repeated_BHT.double() + LEAST).log()", "repeated_BHT.double() + LEAST",
+        "tests/policies/test_learned.py::test_weights_are_those_of_least_squares[gpt2]"),
+    "a ridge in another unit": (
+        "policies/measures.py", "ridge, total / size) / size", "ridge, total / size)",
+        "tests/policies/test_learned.py::test_weights_are_those_of_least_squares[gpt2]"),
+    "a feature without size": (
+        "policies/measures.py", "size = torch.where(size > 0, size, 1.0)", "pass",
+        "tests/policies/test_learned.py::test_a_feature_that_is_always_zero_weighs_nothing"),
+    "positions count from zero": (
+        "policies/learned.py", ".log1p()", "", "tests/policies/test_learned.py::test_as_the_oracle_has_it[8-"),
+    "weights of the first heads": (
+        "policies/learned.py", '"weight", new.k_BHQD)[new.first : new.first + H]', '"weight", new.k_BHQD)[:1]',
+        "tests/policies/test_learned.py::test_as_the_oracle_has_it"),
+    "a piece that the positions do not hold twice": (
+        "cli/calibrate_command.py", "(limit - teacher.score.longest(0)) // 2", "limit",
+        "tests/policies/test_learned.py::test_pieces_fit_twice"),
+    "kinds of statistics mixed": (
+        "storage/calibration.py", "if own not in known:", "if not own:",
+        "tests/policies/test_learned.py::test_a_file_that_is_none"),
+    "a record whose tokens die unborn": (
+        "storage/record.py", "(deaths_NHT > torch.arange(T))", "(deaths_NHT >= 0)",
+        "tests/storage/test_record.py::test_a_file_that_is_none"),
+    "a record is sized without its ids": (
+        "handle.py", "(8 + 4 * sum(", "(4 * sum(", "tests/storage/test_record.py::test_its_size_beforehand"),
     "a statistic of another shape": (
         "hooks/target.py", "if tensor is None or found != wanted:", "if tensor is None:",
         "tests/policies/test_calibration.py::test_a_file_without_mean_queries"),

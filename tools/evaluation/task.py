@@ -37,6 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
     name: {"window": 8, "kernel": 5}
     for name in ("snapkv", "critical_snapkv", "adakv", "critical_adakv", "pyramidkv", "critical_pyramidkv")
 }
+SMALL |= {"dropkv": SMALL["snapkv"], "chunk_kv": SMALL["snapkv"] | {"size": 8}, "lag_kv": {"lag": 32}}
 """Options for prompts of some two hundred tokens, where an observation window of 32 would fill a small budget."""
 
 

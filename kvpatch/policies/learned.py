@@ -1,0 +1,63 @@
+"""The score that a regression learned from second readings of the user's own text, and the features that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .calibration import CalibratedScore
+from .context import EvictionContext, NewTokens, accumulator
+
+LEAST = 1e-4
+"""Added to the attention of a second reading before the logarithm: what is looked at less counts as little."""
+
+
+def features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
+    """Return the features of tokens [B,H,Q,F], in the scores' dtype: see Learned. F is `measures.MORE` above the values' size.
+
+    Args:
+        k_BHQD: keys, with or without their rotation.
+        v_BHQD: values.
+        positions_BQ: int64; -1 for padding.
+    """
+    k, v = (tensor.to(accumulator(tensor.dtype)) for tensor in (k_BHQD, v_BHQD))
+    place = positions_BQ.clamp(min=0).to(v.dtype).log1p()[:, None].expand(v.shape[:3])
+    sizes = torch.linalg.vector_norm(k, dim=-1), torch.linalg.vector_norm(v, dim=-1)
+    return torch.cat([v, torch.stack([*sizes, place, torch.ones_like(place)], -1)], -1)
+
+
+def target(repeated_BHT: Tensor) -> Tensor:
+    """Return what a regression learns of the scores of a second reading (`Repeated`): log(s + 0.0001)."""
+    return (repeated_BHT.double() + LEAST).log()
+
+
+@dataclass(frozen=True)
+class Learned(CalibratedScore):
+    """What a linear map makes of a token's value, learned from second readings [KVzap].
+
+    s[i] = w . (v_i, ||k_i||_2, ||v_i||_2, log(1 + i), 1), where i is the token's position and w are the weights of the KV
+    head. They solve least squares for log(r[i] + 0.0001) over the tokens of a text read before, those behind its sinks; r[i]
+    is the score of `kvzip_plus` (see RepeatedOutputs), which reads the text a second time. With X these features, one row per
+    token, S = diag(X^T X)^(1/2) (1 where that is 0) and y the logarithms,
+    w = S^-1 (S^-1 X^T X S^-1 + 0.001 I)^-1 S^-1 X^T y.
+
+    Differs from the paper: the map is of the value, two norms and the position, not of the hidden state. It is learned by
+    least squares, in one pass over the user's own text. What stays is a budget, not what is above a threshold.
+
+    Attributes:
+        calibration: what `load_calibration` returns of a file that `kvpatch learn` wrote.
+    """
+
+    calibrated: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        assert self.calibration is not None and isinstance(new.layer, int)
+        H = new.k_BHQD.shape[1]
+        weight_HF = self.calibration.of(new.layer, "weight", new.k_BHQD)[new.first : new.first + H]
+        return {"learned": (features(new.k_BHQD, new.v_BHQD, new.positions_BQ) @ weight_HF[None, :, :, None]).squeeze(-1)}
+
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.state["learned"]
