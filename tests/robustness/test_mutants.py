@@ -181,7 +181,7 @@ MUTANTS = {
         "hooks/state.py", "**dict.fromkeys(STATES, real_BQ)", "**dict.fromkeys(STATES)",
         "tests/cache/test_hybrid.py::test_rows_of_a_padded_batch_are_as_alone"),
     "a hybrid's pass ended with its last budget": (
-        "cache/passes.py", " or (bool(cache.states) and not cache.scratch)", "",
+        "cache/passes.py", " or (follow and not cache.scratch)", "",
         "tests/cache/test_hybrid.py::test_a_pass_that_fails_behind_the_last_budget_is_noticed"),
     "rows that wait thrown away": (
         "serving/rows.py", "outside.append(_select(part, [not one for one in here]))", "pass",
