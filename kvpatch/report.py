@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from . import plotting
 from . import report_text as text
 from .cache.cache import EvictingCache
+from .cache.recurrent import Stack
 from .cache.settings import CacheSettings
 from .cache.snapshot import Snapshot
 from .errors import KVPatchError
@@ -54,6 +55,7 @@ class Report:
         layers: of each layer on the budget, its number in the decoder.
         states: numbers of a hybrid's layers that keep a state of fixed size, which no budget applies to.
         state_nbytes: bytes of these states.
+        readers: numbers of layers that hold nothing and use the keys of another, each with that layer's number.
         seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
     Example:
@@ -85,6 +87,7 @@ class Report:
     layers: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
     state_nbytes: int = 0
+    readers: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -178,6 +181,7 @@ class Report:
             "layers": list(self.layers),
             "states": list(self.states),
             "state_nbytes": self.state_nbytes,
+            "readers": [list(pair) for pair in self.readers],
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
             "acted": self.acted,
             "passes": {kind: {"total": total, "acted": acted} for kind, (total, acted) in self.passes.items()},
@@ -242,10 +246,14 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
-        if self.states:
+        if self.states or self.readers:
             rows.append(("layers on the budget", ", ".join(map(str, self.layers))))
+        if self.states:
             kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.size(self.state_nbytes)}"
             rows.append(("other layers", kept))
+        if self.readers:
+            reading, sources = (", ".join(map(str, numbers)) for numbers in zip(*self.readers, strict=True))
+            rows.append(("other layers", f"{reading} use the keys of {sources}"))
         return rows
 
     def strip(self, row: int = 0, width: int = 64) -> str:
@@ -301,6 +309,7 @@ class Report:
 def _settings(settings: CacheSettings) -> dict[str, Any]:
     """Return what a report says of the settings."""
     policy = settings.policy
-    states = () if settings.stack is None else tuple(number for number, _ in settings.stack.states)
+    stack = settings.stack or Stack((), ())
+    states = tuple(number for number, _ in stack.states)
     own = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
-    return {**own, "layers": settings.numbers, "states": states}
+    return {**own, "layers": settings.numbers, "states": states, "readers": stack.readers}

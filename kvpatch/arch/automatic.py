@@ -58,20 +58,9 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
     if trial is not None and qualified_name(attentions[0]) in trial.classes:
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
-    _refuse_shared(name, attentions)
     derive(attentions, decoder).check(decoder)
     row = _verdict(model, decoder, attentions)
     return [(module, row) for module in attentions]
-
-
-def _refuse_shared(name: str, attentions: list[nn.Module]) -> None:
-    """Raise KVPatchError for layers without keys of their own: each would hold a copy, and bytes would be counted twice."""
-    shared = sum(bool(getattr(module, "is_kv_shared_layer", False)) for module in attentions)
-    if shared:
-        raise KVPatchError(
-            f"In {name} {shared} of {len(attentions)} layers use the keys and values of layers before them, so that a budget "
-            "for each layer would hold them twice: kvpatch does not serve it yet."
-        )
 
 
 def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:

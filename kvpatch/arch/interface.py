@@ -188,6 +188,25 @@ def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, 
         )
 
 
+def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
+    """Return the module whose keys and values `attn` uses, having none of its own; None if it has.
+
+    Raises:
+        KVPatchError: nothing says which module that is.
+    """
+    if not getattr(attn, "is_kv_shared_layer", False):
+        return None
+    kind = getattr(attn, "layer_type", None)
+    storing = (one for one in attentions if getattr(one, "store_full_length_kv", False))
+    found = next((one for one in storing if getattr(one, "layer_type", None) == kind), None)
+    if found is None or kind is None:
+        raise KVPatchError(
+            f"A {type(attn).__name__} uses the keys and values of a layer before it, but no module says that it stores them "
+            f"for layers of type {kind!r} (store_full_length_kv): kvpatch does not serve it."
+        )
+    return found
+
+
 def attends_both_ways(module: nn.Module) -> bool:
     """Tell whether an attention module declares itself bidirectional, as in an encoder."""
     return getattr(module, "is_causal", None) is False

@@ -29,6 +29,7 @@ _LIMITS = (  # the first that fits; the last so that a layer that looks at few t
     (("experts",), _EXPERTS),
     (("window", "chunk", "block_size"), _WINDOW),
 )
+_READERS = "num_kv_shared_layers"
 _HEADS = ("decoder_attention_heads", "encoder_attention_heads")
 
 
@@ -41,7 +42,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
         ValueError: the twin would be large or lacks a kind of layer. The model's class may raise anything else.
     """
     kind, config = type(decoder), shrunk(decoder.config)
-    capped = any("softcap" in key and value for key, value in vars(config).items())  # which some versions' sdpa leaves out
+    capped = any("attn_logit_softcap" in key and value for key, value in vars(config).items())  # some versions' sdpa omits it
     config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) and not capped else "eager"
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
@@ -93,13 +94,14 @@ def shrunk(config: Any) -> Any:
     names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
     layers, heads = config.num_hidden_layers, query_heads(config) or 1
     kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
-    few_layers = max(_kinds(own, layers), of_hybrid)
+    chosen = _with_readers(own, layers) or range(max(_kinds(own, layers), of_hybrid))
+    few_layers = len(chosen)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in own.items():
         if isinstance(value, list | tuple):
-            own[key] = [_small(key, one) for one in (value[:few_layers] if len(value) == layers else value)]
+            own[key] = [_small(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
-            own[key] = {layer: one for layer, one in value.items() if int(layer) < few_layers}
+            own[key] = {chosen.index(int(layer)): one for layer, one in value.items() if int(layer) in chosen}
         elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
             own[key] = {name: few_kv if "kv_n_heads" in name else _small(name, one) for name, one in value.items()}
         else:
@@ -110,6 +112,7 @@ def shrunk(config: Any) -> Any:
         own[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
     if (config.to_dict().get("sliding_window") or 0) >= getattr(config, "max_position_embeddings", sys.maxsize):
         own["sliding_window"] = config.sliding_window  # it never acts
+    own |= {name: sum(at >= layers - count for at in chosen) for name, count in own.items() if name == _READERS}
     free = isinstance(own.get("head_dim"), int)  # else heads times their size make the width
     own[names["hidden_size"]] = _WIDTH if free else few_heads * (config.hidden_size // heads)
     if "attention_hidden_size" in own:  # the embeddings beside the hidden states
@@ -135,6 +138,19 @@ def _kinds(own: dict[str, Any], layers: int) -> int:
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             count = max(count, min(map(int, value)) + 1)
     return count
+
+
+def _with_readers(own: dict[str, Any], layers: int) -> list[int]:
+    """Return layers of each kind, among those with keys and among the last ones, which use others'; none if all have keys."""
+    first = layers - own.get(_READERS, 0)
+    found = set[int]()
+    for start, stop in ((0, first), (first, layers)) if first < layers else ():
+        for value in own.values():
+            if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
+                found |= {value.index(one, start, stop) for one in value[start:stop]}
+                if not start:  # the last of each kind stores its keys for others
+                    found |= {max(at for at in range(stop) if value[at] == one) for one in value[:stop]}
+    return sorted(found)
 
 
 def _derived(config: Any) -> set[str]:

@@ -15,24 +15,34 @@ from torch import Tensor
 from ..arch.bound import BoundAdapter
 from ..cache import passes
 from ..cache.state import TextState
-from . import anomaly, blockwise, bound_step, decode, prefill, second_reading
+from . import anomaly, blockwise, bound_step, decode, prefill, reading, second_reading
 from .layer_call import Call
 from .replay import ReplayPass
 from .stacked import LayerStack
 
 
-def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
+def attend(
+    cache: TextState | ReplayPass,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bound_adapter: BoundAdapter,
+    reads: bool = False,
+) -> Tensor:
     """Attend with new tokens through the cache, and evict what the policy chooses.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
-    norms and statistics stay float32, and q, k and v arrive in autocast's dtype.
+    norms and statistics stay float32, and q, k and v arrive in autocast's dtype. reads: the module has no keys of its own and
+    uses those of `layer`, which has run (reading.py).
     """
+    run = reading.attend if reads else _writable
     if _autocasts(q.device.type):
         bound_adapter.autocast = True
         with torch.autocast(q.device.type, enabled=False):
-            return _writable(cache, layer, q, k, v, bound_adapter)
-    return _writable(cache, layer, q, k, v, bound_adapter)
+            return run(cache, layer, q, k, v, bound_adapter)
+    return run(cache, layer, q, k, v, bound_adapter)
 
 
 def _autocasts(device: str) -> bool:
@@ -125,7 +135,7 @@ def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     cache = call.cache
     if call.now.traced:
         return None
-    if call.now.recording or cache.settings.strict or cache.settings.record:
+    if call.now.recording or cache.settings.strict or cache.settings.record or cache.settings.read:
         cache.stack = None
         return None
     # only between passes: within one, earlier layers have evicted already

@@ -208,7 +208,7 @@ def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     slots = call.slots
     entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)
-    if not isinstance(slots.mode, Appending) or scores:
+    if not isinstance(slots.mode, Appending) or scores or call.shows:
         return Unbound(call, None)
     if decode.backend_of(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
         return AppendingByKernels(call) if call.launched else Unbound(call, None)

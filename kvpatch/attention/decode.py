@@ -47,6 +47,8 @@ def attend(
         call.slots.write(k_BH1D, v_BH1D, None if stack is not None else positions_B1, entry)
         out, p_BHGT, positions_BHT = _by_torch(call, q_BHGD, positions_B1, name, stack)
         named = False
+    if call.shows:
+        call.show(call.keys(call.slots.used), copied=call.evicting or call.positions_BQ.shape[1] > 1)
     if stack is None:
         _end(call, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:
@@ -150,7 +152,7 @@ def _by_kernel(
     slots = call.slots
     appends = not slots.mode.slotted
     with torch.no_grad():
-        evicting = call.evicting and not appends and not call.rule.moves
+        evicting = call.evicting and not (appends or call.rule.moves or call.shows)
         if appends:
             slots.mode.free_BH = call.now.column(slots.used, slots.positions)
             slots.open_column(entry)

@@ -53,6 +53,7 @@ class Call:
         self.policy, self.rule = self.settings.policies[layer], self.settings.rules[layer]
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
+        self.shows = layer in self.settings.read
         self.recalls = self.evicts and self.score.recent_queries > 0
         self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
@@ -219,6 +220,13 @@ class Call:
             head, column = keys.head_offsets.places()
             k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
+
+    def show(self, keys: Keys, copied: bool = False) -> None:
+        """Note what the queries of these columns see, for layers that use the same keys. copied: slots change in this pass."""
+        if copied:
+            k, v, positions = keys.k_BHTD.clone(), keys.v_BHTD.clone(), keys.positions_BHT.clone()
+            keys = replace(keys, k_BHTD=k, v_BHTD=v, positions_BHT=positions)
+        self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""

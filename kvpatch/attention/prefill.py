@@ -46,6 +46,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     if call.recalls:
         slots.recall(call.score.recent_queries, q_BHGQD.detach(), positions_BQ)
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
+    if call.shows:
+        call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
     nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
     if not call.evicts or call.policy.rows != "all":
         found = attend_to(call, q_BHGQD, keys, rows_BQ)

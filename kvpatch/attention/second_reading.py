@@ -24,6 +24,8 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     joins its output with that over the rest of the prompt.
     """
     held = call.keys(call.slots.used)
+    if call.shows:
+        call.show(_before(call, held, k_BHQD, v_BHQD))
     if not (call.evicts and isinstance(call.score, Repeated)):
         return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
     by_outputs = call.score.by_outputs

@@ -37,7 +37,7 @@ class EvictingCache(TextState):
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
         self.catch_up()
-        if self.states:
+        if self.settings.stack is not None:
             numbers = self.settings.numbers
             layer_idx = numbers.index(layer_idx) if layer_idx in numbers else 0
         checks.layer_of("layer_idx", layer_idx, len(self.layers))
@@ -46,7 +46,7 @@ class EvictingCache(TextState):
     @property
     def is_compileable(self) -> bool:
         """True if generate() may compile the decode step by itself."""
-        return self.request.room is not None and not self.states
+        return self.request.room is not None and self.settings.stack is None
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""

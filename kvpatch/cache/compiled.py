@@ -37,8 +37,8 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     """Tell if a pass of Q columns is a step whose shapes and slots are all known."""
     if cache.settings.parallel.size > 1 or cache.settings.strict or cache.settings.record:
         return False  # heads on other processes may take part; or values are read back; or evictions are noted
-    if cache.states:
-        return False  # transformers' own layers change, too
+    if cache.states or cache.settings.read:
+        return False  # transformers' own layers change, too; or others use what a layer held before it evicted
     if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):

@@ -61,6 +61,7 @@ class Forward:
     columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
     does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
+    shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
     pass is a part of such a reading.
     """
@@ -89,6 +90,7 @@ class Forward:
     traced: bool = False
     bound: list[Any] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
+    shown: dict[int, list[Any]] = field(default_factory=dict)
     reread_BN: Tensor | None = None
     repeat: Repeat | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)

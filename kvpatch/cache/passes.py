@@ -159,7 +159,8 @@ def end(cache: TextState, layer: int) -> None:
 
 def outlasts(cache: TextState, now: Forward) -> bool:
     """Tell if a pass ends after the decoder: its prompt is read again, or layers without a budget may follow."""
-    return now.reread_BN is not None or now.repeat is not None or (bool(cache.states) and not cache.scratch)
+    follow = bool(cache.states) or bool(cache.settings.read)
+    return now.reread_BN is not None or now.repeat is not None or (follow and not cache.scratch)
 
 
 def finish(cache: TextState) -> None:

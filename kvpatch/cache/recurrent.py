@@ -26,17 +26,20 @@ class Stack:
 
     attention: of the layers with keys and values, which are on the budget. states: of each layer with a state, and how many
     pairs of a convolution's and a recurrence's state it has; a layer may have both. croppable: the states are of convolutions
-    alone, so that the last tokens can be taken back.
+    alone, so that the last tokens can be taken back. readers: of each layer without keys of its own, and of the layer before
+    it whose keys it uses.
     """
 
     attention: tuple[int, ...]
     states: tuple[tuple[int, int], ...]
     croppable: bool = False
+    readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
         """Return the stack of a decoder that exits after `count` layers."""
         attention = tuple(number for number in self.attention if number < count)
-        return Stack(attention, tuple(one for one in self.states if one[0] < count), self.croppable)
+        states, readers = (tuple(one for one in pairs if one[0] < count) for pairs in (self.states, self.readers))
+        return Stack(attention, states, self.croppable, readers)
 
 
 class RecurrentStates(Cache):

@@ -34,7 +34,7 @@ class CacheSettings:
     the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
     distances are between columns of the batch, padding included (sliding windows, ALiBi by default). record: caches keep the
     lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some of its layers are not on the budget
-    (a hybrid's); None if all are. notices: what the patch has warned of.
+    (a hybrid's, or those that use others' keys); None if all are. notices: what the patch has warned of.
     """
 
     policy: Policy
@@ -75,6 +75,12 @@ class CacheSettings:
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the layers in the decoder."""
         return tuple(range(self.n_layers)) if self.stack is None else self.stack.attention
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """Indices of the layers whose keys and values later layers use, too."""
+        pairs = () if self.stack is None else self.stack.readers
+        return frozenset(self.numbers.index(source) for _, source in pairs)
 
     @property
     def n_layers(self) -> int:

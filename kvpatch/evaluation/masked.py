@@ -14,7 +14,7 @@ from ..hooks.attention import parameters
 from ..hooks.target import Target
 from .teacher_forcing import feed, predictions, wide
 
-Attentions = list[tuple[nn.Module, Adapter]]
+Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
 
 
 class Evictions:
@@ -79,12 +79,13 @@ def masked_predictions(
     Returns:
         Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
-    attentions = target.attentions
+    attentions = [pair for _, _, pair in target.modules()]
+    seen = [seen[layer] for layer, _, _ in target.modules()]
     heads = query_heads(model.config.get_text_config()) or 0
     shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
     groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
     with _masks(attentions, seen, groups):
-        if target.stack is not None:
+        if target.stack is not None and target.stack.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
         return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 

@@ -20,11 +20,12 @@ from ..serving.packed import PackedPass
 
 
 def attention_forward(
-    cls: type[nn.Module], adapter: Adapter, layer: int, previous: Callable[..., Any] | None
+    cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, previous: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """Make the forward of an attention module: through the cache if there is one, else the previous forward.
 
-    layer: index of its layer in the cache, which a hybrid's layers without keys are not counted in.
+    layer: index of its layer in the cache, which layers without keys are not counted in. reads: the module is one of those,
+    and uses the keys of that layer.
     """
     names = parameters(cls)  # type: ignore[arg-type]
     # a bound method belongs to the model that was patched, not to a copy of it
@@ -49,14 +50,14 @@ def attention_forward(
 
         def through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             now, compiling = cache.now, torch.compiler.is_compiling()
-            if now is not None and now.bound and not compiling:
+            if now is not None and now.bound and not (compiling or reads):
                 step = now.bound[layer]
                 if step is not None and step.takes(self, q):
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:
                 now.repeat.hidden = hidden
             run = attend_untraced if compiling and not (now is not None and now.traced) else attend
-            out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]))
+            out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
         core = functools.partial(cache.attend, through) if isinstance(cache, PackedPass) else functools.partial(through, cache)

@@ -60,7 +60,10 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         cache.check_finished()
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
         if compiles and state.settings.stack is not None:
-            raise KVPatchError("The decode step of a hybrid is not compiled under a budget: leave compile_config out.")
+            raise KVPatchError(
+                "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
+                "compile_config out."
+            )
         if columns is not None and not drafts:
             inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
             if past is cache and not _virtual_tokens(self):
@@ -309,8 +312,8 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
             raise KVPatchError("record=True does not follow requests of continuous batching: use generate(), or leave it out.")
         if state.settings.stack is not None:
             raise KVPatchError(
-                "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid "
-                "cannot be read from: use generate()."
+                "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid, or "
+                "layers that use others' keys, cannot be read from: use generate()."
             )
         if state.places_itself:
             raise KVPatchError(

@@ -180,7 +180,10 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
         KVPatchError: there is none, or the model is a hybrid or takes no position_ids.
     """
     if state.settings.stack is not None:
-        raise KVPatchError("Steps of a hybrid are not captured, for its states are transformers' own: call the model itself.")
+        raise KVPatchError(
+            "Steps of a hybrid, or of layers that use others' keys, are not captured, for not all of it is the cache's own: "
+            "call the model itself."
+        )
     if state.places_itself:
         raise KVPatchError(
             "Steps of this model are not captured, for its decoder takes no position_ids and counts positions on the host: "

@@ -1,8 +1,12 @@
-"""Hybrid decoders: layers with keys and values are on the budget, those with a state of fixed size are transformers' own."""
+"""Decoders of which not every layer is on the budget.
+
+In a hybrid, layers with a state of fixed size are transformers' own. In others, layers without keys use those of one before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..arch.adapter import source_module
-from ..arch.interface import ATTENTION, knows_number
+from ..arch.interface import ATTENTION, knows_number, source_of
 from ..cache.recurrent import Stack
 from ..errors import KVPatchError
 
@@ -31,6 +35,20 @@ def stack_of(decoder: Any) -> Stack | None:
     states = tuple((number, layer.number_of_states) for number, layer in kept if isinstance(layer, LinearAttentionLayer))
     attention = tuple(number for number, layer in kept if isinstance(layer, DynamicLayer))
     return Stack(attention, states, croppable=not getattr(type(decoder), "_is_stateful", False))
+
+
+def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
+    """Return the stack of a decoder, in which attention modules may use the keys of others; None if all have their own.
+
+    numbers: of the modules' layers.
+    """
+    sources = {module: source_of(module, list(numbers)) for module in numbers}
+    readers = {numbers[module]: numbers[source] for module, source in sources.items() if source is not None}
+    if not readers:
+        return stack
+    attention = sorted(numbers.values()) if stack is None else stack.attention
+    own = tuple(number for number in attention if number not in readers)
+    return replace(stack or Stack((), ()), attention=own, readers=tuple(sorted(readers.items())))
 
 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:

@@ -72,11 +72,12 @@ class Installation:
 
     def _install(self, target: Target) -> None:
         state = self.state
-        for layer, (module, adapter) in enumerate(target.attentions):
+        for layer, reads, (module, adapter) in target.modules():
             mark = self._mark(module)
             for name, value in adapter.attributes(module).items():
                 self._set(module, mark, name, value)
-            replace_forward(module, functools.partial(attention_forward, type(module), adapter, layer), mark.undo.append)
+            forward = functools.partial(attention_forward, type(module), adapter, layer, reads)
+            replace_forward(module, forward, mark.undo.append)
         mark = self._mark(target.decoder)
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)

@@ -1,4 +1,4 @@
-"""End of a pass of the decoder, where a hybrid's other layers ran last, and the second reading of a prompt.
+"""End of a pass of the decoder, where layers without a budget ran last, and the second reading of a prompt.
 
 For scores that ask for a second reading, the decoder runs again where the prompt has ended; a hybrid's states stay as the
 prompt left them.
@@ -29,7 +29,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
-    elif cache.states:
+    else:
         with torch.inference_mode(False), torch.no_grad():
             passes.finish(cache)
         if cache.settings.strict:

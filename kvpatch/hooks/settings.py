@@ -139,6 +139,11 @@ def settings_of(
     policy = _by_ids(policy, target)
     if renumbered:
         target.check_renumbering()
+    if block is not None and target.readers:
+        raise KVPatchError(
+            f"block={block}: in this model layers use the keys of layers before them, which read all blocks before the next "
+            "layer runs. Leave block out, or feed the text in pieces."
+        )
     if policy.over_layers is not None and is_list(k):
         raise KVPatchError(
             f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "

@@ -118,7 +118,7 @@ def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -
 
     Layers with a state must not read padding: they get the padding mask of the new columns, or None where there is none.
     """
-    if stack is None:
+    if stack is None or not stack.states:
         return mask
     real_BQ = None if real_BT is None or Q == 1 or bool(real_BT[:, -Q:].all()) else real_BT[:, -Q:].contiguous()
     return {**dict.fromkeys(ATTENTION, mask), **dict.fromkeys(STATES, real_BQ)}

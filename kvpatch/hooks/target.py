@@ -25,7 +25,7 @@ from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
 from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
-from .hybrid import Stack, layer_numbers, stack_of, state_modules
+from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
 from .sharding import Parallel, check_layers, parallel_of
 from .shell import makes_masks
 
@@ -46,12 +46,15 @@ IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_
 class Target:
     """The parts of a model that a patch changes.
 
-    shell: a model around the decoder that makes its masks, or None. outer: the innermost model around the decoder, or None.
+    attentions: of the layers on the budget. readers: of layers without keys of their own, each with the index of the layer on
+    the budget whose keys it uses. shell: a model around the decoder that makes its masks, or None. outer: the innermost model
+    around the decoder, or None.
     """
 
     def __init__(
         self,
         attentions: list[tuple[nn.Module, Adapter]],
+        readers: list[tuple[int, tuple[nn.Module, Adapter]]],
         decoder: nn.Module,
         generators: list[nn.Module],
         parallel: Parallel,
@@ -59,7 +62,8 @@ class Target:
         outer: nn.Module | None,
         stack: Stack | None,
     ):
-        self.attentions, self.decoder, self.generators, self.parallel = attentions, decoder, generators, parallel
+        self.attentions, self.readers = attentions, readers
+        self.decoder, self.generators, self.parallel = decoder, generators, parallel
         self.shell, self.outer, self.stack = shell, outer, stack
 
     @classmethod
@@ -100,11 +104,20 @@ class Target:
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         numbers = layer_numbers(decoder, [module for module, _ in found])
         found.sort(key=lambda pair: numbers[pair[0]])
-        stack = stack_of(decoder)
-        check_layers(sorted(numbers.values()), stack.attention if stack else None)
+        stack = with_readers(stack_of(decoder), numbers)
+        reads = dict(stack.readers) if stack else {}
+        own = [pair for pair in found if numbers[pair[0]] not in reads]
+        check_layers([numbers[module] for module, _ in own], stack.attention if stack else None)
+        indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
+        readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         outer = holders[-2] if len(holders) > 1 else None
-        return cls(found, decoder, generators, parallel_of(model, found), shell, outer, stack)
+        return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack)
+
+    def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
+        """Yield the index of the layer whose keys a module uses, if another module writes them, the module and its adapter."""
+        yield from ((layer, False, pair) for layer, pair in enumerate(self.attentions))
+        yield from ((layer, True, pair) for layer, pair in self.readers)
 
     def bounds(self) -> tuple[int | None, ...]:
         """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""
@@ -232,7 +245,7 @@ class Target:
 
     def mixers(self) -> list[nn.Module]:
         """Return the modules that mix tokens: those of attention, and a hybrid's other layers."""
-        attentions = [module for module, _ in self.attentions]
+        attentions = [module for _, _, (module, _) in self.modules()]
         others = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
         return [*attentions, *others.values()]
 

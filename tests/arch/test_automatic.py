@@ -86,7 +86,7 @@ SERVED = {
     **{kind: {} for kind in ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")},
     "cohere_compass_text": GIVEN["cohere_compass_text"], "dbrx": GIVEN["dbrx"], "lfm2_moe": GIVEN["lfm2_moe"],
     "xmod": GIVEN["xmod"], "bert": {"is_decoder": True},
-    "falcon_h1": {}, "kimi_linear": {}, "nemotron_h": {}, "zamba": {}, "lfm3": {},
+    "gemma3n_text": {}, "falcon_h1": {}, "kimi_linear": {}, "nemotron_h": {}, "zamba": {}, "lfm3": {},
 }  # fmt: skip
 
 
@@ -111,7 +111,6 @@ REFUSED = {
     "minimax": "keeps the state of its linear layers in a cache of its own, MiniMaxCache, and takes no other",
     "llama4": OTHER_LAYERS, "deepseek_v4": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
     "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
-    "gemma3n_text": r"15 of 35 layers use the keys and values of layers before them",
     "hrm_text": r"passes through its layers more than once per token",
     "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
 }  # fmt: skip

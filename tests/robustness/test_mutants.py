@@ -18,6 +18,7 @@ OUTSIDE = {"the column kernel reads a key too many", "the forward kernel reads t
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 SHELLS = "tests/arch/test_shells.py::test_tokens_of_images_are_protected_by_name_and_by_id"
 PARTS = "tests/oracle/test_oracle_parts.py"
+READERS = "tests/cache/test_shared_keys.py"
 REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
@@ -174,6 +175,15 @@ MUTANTS = {
         "tests/serving/test_prefixes.py::test_blocks_of_what_is_kept_beside_a_prompt"),
     "a replayed token seen by the query that no longer saw it": (
         "backends/torch_backend.py", "(rows < keys.deaths_BHT", "(rows <= keys.deaths_BHT", f"{REPLAY}[gptj-h2o]"),
+    "a reader of another layer's keys sees what is left after the eviction": (
+        "attention/decode.py", "copied=call.evicting or", "copied=",
+        f"{READERS}::test_evictions_are_those_of_the_model_under_a_mask[gemma4_text-h2o]"),
+    "a prompt's last column sees itself alone": (
+        "attention/reading.py", "past=keys.past + first", "past=keys.past",
+        f"{READERS}::test_a_prompt_s_last_column_alone_sees_the_whole_prompt"),
+    "drafts of a reader see the first column's keys": (
+        "attention/reading.py", "shown[t - P]", "shown[0]",
+        f"{READERS}::test_several_columns_each_see_what_was_held_then[gemma4_text]"),
     "deaths of a decode step not noted": (
         "attention/decode.py", "    if call.evicts:\n        call.note_deaths(newest_B11)", "    pass", f"{REPLAY}[gptj-h2o]"),
     "deaths of the first row followed by all": (
@@ -217,7 +227,7 @@ MUTANTS = {
         "hooks/state.py", "**dict.fromkeys(STATES, real_BQ)", "**dict.fromkeys(STATES)",
         "tests/cache/test_hybrid.py::test_rows_of_a_padded_batch_are_as_alone"),
     "a hybrid's pass ended with its last budget": (
-        "cache/passes.py", " or (bool(cache.states) and not cache.scratch)", "",
+        "cache/passes.py", " or (follow and not cache.scratch)", "",
         "tests/cache/test_hybrid.py::test_a_pass_that_fails_behind_the_last_budget_is_noticed"),
     "rows that wait thrown away": (
         "serving/rows.py", "outside.append(_select(part, [not one for one in here]))", "pass",

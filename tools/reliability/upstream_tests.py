@@ -82,6 +82,7 @@ def _is_patched(model: nn.Module) -> bool:
     return any("_kvpatch" in vars(module) for module in model.modules())
 
 
+LEFT = "ran as it is"
 STATE = pytest.StashKey[Patching]()
 
 
@@ -111,4 +112,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     many = ", ".join(f"{count} {name}" for name, count in sorted(patching.patched.items())) or "no model"
     terminalreporter.write_line(f"kvpatch: {many} patched with {patching.policy} at {patching.share:g}")
     for name, why in sorted(patching.left.items()):
-        terminalreporter.write_line(f"kvpatch: {name} ran as it is: {why}")
+        terminalreporter.write_line(f"kvpatch: {name} {LEFT}: {why}")
