@@ -179,9 +179,9 @@ def test_a_text_of_sinks_alone(model):
     assert calibration("learned", model, [prompt(1, 4), prompt(1, 5)]).tokens == 9
 
 
-def test_queries_are_measured_as_before(model):
-    """A calibration has what it had; learning adds no statistic to it."""
-    assert {*calibrate(model, [prompt(1, 20)]).layers[0]} == {"direction", "mean", "norm", "pairs", "turn"}
+def test_a_calibration_has_no_weights(model):
+    """Learning adds no statistic to it."""
+    assert {*calibrate(model, [prompt(1, 20)]).layers[0]} == {"direction", "area", "mean", "norm", "pairs", "turn"}
 
 
 def test_a_model_that_is_patched_again_is_as_before(model, found):
