@@ -15,15 +15,15 @@ def test_scores_norms_and_statistics_are_float32_under_autocast(base, monkeypatc
     policy = kvpatch.get_policy(base if base == "key_norm" else f"critical({base})")
     attend, calls = attention.attend, []
 
-    def noting(cache, layer, q, k, v, bound_adapter):
+    def noting(cache, layer, q, k, v, *bound):
         calls.append((layer, q, k, v))
-        return attend(cache, layer, q, k, v, bound_adapter)
+        return attend(cache, layer, q, k, v, *bound)
 
-    def replaying(cache, layer, q, k, v, bound_adapter):
+    def replaying(cache, layer, q, k, v, *bound):
         index, *noted = calls.pop(0)
         assert index == layer
         noted = [part.to(noted[-1].dtype) for part in noted]  # the cache's own
-        return attend(cache, layer, *noted, bound_adapter)
+        return attend(cache, layer, *noted, *bound)
 
     def run(at_attention):
         with monkeypatch.context() as patched:

@@ -19,7 +19,7 @@ CALIBRATED = tuple(name for name in kvpatch.list_policies() if kvpatch.get_polic
 DECODING = tuple(name for name in LATER if name not in CALIBRATED)
 EVICTING = tuple(name for name in kvpatch.list_policies() if name not in ("full", *DECODING, *CALIBRATED))
 # no layer evicts before all have read the prompt: no blocks, and no generated token in the prompt's pass
-WAITING = tuple(name for name in EVICTING if kvpatch.get_policy(name).over_model)
+WAITING = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).over_model)
 WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_window)
 ANY_SCHEDULE = tuple(name for name in EVICTING if len(kvpatch.get_policy(name).score.schedules) == 3)
 ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict where a prompt ends: generated tokens stay
@@ -53,18 +53,25 @@ SMALL_STEPS = {
 }
 
 
+def calibration(policy, model, pieces):
+    """What the policy needs to know of a model, from pieces of text."""
+    taught = kvpatch.get_policy(policy).score.calibrated == ("weight",)
+    teacher = kvpatch.get_policy("kvzip_plus").with_options(**SMALL["kvzip_plus"])
+    return calibrate(model, pieces, teacher=teacher if taught else None)
+
+
 @functools.cache
-def calibration_of(name, dtype=torch.float64):
+def calibration_of(policy, name, dtype=torch.float64):
     """A calibration of a tiny model, made once."""
     with torch.no_grad():
-        return calibrate(make(name, dtype=dtype), [prompt(1, 30, seed=3)])
+        return calibration(policy, make(name, dtype=dtype), [prompt(1, 30, seed=3)])
 
 
 def calibrated(policy, name, dtype=torch.float64):
     """The calibration as an option, if the policy needs one; None if the model has not what it measures."""
     if policy not in CALIBRATED:
         return {}
-    found = calibration_of(name, dtype)
+    found = calibration_of(policy, name, dtype)
     return {"calibration": found} if set(kvpatch.get_policy(policy).score.calibrated) <= set(found.layers[0]) else None
 
 
@@ -99,13 +106,6 @@ def plain(k):
         case kvpatch.Threshold():
             return {"threshold": k.x}
     return list(map(plain, k)) if isinstance(k, list) else k
-
-
-def calibration(policy, model, pieces):
-    """What the policy needs to know of a model, from pieces of text."""
-    taught = kvpatch.get_policy(policy).score.calibrated == ("weight",)
-    teacher = kvpatch.get_policy("kvzip_plus").with_options(**SMALL["kvzip_plus"])
-    return calibrate(model, pieces, teacher=teacher if taught else None)
 
 
 def combined(policy, wrap):

@@ -36,7 +36,7 @@ def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):
         own = calibrated(policy, name, torch.float32)
         if own is None:
             pytest.skip(f"{name} has no rotations")
-        options, ragged = SMALL.get(policy, {}) | SMALL_STEPS.get(policy, {}) | own, policy == "duo"
+        options, ragged = SMALL.get(policy, {}) | SMALL_STEPS.get(policy, {}) | own, policy in ("duo", "learned")
     policy = RAGGED.get(policy, policy)
     logits, cache = run(model, ids, fed, policy, 0.4, left_pad(ids, lengths), **options)
     together = kept(uneven(cache) if ragged else cache)
