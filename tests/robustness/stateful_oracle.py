@@ -120,7 +120,8 @@ def own_options(choose: Any, name: str, policy: str, wrap: tuple[str, ...], k: A
     if policy not in (*ANY_SCHEDULE, *CALIBRATED):
         return {}
     schedule = choose(st.sampled_from(("both", "both", "prompt", "decode")))
-    whole = "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
+    divided = kvpatch.get_policy(policy).over_heads is not None
+    whole = divided or "adaptive" in wrap or isinstance(k, kvpatch.Share)  # which count the prompt too
     if (schedule == "decode" and whole) or schedule not in kvpatch.get_policy(policy).score.schedules:
         schedule = "both"
     own = SMALL.get(policy, {}) if policy in CALIBRATED else {}
@@ -327,7 +328,7 @@ def check_budget(chosen: Chosen, oracle: Oracle, l: int, head: list[int]) -> Non
     b, options = oracle.budgets[l], oracle.options
     if oracle.moving[l] or oracle.tables[l] is not None:
         return
-    if b is None or options["schedule"] != "both" or "adaptive" in options["wrap"]:
+    if b is None or options["schedule"] != "both" or {"adaptive", "global_topk"} & set(options["wrap"]):
         return
     most = b + options["every"] - 1
     assert len(head) <= most, f"{len(head)} tokens held, the budget is {b}"
