@@ -64,7 +64,7 @@ def filled(B, H, G, D, C, dtype, rng, used=None, capacities=None, page=None):
 
 
 def pool(B, H, C, D, page, dtype, rng):
-    """An engine's pool [N,2,H,P,D] as entries: where each head's pages begin [B*H,M], keys, and values, H * P entries behind."""
+    """An engine's pool [N,2,H,P,D] as entries: where each head's pages begin [B*H,M]; keys; values, H * P entries behind."""
     M = -(-C // page)
     table = 1 + torch.randperm(B * M + 3, generator=rng)[: B * M].view(B, 1, M)
     begins = ((table * 2 * H + torch.arange(H).view(1, H, 1)) * page).view(B * H, M)

@@ -29,10 +29,10 @@ def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.c
 @triton.jit
 def entries(BEGIN, begin, c, there, n, C, PAGE):
     """Find the entries of head n's slots c: one behind the other from `begin` on, or in its pages, where those are `there`."""
-    if PAGE is None:
-        return begin + c
-    else:
-        return tl.load(BEGIN + n * tl.cdiv(C, PAGE) + c // PAGE, mask=there, other=0) + c % PAGE
+    entry = begin + c
+    if PAGE is not None:
+        entry = tl.load(BEGIN + n * tl.cdiv(C, PAGE) + c // PAGE, mask=there, other=0) + c % PAGE
+    return entry
 
 
 # The number of slots changes with every prompt, and so does the alignment of views into a tensor with C columns.
