@@ -154,7 +154,7 @@ def step(
     if noise is not None and noise.shape != (B, H, C, G):
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     device, heads, observes = q_BHGD.device, B * H, bool(rule.statistics)
-    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits, codecs[0].bits)
+    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits, codecs[0].bits, page is not None)
     parts, chunks = sizes.parts, sizes.chunks if observes or rule.ranked else 0
     # logits if any statistic needs them, then p V and the softmax of every segment
     floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
