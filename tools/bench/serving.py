@@ -1,7 +1,7 @@
 """Engines at the same bytes of KV memory, with a budget and with their own cache: requests in flight, tokens per second.
 
     python -m tools.bench.serving                               transformers' engine, and vLLM where it is installed
-    python -m tools.bench.serving --engines vllm --policies h2o --json serving.jsonl
+    python -m tools.bench.serving --engines vllm --policies full,h2o:300 --json serving.jsonl
     python -m tools.bench.serving --case step                   seconds of a step of 16 requests in flight, at equal batch
     python -m tools.bench.serving --markdown serving.jsonl      the table of docs/benchmarks.md
 
@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,6 +80,12 @@ def requests(seed: int = 0) -> Requests:
     return [([rnd.randrange(2, VOCAB) for _ in range(length(200, 4000))], length(50, 500)) for _ in range(REQUESTS)]
 
 
+def named(policy: str) -> tuple[str, int | None]:
+    """Name and k of a policy as on the command line: k is K if it is not said, and no number for FULL."""
+    name, _, k = policy.partition(":")
+    return name, None if name == FULL else int(k or K)
+
+
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -89,12 +95,17 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def patched(one: LlamaForCausalLM, policy: str) -> AbstractContextManager[object]:
+    name, k = named(policy)
+    return nullcontext() if k is None else kvpatch.patched(one, name, k)
+
+
 def in_transformers(asked: Requests, policy: str, load: Load) -> float:
     """Serve by transformers' manager; returns the seconds it took."""
     one = model()
     config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
     engine = ContinuousBatchingConfig(num_blocks=SLOTS // PAGE, page_size=PAGE, max_batch_tokens=LONGEST)
-    with nullcontext() if policy == FULL else kvpatch.patched(one, policy, K):
+    with patched(one, policy):
         manager = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
         for ids, new in asked:
             manager.add_request(ids, max_new_tokens=new)
@@ -119,8 +130,9 @@ def vllm_engine(asked: Requests, policy: str, slots: int) -> Any:
     from vllm import LLM, SamplingParams
 
     page = 2 * PAGE  # the least that its own attention on CPUs takes
-    blocks = slots // page if policy == FULL else slots // (K + 1)
-    extra = {} if policy == FULL else {"additional_config": {"kvpatch": {"policy": policy, "k": K}}}
+    name, k = named(policy)
+    blocks = slots // (page if k is None else k + 1)
+    extra = {} if k is None else {"additional_config": {"kvpatch": {"policy": name, "k": k}}}
     with tempfile.TemporaryDirectory() as folder:
         model().save_pretrained(folder)
         llm = LLM(
@@ -166,12 +178,12 @@ def lines(engines: list[str], policies: list[str]) -> Iterator[Line]:
     for name in installed(engines):
         for policy in policies:
             load = Load()
-            took = ENGINES[name](asked, policy, load)
+            took, (called, k) = ENGINES[name](asked, policy, load), named(policy)
             yield {
                 **where(),
-                "case": "serving", "engine": name, "policy": policy, "k": None if policy == FULL else K, "slots": SLOTS,
+                "case": "serving", "engine": name, "policy": called, "k": k, "slots": SLOTS,
                 "requests": len(asked), "tokens": tokens, "in_flight": load.held / load.time if load.time else load.most,
-                "most": load.most, "per_second": tokens / took, "seconds": took, "n_over_k": held / K,
+                "most": load.most, "per_second": tokens / took, "seconds": took, "n_over_k": held / (k or K),
             }  # fmt: skip
 
 
@@ -186,7 +198,7 @@ def batch() -> Requests:
 
 def steps_in_vllm(policies: list[str]) -> Iterator[dict[str, float]]:
     """Seconds of a step by policy, once per round."""
-    engines = {policy: vllm_engine(batch(), policy, BATCH * (LONGEST + K)) for policy in policies}
+    engines = {policy: vllm_engine(batch(), policy, BATCH * LONGEST) for policy in policies}
     for engine in engines.values():
         scheduler = engine.engine_core.engine_core.scheduler
         while scheduler.waiting or any(one.num_output_tokens < STEPS for one in scheduler.running):  # the joins come before
@@ -218,7 +230,7 @@ def steps_in_transformers(policies: list[str]) -> Iterator[dict[str, float]]:
         took = {}
         for policy in policies:
             moments.clear()
-            with nullcontext() if policy == FULL else kvpatch.patched(one, policy, K):
+            with patched(one, policy):
                 manager = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
                 for ids, new in asked:
                     manager.add_request(ids, max_new_tokens=new)
@@ -250,10 +262,10 @@ def step_lines(engines: list[str], policies: list[str]) -> Iterator[Line]:
     for name in installed(engines):
         rounds = list(STEPPERS[name](policies))
         for policy in policies:
-            found = sorted(took[policy] for took in rounds)
+            found, (called, k) = sorted(took[policy] for took in rounds), named(policy)
             yield {
                 **where(),
-                "case": "step", "engine": name, "policy": policy, "k": None if policy == FULL else K, "batch": BATCH,
+                "case": "step", "engine": name, "policy": called, "k": k, "batch": BATCH,
                 "prompt": prompt, "rounds": ROUNDS, "steps": STEPS, "ms": 1e3 * statistics.median(found),
                 "least_ms": 1e3 * found[0], "most_ms": 1e3 * found[-1],
             }  # fmt: skip
@@ -293,7 +305,7 @@ def markdown(kept: list[Line]) -> str:
 @app.command()
 def main(
     engines: Annotated[str, typer.Option(help="transformers, vllm")] = "transformers,vllm",
-    policies: Annotated[str, typer.Option(help="names; full: the engine's own cache")] = "full,h2o",
+    policies: Annotated[str, typer.Option(help="names, each perhaps with :k; full: the engine's own cache")] = "full,h2o",
     case: Annotated[str, typer.Option(help="serving, or step")] = "serving",
     json_file: Annotated[Path | None, typer.Option("--json", help="append a JSON line per run to this file")] = None,
     table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as a table")] = None,
