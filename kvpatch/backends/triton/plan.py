@@ -63,7 +63,7 @@ def plan(
 ) -> Plan:
     """Return the sizes for `heads` KV heads of C slots.
 
-    splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: they lie in several of a head.
+    splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
     """
     width, group = max(16, _power(D)), _power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
