@@ -14,7 +14,7 @@ There are four tasks. A backend is a module that performs some of them; for the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -176,13 +176,28 @@ class Case:
     value_dim: int | None = None
 
 
-class KeyValues(Protocol):
-    """Keys and values in slots: [B,H,C,D], or entries [F,D] with `head_offsets`; entries of `codecs`."""
+class Memory(NamedTuple):
+    """Keys and values where they lie, for a kernel that reads and writes them there.
+
+    keys, values: slots [B,H,C,D], or entries [F,D]. begin_N: first entry of each head, or of each head's pages [B*H,M], of
+    `page` slots each. capacity_N: slots of each head; None: C of each.
+    """
 
     keys: Tensor
     values: Tensor
-    head_offsets: HeadOffsets | None
+    begin_N: Tensor | None = None
+    capacity_N: Tensor | None = None
+    page: int | None = None
+
+
+class KeyValues(Protocol):
+    """Keys and values in slots, as entries of `codecs`."""
+
     codecs: Codecs
+
+    def memory(self) -> Memory:
+        """Return where they lie."""
+        ...
 
 
 class FreeSlots(Protocol):

@@ -216,7 +216,7 @@ def _open(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: boo
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
         filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
-        new.holes = not new.kv.appends or filling > 0 or min(counts) + 1 < C
+        new.holes = new.kv.head_offsets is not None or filling > 0 or min(counts) + 1 < C
         new.start_evicting(filling, next_BH if moved else None)
     elif not new.kv.appends:
         new.holes = True

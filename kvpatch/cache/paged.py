@@ -7,6 +7,7 @@ in memory of its own; what is kept of it goes to the pages where the prompt, or 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.entries import EXACT
+from ..backends.protocol import Memory
 from .growth import Layout
 from .slots import DenseSlots, Slots, fitted, gathered
 
@@ -21,7 +23,7 @@ from .slots import DenseSlots, Slots, fitted, gathered
 class PagedSlots(DenseSlots):
     """The first columns, `shape[2]`, of the pages of each row.
 
-    Keys and values are copied where they are read, each page once.
+    Kernels read and write them where they are. For torch they are copied at every step, each page once.
 
     pool: [N,2,H,P,D]. table_BN: pages of each row, in order; then page 0, which is nobody's, in rows with fewer than others.
     """
@@ -67,6 +69,18 @@ class PagedSlots(DenseSlots):
         return some, some
 
     # ---- entries, by their row of the flattened pool; a value lies H * P rows behind its key ----
+
+    def memory(self) -> Memory:
+        return self._memory
+
+    @functools.cached_property
+    def _memory(self) -> Memory:
+        """The pool's own entries, and where those of each head's pages begin."""
+        (H, P), (B, _, C, _) = self.pool.shape[2:4], self.shape
+        heads, (flat, behind) = torch.arange(H, device=self.pool.device), self._flat()
+        begin_BHM = (self.table_BN[:, None, : -(-C // P)] * 2 * H + heads[:, None]) * P
+        one = C <= P
+        return Memory(flat, flat[behind:], begin_BHM.reshape(B * H, *(() if one else (-1,))), None, None if one else P)
 
     def begins(self) -> Tensor:
         B, H, _, _ = self.shape

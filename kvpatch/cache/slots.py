@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..backends.entries import EXACT, Codecs
 from ..backends.head_offsets import HeadOffsets
+from ..backends.protocol import Memory
 from .growth import Layout, capacities, slack
 
 
@@ -72,6 +73,10 @@ class Slots(ABC):
     def flat(self) -> tuple[Tensor, Tensor]:
         """Return keys and values with one entry per slot."""
         return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
+
+    def memory(self) -> Memory:
+        """Return where keys and values lie, without copying any."""
+        return Memory(self.keys, self.values)
 
     @abstractmethod
     def begins(self) -> Tensor:
@@ -253,6 +258,9 @@ class RaggedSlots(Slots):
     @property
     def width(self) -> int:
         return self.offsets.width
+
+    def memory(self) -> Memory:
+        return Memory(self.keys, self.values, self.offsets.begin_N, self.offsets.capacity_N)
 
     def begins(self) -> Tensor:
         return self.offsets.begin_N

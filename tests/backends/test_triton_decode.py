@@ -21,8 +21,11 @@ ALL = ("sum", "squares", "count", "gumbel", "observed")
 SENTINEL = 7.5  # behind a head's own slots
 
 
-def filled(B, H, G, D, C, dtype, rng, used=None, capacities=None):
-    """Slots of which `used` of each head hold a token; one that is empty is NaN, and one of those takes the next token."""
+def filled(B, H, G, D, C, dtype, rng, used=None, capacities=None, page=None):
+    """Slots of which `used` of each head hold a token; one that is empty is NaN, and one of those takes the next token.
+
+    page: they lie in an engine's pool, in pages of so many slots, which are not in order; no other page may be touched.
+    """
     capacities_N = [C] * (B * H) if capacities is None else capacities
     used_N = [capacity - 1 for capacity in capacities_N] if used is None else used
     newest = torch.tensor([max(used_N) + 3 + 2 * b for b in range(B)])
@@ -45,16 +48,28 @@ def filled(B, H, G, D, C, dtype, rng, used=None, capacities=None):
         begins, row = [0] * len(capacities), 2
         for n in sorted(range(len(capacities)), key=lambda n: -capacities[n]):
             begins[n], row = row, row + capacities[n] + 1
-    shape = (B, H, C, D) if capacities is None else (row, D)
-    keys, values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-    slots = twin.Slots(keys, values, positions, slot, newest, state, begins, capacities)
+    if page is not None:
+        begins, keys, values = pool(B, H, C, D, page, dtype, rng)
+    else:
+        shape = (B, H, C, D) if capacities is None else (row, D)
+        keys, values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    slots = twin.Slots(keys, values, positions, slot, newest, state, begins, capacities, page)
     for n in range(B * H):
         b, h = divmod(n, H)
         there = (positions[b, h, : capacities_N[n]] >= 0)[:, None]
         for buffer in (keys, values):
             mine = slots.head(buffer, b, h)
-            mine.copy_(torch.where(there, torch.randn(mine.shape, generator=rng).to(dtype), torch.nan))
+            mine[:] = torch.where(there, torch.randn(*there.shape[:1], D, generator=rng).to(dtype), torch.nan)
     return slots
+
+
+def pool(B, H, C, D, page, dtype, rng):
+    """An engine's pool [N,2,H,P,D] as entries: where each head's pages begin [B*H,M]; keys; values, H * P entries behind."""
+    M = -(-C // page)
+    table = 1 + torch.randperm(B * M + 3, generator=rng)[: B * M].view(B, 1, M)
+    begins = ((table * 2 * H + torch.arange(H).view(1, H, 1)) * page).view(B * H, M)
+    flat = torch.full(((B * M + 4) * 2 * H * page, D), SENTINEL, dtype=dtype)
+    return begins.tolist(), flat, flat[H * page :]
 
 
 def token(B, H, G, D, dtype, rng):
@@ -69,7 +84,10 @@ def launch(new, slots, rule, *, keep=None, slopes=None, first=None, recent=None,
     there = slots.to(DEVICE) if GPU else slots
     tensors = {"keep_BH": keep, "slopes_HG": slopes, "first_B": first, "recent_B": recent}
     if slots.begins is not None:
-        tensors |= {"begin_N": torch.tensor(slots.begins), "capacity_N": torch.tensor(slots.capacities)}
+        begins = torch.tensor(slots.begins)
+        tensors["begin_N"] = begins[:, 0] if slots.page == slots.positions.shape[2] else begins  # one page of each row
+        tensors["capacity_N"] = None if slots.capacities is None else torch.tensor(slots.capacities)
+        options["page"] = slots.page if slots.page != slots.positions.shape[2] else None
     tensors = {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}
     q, k, v = (tensor.to(DEVICE) for tensor in new)
     out = kernels.step(
@@ -131,7 +149,7 @@ def follow(
     tensor_tau: tau reaches the kernel so. bits: of keys and values; the twin holds the numbers that they stand for.
     """
     rng = torch.Generator().manual_seed(C + D + G)
-    slots = filled(B, H, G, D, C, dtype, rng, options.pop("used", None), options.pop("capacities", None))
+    slots = filled(B, H, G, D, C, dtype, rng, *(options.pop(name, None) for name in ("used", "capacities", "page")))
     of_slots = codecs(bits, D, D, dtype)
     entries = [codec.encode(t) for codec, t in zip(of_slots, (slots.keys, slots.values), strict=True)]
     slots.keys, slots.values = (codec.decode(t) for codec, t in zip(of_slots, entries, strict=True))
@@ -250,6 +268,20 @@ CASES = {
     "recency over chunks": (rule("recency", ()), {"C": 90, "steps": 4, "splits": 3, "first": torch.tensor([3])}),
     "appending": (Rule(ALL, evicts=False, value="sum"), THREE_HEADS | {"steps": 2}),
     "appending, nothing seen": (Rule(evicts=False), {"C": 40, "used": [4, 30], "splits": 2}),
+    "one page of each row": (rule("sum"), {"B": 2, "C": 33, "page": 33, "splits": 2, "dtype": F16}),
+    "pages": (rule("mean"), {"B": 2, "C": 70, "page": 16, "splits": 3, "D": 80}),
+    "odd pages, half, window, noise": (
+        rule("gumbel"),
+        {"B": 3, "C": 100, "page": 7, "sliding": 40, "tau": 1.2, "slopes": slopes(2, 2), "dtype": F16, "steps": 2},
+    ),
+    "pages with holes": (
+        rule("sum"),
+        {"B": 2, "C": 40, "page": 16, "used": [39, 12, 3, 37], "keep": torch.tensor([[38, 12], [6, 38]]), "steps": 5},
+    ),
+    "appending to pages": (
+        Rule(("sum",), evicts=False),
+        {"C": 40, "page": 12, "used": [11, 30], "splits": 2, "keep": torch.tensor([[40, 40]])},
+    ),
     "no victim asked for": (Rule(("sum",)), {"C": 20, "steps": 1}),
 }
 

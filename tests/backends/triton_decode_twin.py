@@ -112,29 +112,53 @@ def _evict(slots, b, h, held, newest, rule, G, sliding, keep, first, recent):
 
 
 class Slots:
-    """A layer's slots: dense [B,H,C,D], or rows in which head n has `capacities[n]` from `begins[n]` on."""
+    """A layer's slots: dense [B,H,C,D], or rows in which head n has `capacities[n]` from `begins[n]` on.
 
-    def __init__(self, keys, values, positions, slot, newest, state, begins=None, capacities=None):
+    page: rows in which head n has `page` from each of `begins[n]` on; keys and values are then of one pool.
+    """
+
+    def __init__(self, keys, values, positions, slot, newest, state, begins=None, capacities=None, page=None):
         self.keys, self.values, self.positions, self.slot, self.newest = keys, values, positions, slot, newest
-        self.state, self.begins, self.capacities = state, begins, capacities
+        self.state, self.begins, self.capacities, self.page = state, begins, capacities, page
 
     def capacity(self, b, h):
         return self.positions.shape[2] if self.capacities is None else self.capacities[b * self.slot.shape[1] + h]
 
     def head(self, buffer, b, h):
-        """The head's slots, as a view."""
+        """The head's slots, to be read and written."""
         if self.begins is None:
             return buffer[b, h]
         begin = self.begins[b * self.slot.shape[1] + h]
+        if self.page is not None:
+            return Paged(buffer, [begin[c // self.page] + c % self.page for c in range(self.capacity(b, h))])
         return buffer[begin : begin + self.capacity(b, h)]
 
     def copy(self):
-        tensors = (t.clone() for t in (self.keys, self.values, self.positions, self.slot, self.newest))
+        tensors = [t.clone() for t in (self.keys, self.values, self.positions, self.slot, self.newest)]
         # sums in float64, so that the twin does not round with the kernels
         state = {name: tensor.double() for name, tensor in self.state.items()}
-        return Slots(*tensors, state, self.begins, self.capacities)
+        return Slots(*self.together(tensors), state, self.begins, self.capacities, self.page)
 
     def to(self, device):
-        tensors = (t.to(device) for t in (self.keys, self.values, self.positions, self.slot, self.newest))
+        tensors = [t.to(device) for t in (self.keys, self.values, self.positions, self.slot, self.newest)]
         state = {name: tensor.to(device) for name, tensor in self.state.items()}
-        return Slots(*tensors, state, self.begins, self.capacities)
+        return Slots(*self.together(tensors), state, self.begins, self.capacities, self.page)
+
+    def together(self, tensors):
+        """Copies of keys and values as parts of one pool, if they are such."""
+        if self.page is not None:
+            tensors[1] = tensors[0][len(tensors[0]) - len(tensors[1]) :]
+        return tensors
+
+
+class Paged:
+    """Rows of a buffer: slot c is row `rows[c]`."""
+
+    def __init__(self, buffer, rows):
+        self.buffer, self.rows = buffer, rows
+
+    def __getitem__(self, c):
+        return self.buffer[self.rows[c]]
+
+    def __setitem__(self, c, new):
+        self.buffer[self.rows[c]] = new

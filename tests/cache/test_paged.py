@@ -15,10 +15,10 @@ from tests.helpers.tiny import make
 LENGTHS = (20, 61, 9, 33)
 
 
-def paged(cache, pools, pages):
+def paged(cache, pools, pages, device="cpu"):
     """Give each layer of an empty cache pages of its own in a pool."""
     for layer, pool in zip(cache.layers, pools, strict=True):
-        layer.storage = functools.partial(first_prompt, pool=pool, table_BN=torch.tensor([pages]))
+        layer.storage = functools.partial(first_prompt, pool=pool, table_BN=torch.tensor([pages], device=device))
     return cache
 
 

@@ -234,6 +234,15 @@ MUTANTS = {
     "slots looked up in a row's first page": (
         "cache/paged.py", "self.table_BN.gather(1, slot_BH // P) if", "self.table_BN[:, :1] if",
         f"{PAGED}[None-snapkv-8-options2]"),
+    "a page's slots read behind the first page": (
+        "backends/triton/split.py", " + c // PAGE, mask=there", ", mask=there",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[pages]"),
+    "every page's values read where its keys are": (
+        "cache/paged.py", "Memory(flat, flat[behind:]", "Memory(flat, flat",
+        "tests/backends/test_triton_pages.py::test_steps_copy_nothing[h2o-13-options0]"),
+    "pages of a row counted from its first": (
+        "cache/paged.py", "begin_BHM = (self.table_BN[:, None, : -(-C // P)]", "begin_BHM = (self.table_BN[:, None, :1]",
+        "tests/backends/test_triton_pages.py::test_steps_copy_nothing[roco-5-options1]"),
     "rows of pages joined as if tokens had moved to the front": (
         "cache/concat.py", "next_BH if moved else None", "next_BH", f"{PAGED}[None-h2o-13-options0]"),
     "score not reset when a slot is reused": (

@@ -85,11 +85,19 @@ def _some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def decode_step(
-    statistics: tuple[str, ...], value: str, C: int = C, B: int = 1, offset: int = 0, bits: int = FULL, **geometry: Any
+    statistics: tuple[str, ...],
+    value: str,
+    C: int = C,
+    B: int = 1,
+    offset: int = 0,
+    bits: int = FULL,
+    page: int | None = None,
+    **geometry: Any,
 ) -> Callable[[Any, int, int], object]:
     """A step whose heads hold different numbers of tokens, with windows protected.
 
-    offset: entries before a tensor in memory, as in a view of stacked layers. bits: of keys and values.
+    offset: entries before a tensor in memory, as in a view of stacked layers. bits: of keys and values. page: slots of an
+    engine's page, of which a head has one if it has C.
     """
 
     def view(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -102,6 +110,9 @@ def decode_step(
         slot_BH, positions_BHC, newest_B = view(B, H), view(B, H, C), view(B)
         of_slots = codecs(bits, D, D, torch.bfloat16)
         keys, values = (codec.encode(_some(B, H, C, D)) for codec in of_slots)
+        if page is not None:
+            geometry["begin_N"] = view(B * H, *(() if page == C else (-(-C // page),)))
+            geometry["page"] = None if page == C else page
         slots = keys, values, positions_BHC, slot_BH, newest_B
         new = _some(B, H, G, D), _some(B, H, D), _some(B, H, D)
         limits = {"keep_BH": view(B, H), "first_B": view(B), "recent_B": view(B)}
@@ -152,6 +163,9 @@ CALLS = (
     Call("decode", "decode", decode_step(("sum", "squares"), "mean"), (*SHAPES, (256, 8), (128, 48))),
     Call("decode gumbel", "decode", decode_step(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
     Call("decode all", "decode", decode_step(ALL, "count", tau=1.5, sliding=1000), ((128, 1), (128, 8))),
+    Call("decode one page", "decode", decode_step(("sum", "squares"), "mean", page=C), ONE_SHAPE),
+    Call("decode pages", "decode", decode_step(("sum", "squares"), "mean", page=16), (*SHAPES, (256, 8))),
+    Call("decode odd pages", "decode", decode_step(ALL, "count", page=7, tau=1.5, sliding=1000), ((128, 8),)),
     *(
         Call(f"decode {bits} bits", "decode", decode_step(("sum", "squares"), "mean", bits=bits), NARROW_SHAPES)
         for bits in (8, 4)

@@ -2,6 +2,7 @@
 
     python -m tools.reliability.engines                 20 prompts x 10 policies x 3 models, and 200 schedules
     python -m tools.reliability.engines --prompts 2 --schedules 5
+    python -m tools.reliability.engines --schedules 0 --processes 2         vLLM with tensor parallelism
 
 vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
 small models of tests/vllm. A difference is printed, and makes the exit status 1.
@@ -38,15 +39,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--schedules", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=1, help="vLLM's tensor_parallel_size, where it gets prompts")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models = {family: save(family, Path(folder) / family) for family in FAMILIES}
-        bad = [*equal(models, Path(folder), texts(given.prompts)), *scheduled(models["Llama"], Path(folder), given.schedules)]
+        bad = [*equal(models, Path(folder), texts(given.prompts), given.processes)]
+        bad += scheduled(models["Llama"], Path(folder), given.schedules)
     print(*bad, sep="\n")
     return bool(bad)
 
 
-def equal(models: dict[str, Any], folder: Path, asked: list[list[int]]) -> Iterator[str]:
+def equal(models: dict[str, Any], folder: Path, asked: list[list[int]], processes: int) -> Iterator[str]:
     """Yield what differs between generate(), generate_batch() and vLLM."""
     if not asked:
         return
@@ -62,12 +65,12 @@ def equal(models: dict[str, Any], folder: Path, asked: list[list[int]]) -> Itera
     cases = f"{len(TEN)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
     print(f"generate() and generate_batch(): {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
     began = time.monotonic()
-    answers = vllm([job(folder, family, policy, asked) for family, policy in wanted])
+    answers = vllm([job(folder, family, policy, asked, processes) for family, policy in wanted])
     for (family, policy), answer in zip(wanted, answers, strict=False):
         got = [one[0] for one in answer["tokens"]] if "tokens" in answer else [[answer["error"]]] * len(asked)
         yield from differing("vLLM", family, policy, got, wanted[family, policy])
     if answers:
-        print(f"generate() and vLLM: {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
+        print(f"generate() and vLLM in {processes} processes: {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def differing(engine: str, family: str, policy: str, got: list[Any], wanted: list[list[int]]) -> Iterator[str]:
@@ -106,12 +109,12 @@ def generated(model: Any, policy: str, asked: list[list[int]]) -> list[list[int]
         return [alone(model, ids, NEW) for ids in asked]
 
 
-def job(folder: Path, family: str, policy: str, asked: list[list[int]], **more: Any) -> dict[str, Any]:
+def job(folder: Path, family: str, policy: str, asked: list[list[int]], processes: int = 1, **more: Any) -> dict[str, Any]:
     own = {"generation_length": NEW} if policy == "keyformer" else {}  # generate() knows it from max_new_tokens
     settings = {"policy": policy, "k": K, **POLICIES[policy], **own}
     sampling = {"max_tokens": NEW, "temperature": 0}
     named = {"model": str(folder / family), "settings": settings, "prompts": asked, "sampling": sampling}
-    return {**named, "options": {"max_num_batched_tokens": 4096}, **more}
+    return {**named, "options": {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes}, **more}
 
 
 def vllm(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

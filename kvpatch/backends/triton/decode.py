@@ -106,6 +106,7 @@ def step(
     sliding: int | None = None,
     begin_N: Tensor | None = None,
     capacity_N: Tensor | None = None,
+    page: int | None = None,
     keep_BH: Tensor | None = None,
     first_B: Tensor | None = None,
     recent_B: Tensor | None = None,
@@ -120,7 +121,7 @@ def step(
         k_BHD: its keys, likewise.
         v_BHD: its values, likewise.
         keys: slots [B,H,C,D], or entries [F,D] (D bytes of rounded ones) of which head n has capacity_N[n] from begin_N[n] on.
-        values: like keys.
+        values: like keys; they may be other entries of the same memory.
         positions_BHC: int64, -1 for an empty slot.
         slot_BH: int64, the token's slot; overwritten with the next token's.
         newest_B: int64, the token's position.
@@ -129,8 +130,9 @@ def step(
         scale: factor of the logits.
         sliding: the attention window in tokens.
         slopes_HG: slopes of ALiBi.
-        begin_N: first entry of each head, of ragged slots.
-        capacity_N: entries of each head, of ragged slots.
+        begin_N: first entry of each head, of ragged slots; with `page`, of each of its pages [B*H,M], M pages for C slots.
+        capacity_N: entries of each head, of ragged slots; None: C.
+        page: slots of a page; None: each head's slots lie one behind the other.
         keep_BH: int64, tokens that each head may hold, fewer than it has slots; None if no slot is empty after the write.
         first_B: int64; positions below it are never evicted.
         recent_B: int64; so many newest positions are never evicted.
@@ -139,17 +141,20 @@ def step(
         splits: programs that share a head's slots; None: chosen by the number of multiprocessors.
 
     Raises:
-        KVPatchError: a tensor that is written or indexed flat is not contiguous, or the noise has another shape.
+        KVPatchError: a tensor that is written or indexed flat is not contiguous, or the noise or the pages have another shape.
     """
     (B, H, G, D), C = q_BHGD.shape, positions_BHC.shape[-1]
     flat = keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, keep_BH, first_B, recent_B, slopes_HG
     if not all(tensor is None or tensor.is_contiguous() for tensor in (*flat, *state.values())):
         raise KVPatchError("A decode step works in place on flat memory: hand it contiguous tensors (q, k, v may be views).")
+    if page is not None and (begin_N is None or begin_N.shape != (B * H, -(-C // page))):
+        found = None if begin_N is None else tuple(begin_N.shape)
+        raise KVPatchError(f"begin_N has shape {found}, but [B*H,M] is {(B * H, -(-C // page))}: one for each page.")
     noise = state.get("noise") if "gumbel" in rule.statistics else None
     if noise is not None and noise.shape != (B, H, C, G):
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     device, heads, observes = q_BHGD.device, B * H, bool(rule.statistics)
-    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits, codecs[0].bits)
+    sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits, codecs[0].bits, page is not None)
     parts, chunks = sizes.parts, sizes.chunks if observes or rule.ranked else 0
     # logits if any statistic needs them, then p V and the softmax of every segment
     floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
@@ -162,7 +167,7 @@ def step(
         split_kernel[heads, parts](
             *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, slopes_HG, noise),
             *(heat_at, heat, scratch, scale, sliding, *q_BHGD.stride()[:3], *k_BHD.stride()[:2], *v_BHD.stride()[:2]),
-            *(H, C, sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),
+            *(H, C, page, sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),
             *(codecs[0].bits, *rounded.columns(codecs[0], D), *rounded.columns(codecs[1], D)),
             num_warps=sizes.warps,
             num_stages=sizes.stages,

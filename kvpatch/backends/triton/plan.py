@@ -51,11 +51,19 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan(
-    C: int, heads: int, G: int, D: int, itemsize: int, multiprocessors: int, splits: int | None = None, bits: int = FULL
+    C: int,
+    heads: int,
+    G: int,
+    D: int,
+    itemsize: int,
+    multiprocessors: int,
+    splits: int | None = None,
+    bits: int = FULL,
+    pages: bool = False,
 ) -> Plan:
     """Return the sizes for `heads` KV heads of C slots.
 
-    splits: segments and chunks of a head; None: the best number. bits: of keys and values.
+    splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
     """
     width, group = max(16, _power(D)), _power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
@@ -67,8 +75,9 @@ def plan(
     chunks = splits or min(max(C // (BLOCKS * cells), 1), programs)
     chunk = _share(C, min(chunks, MOST_CHUNKS), 16)
     # a block of fewer slots than threads has its positions copied asynchronously too, which the keys' copies then wait for: it
-    # takes a pipeline of five stages to keep the next block's keys and values in flight, else three
-    stages = 3 if block >= 32 * warps else 5
+    # takes a pipeline of five stages to keep the next block's keys and values in flight, else three; so too where they wait for
+    # the places of its pages
+    stages = 3 if block >= 32 * warps and not pages else 5
     outputs = -(-G * D // OUTPUTS)
     return Plan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
 

@@ -26,6 +26,15 @@ def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.c
     return SCRATCH, partial, partial + segments * G * D
 
 
+@triton.jit
+def entries(BEGIN, begin, c, there, n, C, PAGE):
+    """Find the entries of head n's slots c: one behind the other from `begin` on, or in its pages, where those are `there`."""
+    entry = begin + c
+    if PAGE is not None:
+        entry = tl.load(BEGIN + n * tl.cdiv(C, PAGE) + c // PAGE, mask=there, other=0) + c % PAGE
+    return entry
+
+
 # The number of slots changes with every prompt, and so does the alignment of views into a tensor with C columns.
 @triton.jit(
     do_not_specialize=["C"],
@@ -33,7 +42,7 @@ def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.c
 )
 def split_kernel(
     Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, NOISE, TAU, tau, SCRATCH,
-    scale, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, SPAN,
+    scale, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, PAGE, SPAN,
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
     GUMBEL: tl.constexpr, BITS: tl.constexpr,
     K_GROUP: tl.constexpr, K_HEAD: tl.constexpr, K_STEP: tl.constexpr, K_SPAN: tl.constexpr, K_COLUMNS: tl.constexpr,
@@ -43,14 +52,16 @@ def split_kernel(
 
     Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
     segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
-    the numbers themselves.
+    the numbers themselves. A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H
-    if BEGIN is None:
-        begin, capacity = n * C, C
-    else:
-        begin, capacity = tl.load(BEGIN + n), tl.load(CAPACITY + n).to(tl.int32)
+    begin = n * C
+    if BEGIN is not None and PAGE is None:
+        begin = tl.load(BEGIN + n)
+    capacity = C
+    if CAPACITY is not None:
+        capacity = tl.load(CAPACITY + n).to(tl.int32)
     lo = part * SPAN
     if lo >= capacity:
         return
@@ -72,21 +83,21 @@ def split_kernel(
     mine = own & (newest >= 0)
     # compared block by block: Triton 3.9's interpreter fails on a mask broadcast from a scalar condition
     own_g = g < tl.where(own, G, 0)
-    at = n * C + slot
+    at, entry = n * C + slot, entries(BEGIN, begin, slot, own, n, C, PAGE)
     tl.store(POSITIONS + at, newest, mask=own)
     if BITS == 16:
         own_d = k_d < tl.where(own, D, 0)
         k_new = tl.load(K + b * k_b + h * k_h + k_d, mask=real_k, other=0.0)
         v_new = tl.load(V + b * v_b + h * v_h + v_d, mask=real_v, other=0.0)
-        tl.store(KEYS + (begin + slot) * D + k_d, k_new, mask=own_d)
-        tl.store(VALUES + (begin + slot) * D + v_d, v_new, mask=own_d)
+        tl.store(KEYS + entry * D + k_d, k_new, mask=own_d)
+        tl.store(VALUES + entry * D + v_d, v_new, mask=own_d)
     else:
         k_new, k_upper = write(
-            KEYS, begin + slot, own, K + b * k_b + h * k_h, dtype, BITS, D, HALF, WIDTH,
+            KEYS, entry, own, K + b * k_b + h * k_h, dtype, BITS, D, HALF, WIDTH,
             K_GROUP, K_HEAD, K_STEP, K_SPAN, K_COLUMNS,
         )  # fmt: skip
         v_new, v_upper = write(
-            VALUES, begin + slot, own, V + b * v_b + h * v_h, dtype, BITS, D, HALF, WIDTH,
+            VALUES, entry, own, V + b * v_b + h * v_h, dtype, BITS, D, HALF, WIDTH,
             V_GROUP, V_HEAD, V_STEP, V_SPAN, V_COLUMNS,
         )  # fmt: skip
     product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
@@ -118,12 +129,12 @@ def split_kernel(
         visible = position >= 0
         if sliding is not None:
             visible = visible & (newest - position < sliding)
+        row = entries(BEGIN, begin, c, old, n, C, PAGE)
         if BITS == 16:
-            row = (begin + c)[:, None] * D + k_d[None, :]
+            row = row[:, None] * D + k_d[None, :]
             k = tl.load(KEYS + row, mask=visible[:, None] & real_k[None, :], other=0.0)
             x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
-            row = begin + c
             code = codes(KEYS, row, visible, HALF, K_HEAD, K_STEP, K_SPAN, K_COLUMNS)
             if BITS == 4:
                 k = numbers(code >> 4, KEYS, row, visible, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)

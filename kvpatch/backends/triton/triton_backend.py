@@ -244,26 +244,25 @@ def step(
 
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
-    limits, head_offsets = slots.limits if chosen.evicts else None, slots.kv.head_offsets
-    begin, capacity = (None, None) if head_offsets is None else (head_offsets.begin_N, head_offsets.capacity_N)
+    limits, memory = slots.limits if chosen.evicts else None, slots.kv.memory()
     keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
     first = limits.first.flatten() if limits is not None and limits.any_first else None
     recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
     newest_B = newest_B.contiguous()  # a column, if the pass has several tokens
-    tensors = q_BHGD, k_BH1D[:, :, 0], v_BH1D[:, :, 0], slots.kv.keys, slots.kv.values, slots.positions, slots.mode.free_BH
+    tensors = q_BHGD, k_BH1D[:, :, 0], v_BH1D[:, :, 0], memory.keys, memory.values, slots.positions, slots.mode.free_BH
     if not torch.compiler.is_compiling():
         from . import decode
 
         return decode.step(
             *tensors, newest_B, slots.state, chosen, scale=geometry.scale, sliding=geometry.sliding,
-            slopes_HG=geometry.slopes_HG, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
-            tau=tau, codecs=slots.kv.codecs,
+            slopes_HG=geometry.slopes_HG, begin_N=memory.begin_N, capacity_N=memory.capacity_N, page=memory.page, keep_BH=keep,
+            first_B=first, recent_B=recent, tau=tau, codecs=slots.kv.codecs,
         )  # fmt: skip
     heat, constant = (tau, 1.0) if isinstance(tau, Tensor) else (None, tau)
     return compiled_step(
         *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
         ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
-        begin, capacity, keep, first, recent, heat, constant, slots.kv.codecs[0].bits,
+        memory.begin_N, memory.capacity_N, keep, first, recent, heat, constant, slots.kv.codecs[0].bits,
     )  # fmt: skip
 
 

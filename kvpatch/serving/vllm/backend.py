@@ -274,7 +274,7 @@ class Worker:
             _LOG.warning("[kvpatch] k=%r is not below max_model_len=%d: nothing is evicted.", self.terms.k, longest)
         tp = get_tp_group()
         parallel = Parallel(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else WHOLE
-        return CacheSettings(policy, budget, seed=self.terms.seed, bounds=bounds, backend="torch", parallel=parallel)
+        return CacheSettings(policy, budget, seed=self.terms.seed, bounds=bounds, parallel=parallel)
 
     @functools.cached_property
     def held(self) -> list[Held]:
