@@ -106,11 +106,14 @@ class Recipe:
     seconds: float | None = None
     walks: bool = False
     passes: float = 0.85
+    backcopies: float = 0.0
 
     @property
     def make(self) -> Make:
         """From a random.Random and what a stage names to rows."""
-        return walks.training_batch if self.walks else partial(tasks.training_batch, summaries=self.summaries)
+        if self.walks:
+            return walks.training_batch
+        return partial(tasks.training_batch, summaries=self.summaries, backcopies=self.backcopies)
 
 
 RECIPES = {
