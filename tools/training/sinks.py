@@ -1,6 +1,10 @@
-"""Sinks: how much attention goes to the first token, and how small is its value?
+"""Sinks: heads that rest on the first token while they have nothing to do, and get no value from it.
 
-Dimension key: B rows, T tokens, L layers, H heads that hold keys and values, G query heads of each, D head size, E width.
+Rows of backcopies (tasks.py) give heads nothing to do at most tokens, as in [Guo et al. 2024]; here that alone makes few sinks in
+so few steps, so that `Busy` makes it costly to write at every token. How a head then rests is left to the model: on <bos>, on
+other tokens of small value, or not at all. `measure` says which heads of a model do.
+
+Dimension key: B rows, T tokens, L layers, N query heads, H heads of keys and values, D head size, E width.
 """
 
 from __future__ import annotations
@@ -12,38 +16,81 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvpatch.arch import adapter_of
 from tools.training import tasks
 
-AFTER = 64
-"""Queries from this position on are looked at."""
+ATTENTION, VALUE, SHARE = 0.3, 0.25, 1 / 3
+"""A sink gets more of a head's attention than the first, and its value is smaller than the second, as a share of the median
+token's. A model has sinks where that holds in this share of its heads or more."""
+
+ROWS, AFTER = 16, 64
+"""Rows of recall that are measured, and the position from which on their queries count."""
+
+Figures = dict[str, list[Any]]
+
+
+class Busy:
+    """How much of the time heads write something: watches a model's forward passes until it is removed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.heads: int = model.config.num_attention_heads
+        self.read: list[Tensor] = []
+        self.hooks = [
+            getattr(module, adapter.projection).register_forward_pre_hook(lambda _, args: self.read.append(args[0]))
+            for module in model.modules()
+            if (adapter := adapter_of(module)) is not None and adapter.projection is not None
+        ]
+
+    def penalty(self) -> Tensor:
+        """Of the last forward pass the mean over heads of a head's mean output norm over its root mean square, in 0 to 1.
+
+        1: it writes as much at every token. Small: at a few alone. How much it writes in all does not matter.
+        """
+        norm_LBTN = torch.stack([o_BTE.float().unflatten(-1, (self.heads, -1)).norm(dim=-1) for o_BTE in self.read])
+        self.read.clear()
+        norm_LRN = norm_LBTN[:, :, 1:].flatten(1, 2)  # the first token sees nothing but itself
+        return (norm_LRN.mean(1) / norm_LRN.square().mean(1).sqrt().clamp_min(1e-6)).mean()
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 @torch.no_grad()
-def sinks(model: PreTrainedModel, tokens_BT: Tensor) -> dict[str, Tensor]:
-    """attention [L,H*G], the mean share of it that the first token gets from position AFTER on; value [L,H], the norm of the first
-    token's value against the median of all tokens'; residual [L+1], the same of what enters each layer and leaves the last."""
+def measure(model: PreTrainedModel, rows: int = ROWS) -> Figures:
+    """What a card reports, on rows of recall.
+
+    attention [L][N]: the mean share of a head's attention that the first token gets from position AFTER on. value [L][H]: the norm
+    of the first token's value over the median of all tokens' values. residual [L + 1]: the same of what enters each layer, and of
+    what leaves the last one's norm.
+    """
+    tokens_BT = tasks.recall(random.Random(1234), rows).tokens_BT.to(model.device)
     model.set_attn_implementation("eager")
     out = model(tokens_BT, past_key_values=DynamicCache(), use_cache=True, output_attentions=True, output_hidden_states=True)
     model.set_attn_implementation("sdpa")
 
-    def ratio(x: Tensor) -> Tensor:
-        """Norms [B,...,T,E] of the first token over the median, means over rows."""
+    def over_median(x: Tensor) -> list[Any]:
+        """Of norms [B,...,T] the first token's over the median, means over rows."""
         norm = x.norm(dim=-1)
-        return (norm[..., 0] / norm.median(-1).values).mean(0)
+        return _rounded((norm[..., 0] / norm.median(-1).values).mean(0))
 
     return {
-        "attention": torch.stack([a_BHTT[:, :, AFTER:, 0].mean((0, 2)) for a_BHTT in out.attentions]),
-        "value": torch.stack([ratio(layer.values) for layer in out.past_key_values.layers]),
-        "residual": torch.stack([ratio(hidden_BTE) for hidden_BTE in out.hidden_states]),
+        "attention": [_rounded(a_BNTT[:, :, AFTER:, 0].mean((0, 2))) for a_BNTT in out.attentions],
+        "value": [over_median(layer.values) for layer in out.past_key_values.layers],
+        "residual": [over_median(hidden_BTE) for hidden_BTE in out.hidden_states],
     }
 
 
-def show(model):
-    found = sinks(model, tasks.recall(random.Random(1234), 16).tokens_BT)
-    g = found["attention"].shape[1] // found["value"].shape[1]
-    v = found["value"].repeat_interleave(g, 1)
-    real = ((found["attention"] > 0.3) & (v < 0.25)).float().mean().item()
-    for l in range(len(v)):
-        print("  layer", l, "att", [f"{x:.2f}" for x in found["attention"][l]], "val", [f"{x:.2f}" for x in v[l]])
-    print("  residual", [f"{x:.2f}" for x in found["residual"]], "att>.3", (found["attention"]>.3).float().mean().item(), "real", real, flush=True)
-    return real
+def _rounded(x: Tensor) -> Any:
+    """As JSON has it."""
+    return [round(value, 3) for value in x.tolist()] if x.ndim else round(x.item(), 3)
+
+
+def share(found: Figures) -> float:
+    """Of all query heads those whose first token is a sink."""
+    real = [
+        a > ATTENTION and values[i * len(values) // len(attention)] < VALUE
+        for attention, values in zip(found["attention"], found["value"], strict=True)
+        for i, a in enumerate(attention)
+    ]
+    return sum(real) / len(real)

@@ -40,6 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from tools.training import source_code, tasks, walks
 from tools.training.ahead import Make, Stages, training_rows
 from tools.training.cards import describe
+from tools.training.sinks import Busy
 from tools.training.text import (
     TEXT_LENGTH,
     TEXT_ROWS,
@@ -107,6 +108,7 @@ class Recipe:
     walks: bool = False
     passes: float = 0.85
     backcopies: float = 0.0
+    resting: float = 0.0
 
     @property
     def make(self) -> Make:
@@ -289,12 +291,15 @@ def train_synthetic(
     with training_rows(recipe.make, recipe.stages, seed, device) as rows:
         model = build(recipe, seed).to(device)
         optimizer = Optimizer(model, recipe.learning_rate)
+        busy = Busy(model) if recipe.resting else None
         saved = Checkpoint(checkpoint, model, optimizer, rows)
         if before := saved.load():
             stage, ema, left = before["stage"], before["ema"], before["left"]
         for step in range(optimizer.steps + 1, recipe.max_steps + 1):
             tokens_BT, weights_BT = rows(step, stage)
             loss, accuracy = weighted_loss(model, tokens_BT, weights_BT)
+            if busy is not None:
+                loss = loss + (left is not None) * recipe.resting * busy.penalty()
             scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
             optimizer.step(loss, scale)
             ema = 0.9 * ema + 0.1 * accuracy
@@ -310,6 +315,8 @@ def train_synthetic(
                 saved.save(stage=stage, ema=ema, left=left)
             if time.monotonic() > ends:
                 break
+    if busy is not None:
+        busy.remove()
     return model.eval(), step, tokens_BT.shape[1]
 
 
