@@ -1,8 +1,8 @@
 """Sinks: heads that rest on the first token while they have nothing to do, and get no value from it.
 
-Rows of backcopies (tasks.py) give heads nothing to do at most tokens, as in [Guo et al. 2024]; here that alone makes few sinks in
-so few steps, so that `Busy` makes it costly to write at every token. How a head then rests is left to the model: on <bos>, on
-other tokens of small value, or not at all. `measure` says which heads of a model do.
+Rows of backcopies (tasks.py) give heads nothing to do at most tokens [Guo et al. 2024]. That alone makes few sinks in so few
+steps, so that `Busy` makes it costly to write at every token. How a head then rests is left to the model: on <bos>, on other
+tokens of small value, or not at all. `measure` says which heads of a model do.
 
 Dimension key: B rows, T tokens, L layers, N query heads, H heads of keys and values, D head size, E width.
 """
@@ -60,9 +60,9 @@ class Busy:
 def measure(model: PreTrainedModel, rows: int = ROWS) -> Figures:
     """What a card reports, on rows of recall.
 
-    attention [L][N]: the mean share of a head's attention that the first token gets from position AFTER on. value [L][H]: the norm
-    of the first token's value over the median of all tokens' values. residual [L + 1]: the same of what enters each layer, and of
-    what leaves the last one's norm.
+    attention [L][N]: the mean share of a head's attention that the first token gets from position AFTER on. value [L][H]: the
+    norm of the first token's value over the median of all tokens' values. residual [L + 1]: the same of what enters each layer,
+    and of what leaves the last one's norm.
     """
     tokens_BT = tasks.recall(random.Random(1234), rows).tokens_BT.to(model.device)
     model.set_attn_implementation("eager")
@@ -86,11 +86,20 @@ def _rounded(x: Tensor) -> Any:
     return [round(value, 3) for value in x.tolist()] if x.ndim else round(x.item(), 3)
 
 
-def share(found: Figures) -> float:
-    """Of all query heads those whose first token is a sink."""
-    real = [
-        a > ATTENTION and values[i * len(values) // len(attention)] < VALUE
+def by_head(found: Figures) -> list[tuple[float, float]]:
+    """Attention on the first token, and the size of its value, of every query head."""
+    return [
+        (a, values[i * len(values) // len(attention)])
         for attention, values in zip(found["attention"], found["value"], strict=True)
         for i, a in enumerate(attention)
     ]
-    return sum(real) / len(real)
+
+
+def is_sink(attention: float, value: float) -> bool:
+    return attention > ATTENTION and value < VALUE
+
+
+def share(found: Figures) -> float:
+    """Of all query heads those whose first token is a sink."""
+    heads = by_head(found)
+    return sum(is_sink(*head) for head in heads) / len(heads)

@@ -37,10 +37,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.training import source_code, tasks, walks
+from tools.training import sinks, source_code, tasks, walks
 from tools.training.ahead import Make, Stages, training_rows
 from tools.training.cards import describe
-from tools.training.sinks import Busy
 from tools.training.text import (
     TEXT_LENGTH,
     TEXT_ROWS,
@@ -92,7 +91,8 @@ class Recipe:
     amplitude of the waves that a table of learned positions starts from, instead of noise: what the model learns at
     short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
     source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
-    passed at an accuracy of `passes` on what must be looked up.
+    passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
+    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps.
     """
 
     architecture: str
@@ -143,6 +143,9 @@ RECIPES["llama-walks"] = Recipe(
     "llama", _TOKENS | _LLAMA | {"max_position_embeddings": 1024}, stages=WALK_STAGES, walks=True, passes=0.93,
     final_steps=900, max_steps=6000,
 )  # fmt: skip
+
+_SINKS = {"backcopies": 0.3, "resting": 0.3, "final_steps": 600}
+RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
@@ -291,7 +294,7 @@ def train_synthetic(
     with training_rows(recipe.make, recipe.stages, seed, device) as rows:
         model = build(recipe, seed).to(device)
         optimizer = Optimizer(model, recipe.learning_rate)
-        busy = Busy(model) if recipe.resting else None
+        busy = sinks.Busy(model) if recipe.resting else None
         saved = Checkpoint(checkpoint, model, optimizer, rows)
         if before := saved.load():
             stage, ema, left = before["stage"], before["ema"], before["left"]
@@ -362,7 +365,8 @@ def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str
         return {"held_out": held_out_loss(model, tokenizer, sequences)}
     if recipe.walks:
         return {"accuracy": walks.accuracies(model, sequences)}
-    return {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
+    found: dict[str, Any] = {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
+    return found | ({"sinks": sinks.measure(model)} if recipe.resting else {})
 
 
 def long_accuracies(model: PreTrainedModel, sequences: int, recipe: Recipe) -> dict[str, float]:
