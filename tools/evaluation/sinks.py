@@ -5,12 +5,11 @@ A section of docs/results.md: `python -m tools.evaluation.results --sinks`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from tools.training import sinks, tasks
-from tools.training.train import RECIPES, SHIPPED
+from tools.training.train import RECIPES, SHIPPED, card_of
 
 from .claims import Claim
 from .papers import CLAIMS
@@ -53,20 +52,20 @@ LOWER = "Share of (layer, head) in which `l1` is lower with two-stage selection,
 
 
 def heads() -> str:
-    """Of each model with sinks what its card says."""
-    rows = []
-    for name in MODELS:
-        card = json.loads((tasks.shipped()[name] / "card.json").read_text(encoding="utf-8"))
-        found: sinks.Figures = card["sinks"]
-        attention = [a for layer in found["attention"] for a in layer]
-        real = [(a, v) for a, v in sinks.by_head(found) if sinks.is_sink(a, v)]
-        values = f"{max((v for _, v in real), default=0):.2f}"
-        recall, needle = (card["accuracy"][task] for task in ("recall", "needle"))
-        mass = [f"{sum(attention) / len(attention):.2f}", f"{max(attention):.2f}"]
-        residual = f"{max(found['residual']):.1f}"
-        rows.append([name, f"{sinks.share(found):.2f}", *mass, values, residual, f"{recall:.3f}", f"{needle:.3f}"])
-    columns = ("model", "heads with a sink", "attention on `<bos>`, mean", "at most", "value of a sink, at most")
+    """Of each model what its first token gets, and what it brings."""
+    rows = [row(name, sinks.measure(tasks.load(name)[0])) for name in (*PLAIN, *MODELS)]
+    columns = ("", "heads with a sink", "attention on `<bos>`, mean", "at most", "value of a sink, at most")
     return markdown((*columns, "residual, at most", "recall", "needle"), rows)
+
+
+def row(name: str, found: sinks.Figures) -> list[str]:
+    """Of one model: see `heads`."""
+    attention = [a for a, _ in sinks.by_head(found)]
+    values = [v for a, v in sinks.by_head(found) if sinks.is_sink(a, v)]
+    mass = [f"{sum(attention) / len(attention):.2f}", f"{max(attention):.2f}"]
+    accuracy = [f"{card_of(name)['accuracy'][task]:.3f}" for task in ("recall", "needle")]
+    value, residual = f"{max(values):.2f}" if values else "-", f"{max(found['residual']):.1f}"
+    return [name, f"{sinks.share(found):.2f}", *mass, value, residual, *accuracy]
 
 
 def said() -> Iterator[Claim]:

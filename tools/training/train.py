@@ -2,6 +2,7 @@
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.training llama-walks        one that writes long traces: seven minutes
+    python -m tools.training llama-sinks        one whose heads rest on <bos> (sinks.py): three minutes
     python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
