@@ -3,6 +3,7 @@
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,26 +51,31 @@ def test_the_other_recipes_rows_are_as_they_were():
 @pytest.mark.parametrize("name", FIVE)
 def test_the_penalty_is_what_the_heads_own_outputs_say(name):
     model, ids = make(name), prompt(2, 24)
-    busy = sinks.Busy(model)
     layers, _ = perturbation.look(model, ids, 0)
-    found = busy.penalty()
+    busy = sinks.Busy(model)
+    model(ids, past_key_values=busy.new_cache(), use_cache=True)
     want = []
     for layer in layers:
-        norm_BNT = (layer.attention() @ layer.v_BNTD).norm(dim=-1)[:, :, 1:]
-        want += [(norm_BNT[:, n].mean() / norm_BNT[:, n].square().mean().sqrt()).item() for n in range(norm_BNT.shape[1])]
-    assert found.item() == pytest.approx(sum(want) / len(want), abs=1e-5)
+        o_NR, v_NR = ((layer.attention() @ layer.v_BNTD, layer.v_BNTD)[i].norm(dim=-1)[:, :, 1:].movedim(1, 0) for i in (0, 1))
+        want += [(o.mean() / v.log().mean().exp()).item() for o, v in zip(o_NR, v_NR, strict=True)]
+    assert busy.penalty().item() == pytest.approx(sum(want) / len(want), rel=1e-4)
     busy.remove()
+    busy.new_cache()
     model(ids)
     assert not busy.read
 
 
-def test_a_head_that_writes_once_is_hardly_busy():
-    o_BTE = torch.zeros(1, 101, 8)
-    o_BTE[0, 50, :4] = 3.0  # the first head, at one of the hundred tokens behind the first
-    o_BTE[0, :, 4:] = 0.1  # the second, at all
-    busy = object.__new__(sinks.Busy)
-    busy.heads, busy.read = 2, [o_BTE]
-    assert busy.penalty().item() == pytest.approx((0.1 + 1.0) / 2)
+def test_only_the_first_tokens_small_value_saves_anything():
+    def penalty(small: int) -> float:
+        busy = object.__new__(sinks.Busy)
+        v_BHTD = torch.ones(1, 1, 5, 4)
+        v_BHTD[0, 0, small] = 0.01
+        busy.heads, busy.cache = 1, SimpleNamespace(layers=[SimpleNamespace(values=v_BHTD)])
+        busy.read = [v_BHTD[:, 0, small].expand(1, 5, 4)]  # all attention is on it
+        return busy.penalty().item()
+
+    assert penalty(0) == pytest.approx(0.01)
+    assert penalty(2) == pytest.approx(0.01 / 0.01**0.25)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj", "gpt2"])

@@ -1,8 +1,8 @@
 """Sinks: heads that rest on the first token while they have nothing to do, and get no value from it.
 
 Rows of backcopies (tasks.py) give heads nothing to do at most tokens [Guo et al. 2024]. That alone makes few sinks in so few
-steps, so that `Busy` makes it costly to write at every token. How a head then rests is left to the model: on <bos>, on other
-tokens of small value, or not at all. `measure` says which heads of a model do.
+steps, so that `Busy` makes it costly to write at every token; it lets heads rest on <bos>, and does not make them. `measure` says
+which heads of a model do.
 
 Dimension key: B rows, T tokens, L layers, N query heads, H heads of keys and values, D head size, E width.
 """
@@ -30,26 +30,35 @@ Figures = dict[str, list[Any]]
 
 
 class Busy:
-    """How much of the time heads write something: watches a model's forward passes until it is removed."""
+    """How much heads write, beside what the values that they hold would let them write: watches a model until it is removed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.heads: int = model.config.num_attention_heads
         self.read: list[Tensor] = []
+        self.cache = DynamicCache()
         self.hooks = [
             getattr(module, adapter.projection).register_forward_pre_hook(lambda _, args: self.read.append(args[0]))
             for module in model.modules()
             if (adapter := adapter_of(module)) is not None and adapter.projection is not None
         ]
 
-    def penalty(self) -> Tensor:
-        """Of the last forward pass the mean over heads of a head's mean output norm over its root mean square, in 0 to 1.
-
-        1: it writes as much at every token. Small: at a few alone. How much it writes in all does not matter.
-        """
-        norm_LBTN = torch.stack([o_BTE.float().unflatten(-1, (self.heads, -1)).norm(dim=-1) for o_BTE in self.read])
+    def new_cache(self) -> DynamicCache:
+        """For the next forward pass, whose values are then known."""
         self.read.clear()
-        norm_LRN = norm_LBTN[:, :, 1:].flatten(1, 2)  # the first token sees nothing but itself
-        return (norm_LRN.mean(1) / norm_LRN.square().mean(1).sqrt().clamp_min(1e-6)).mean()
+        self.cache = DynamicCache()
+        return self.cache
+
+    def penalty(self) -> Tensor:
+        """Of that forward pass: the mean norm of a head's output over the geometric mean of its values' norms, mean over heads.
+
+        The first token counts on neither side: it sees itself alone, and its value may be small at no cost. Values that are small
+        elsewhere save nothing.
+        """
+        o_LBTN = torch.stack([o_BTE.float().unflatten(-1, (self.heads, -1)).norm(dim=-1) for o_BTE in self.read])
+        v_LBHT = torch.stack([layer.values.float().norm(dim=-1) for layer in self.cache.layers])
+        v_LH = v_LBHT[..., 1:].clamp_min(1e-6).log().mean((1, 3)).exp()
+        v_LN = v_LH.repeat_interleave(self.heads // v_LH.shape[1], 1)
+        return (o_LBTN[:, :, 1:].mean((1, 2)) / v_LN).mean()
 
     def remove(self) -> None:
         for hook in self.hooks:
