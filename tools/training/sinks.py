@@ -1,8 +1,7 @@
 """Sinks: heads that rest on the first token while they have nothing to do, and get no value from it.
 
 Rows of backcopies (tasks.py) give heads nothing to do at most tokens [Guo et al. 2024]. That alone makes few sinks in so few
-steps, so that `Busy` makes it costly to write at every token; it lets heads rest on <bos>, and does not make them. `measure` says
-which heads of a model do.
+steps, so that `Busy` makes it costly to write at every token. `measure` says which heads of a model rest on <bos>.
 
 Dimension key: B rows, T tokens, L layers, N query heads, H heads of keys and values, D head size, E width.
 """
@@ -49,10 +48,10 @@ class Busy:
         return self.cache
 
     def penalty(self) -> Tensor:
-        """Of that forward pass: the mean norm of a head's output over the geometric mean of its values' norms, mean over heads.
+        """Of that forward pass the mean norm of a head's output over the geometric mean of its values' norms; mean over heads.
 
-        The first token counts on neither side: it sees itself alone, and its value may be small at no cost. Values that are small
-        elsewhere save nothing.
+        The first token counts on neither side: it sees itself alone, and its value may be small at no cost. Values that are
+        small elsewhere save nothing.
         """
         o_LBTN = torch.stack([o_BTE.float().unflatten(-1, (self.heads, -1)).norm(dim=-1) for o_BTE in self.read])
         v_LBHT = torch.stack([layer.values.float().norm(dim=-1) for layer in self.cache.layers])

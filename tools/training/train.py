@@ -197,7 +197,7 @@ class Optimizer:
 def weighted_loss(
     model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, cache: Cache | None = None
 ) -> tuple[Tensor, float]:
-    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up; `cache` is filled where one is given.
+    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up; fills the `cache` that is given.
 
     In bfloat16: on the AVX-512 core that trained the shipped models a step at T=256 is 1.2 (GPT-2) to 2.0 (MPT) times
     as fast as in float32; at T=16 it is 0.8 (Llama) to 1.4 times.
