@@ -2,7 +2,7 @@
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.training llama-walks        one that writes long traces: seven minutes
-    python -m tools.training llama-sinks        llama-0, until its heads rest on <bos> (sinks.py): a minute
+    python -m tools.training llama-sinks        one whose heads rest on <bos> (sinks.py): three minutes
     python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
@@ -93,8 +93,7 @@ class Recipe:
     short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
     source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
     passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
-    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps. A recipe that `begins` with another
-    goes on from its shipped model of the same seed.
+    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps.
     """
 
     architecture: str
@@ -111,7 +110,6 @@ class Recipe:
     passes: float = 0.85
     backcopies: float = 0.0
     resting: float = 0.0
-    begins: str = ""
 
     @property
     def make(self) -> Make:
@@ -147,11 +145,8 @@ RECIPES["llama-walks"] = Recipe(
     final_steps=900, max_steps=6000,
 )  # fmt: skip
 
-_SINKS: dict[str, Any] = {"stages": ((256, 2048),), "backcopies": 0.4, "resting": 0.3, "final_steps": 400}
-RECIPES |= {
-    f"{name}-sinks": replace(RECIPES[name], begins=name, learning_rate=2e-3, **_SINKS)
-    for name in ("llama", "mistral", "mpt", "gptj", "gpt2")
-}
+_SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
+RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
@@ -161,9 +156,7 @@ summary, and mpt's 1 and gpt2's 1 ended just below 0.99 in a task: they are not 
 
 
 def build(recipe: Recipe, seed: int) -> PreTrainedModel:
-    """The model that training begins with, float32."""
-    if recipe.begins:
-        return tasks.load(f"{recipe.begins}-{seed}")[0].train()
+    """The untrained model, float32."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(recipe.architecture, use_cache=True, **recipe.config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -272,6 +265,14 @@ class Checkpoint:
         save_file(tensors, self.path.with_suffix(".new"), metadata={"state": text})
         os.replace(self.path.with_suffix(".new"), self.path)
 
+    @staticmethod
+    def cpu_seconds(path: Path) -> float:
+        """What a run that was stopped had taken when its file was written; 0 where there is none."""
+        if not path.is_file():
+            return 0.0
+        with safe_open(path, "pt") as file:
+            return _restored(json.loads(file.metadata()["state"]), lambda _: None).get("cpu_seconds", 0.0)
+
     def load(self) -> dict[str, Any]:
         """What was given to `save`; nothing where there is no file."""
         if self.path is None or not self.path.is_file():
@@ -301,6 +302,7 @@ def train_synthetic(
     checkpoint: a file that is written `every` so many steps, and gone on from.
     """
     stage, ema, left, ends = 0, 0.0, None, time.monotonic() + seconds
+    began = time.process_time()
     with training_rows(recipe.make, recipe.stages, seed, device) as rows:
         model = build(recipe, seed).to(device)
         optimizer = Optimizer(model, recipe.learning_rate)
@@ -327,7 +329,7 @@ def train_synthetic(
                 if not left:
                     break
             if step % every == 0:
-                saved.save(stage=stage, ema=ema, left=left)
+                saved.save(stage=stage, ema=ema, left=left, cpu_seconds=time.process_time() - began)
             if time.monotonic() > ends:
                 break
     if busy is not None:
@@ -414,6 +416,7 @@ def train(
         model, tokenizer, steps = train_language(recipe, seed, device)
     else:
         kept = out / name / "checkpoint.safetensors"
+        began -= Checkpoint.cpu_seconds(kept)
         model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf, kept)
         kept.unlink(missing_ok=True)
         tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}
