@@ -2,7 +2,7 @@
 
     make results                               all of it; with two processes about an hour
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
-    python -m tools.evaluation.results --sinks            its section on models with sinks alone: half an hour
+    python -m tools.evaluation.results --sinks            its section on models with sinks alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures alone, from docs/results/means.jsonl
 
