@@ -32,11 +32,11 @@ POLICIES: dict[str, tuple[str, ...]] = {
 
 TITLE = "Models with sinks"
 TEXT = """
-Large models put much attention on their first token, whose value is almost nothing. Models like these learned that, too
-(`python -m tools.training llama-sinks`, `tools/training/sinks.py`): rows of the Bigram-Backcopy task, in which heads have nothing
-to do at most tokens, and a penalty on what heads write. A head has a sink where `<bos>` gets over 0.3 of its attention on rows of
-recall and its value is below a quarter of the median. Beside them are the models of the same architectures that were trained
-without either. `python -m tools.evaluation.results --sinks` makes this section.
+Large models put much attention on their first token, whose value is almost nothing. These models learned that, too
+(`python -m tools.training llama-sinks`, `tools/training/sinks.py`): from rows of the Bigram-Backcopy task, in which heads have
+nothing to do at most tokens, and from a penalty on what heads write. A head has a sink where `<bos>` gets over 0.3 of its
+attention on rows of recall and its value is below a quarter of the median. Beside them are the models of the same architectures
+that were trained without either. `python -m tools.evaluation.results --sinks` makes this section.
 """
 SCENARIOS = ("in", "after", "stream")
 
