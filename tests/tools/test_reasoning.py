@@ -94,6 +94,8 @@ def test_training_goes_on_where_it_stopped_to_the_same_weights(tmp_path, monkeyp
     saved = tmp_path / "new" / "checkpoint.safetensors"
     train.train_synthetic(train.replace(recipe, max_steps=4), 3, checkpoint=saved, every=2)
     assert saved.is_file()
+    assert train.Checkpoint.cpu_seconds(saved) > 0
+    assert train.Checkpoint.cpu_seconds(tmp_path / "none") == 0
     again, steps, _ = train.train_synthetic(recipe, 3, checkpoint=saved)
     assert steps == 6
     for one, other in zip(whole.parameters(), again.parameters(), strict=True):

@@ -153,8 +153,8 @@ SECTIONS: tuple[Section, ...] = (
 )
 
 
-def write(tables: dict[str, Table], docs: Path) -> None:
-    """docs/results.md, docs/results/means.jsonl and docs/results/*.png."""
+def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
+    """docs/results.md, docs/results/means.jsonl and docs/results/*.png; `sinks` is the section on models with sinks."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
     ranked = [one for one in SECTIONS if one.ranked and one.task in tables]
@@ -167,6 +167,7 @@ def write(tables: dict[str, Table], docs: Path) -> None:
     if LATER.task in tables:
         blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
     blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
+    blocks += [sinks] if sinks else []
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
@@ -177,6 +178,18 @@ def write(tables: dict[str, Table], docs: Path) -> None:
     if "ablate" in tables:
         blocks.append(_ablations(tables["ablate"]))
     (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+
+
+def replace(title: str, section: str, docs: Path) -> None:
+    """Put this section in the place of the one with its title, or before the first task's where there is none."""
+    path = docs / "results.md"
+    page = path.read_text(encoding="utf-8")
+    start = page.find(f"\n## {title}\n")
+    if start < 0:
+        start = end = page.index(f"\n## {SECTIONS[0].title}\n")
+    else:
+        end = page.index("\n## ", start + 1)
+    path.write_text(f"{page[:start]}\n{section}{page[end:]}", encoding="utf-8")
 
 
 def _versions(tables: dict[str, Table]) -> str:

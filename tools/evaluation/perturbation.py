@@ -14,7 +14,7 @@ kept ones (tokens behind the prompt are always kept), u_i = v_i W_O the projecte
     weighted = sum over the evicted of a_i ||u_i||_1 >= ||lost||_1               what the second stage minimises
     sink s = ||o - o^||_1 / (1 - s) if one more key with no value, always kept, took the share s of the attention
 
-`lost` is sink s for s -> 1: a head whose attention sits on a sink renormalises nothing. No model here has such heads.
+`lost` is sink s for s -> 1: a head whose attention sits on a sink renormalises nothing. MODELS have no such heads.
 Dimension key: L layers, B rows, N query heads, Q queries behind the prompt, T tokens, D head size, E hidden size.
 """
 

@@ -2,6 +2,7 @@
 
     make results                               all of it; with two processes about an hour
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
+    python -m tools.evaluation.results --sinks            its section on models with sinks alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures alone, from docs/results/means.jsonl
 
@@ -12,6 +13,7 @@ out/results/MODEL/TASK.jsonl; without --fresh a run goes on where another stoppe
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ import typer
 
 from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
-from tools.evaluation import page, pictures, runs
+from tools.evaluation import page, pictures, runs, sinks
 from tools.evaluation.lines import read
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, PYTHON, WALKS, Request
@@ -32,7 +34,7 @@ from tools.training.train import SHIPPED
 
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
 WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
-FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS))
+FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *sinks.MODELS))
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
@@ -56,13 +58,18 @@ SIZES: dict[str, dict[str, Any]] = {
 """What differs from the tasks' own defaults."""
 
 
-def requests(out: Path) -> list[tuple[str, Request]]:
+def requests(out: Path, sizes: dict[str, dict[str, Any]] = SIZES) -> list[tuple[str, Request]]:
     """One for every task and model, the slow ones first."""
     return [
         (name, replace(Request(**{**size, "models": (model,)}), out=out / model))
-        for name, size in SIZES.items()
+        for name, size in sizes.items()
         for model in size["models"]
     ]
+
+
+def sunk(models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The sizes of the section on sinks: those of the page, and fewer policies."""
+    return {name: SIZES[name] | {"models": tuple(models), "policies": chosen} for name, chosen in sinks.POLICIES.items()}
 
 
 def measure(name: str, request: Request, fresh: bool = False) -> str:
@@ -79,11 +86,11 @@ def measure(name: str, request: Request, fresh: bool = False) -> str:
     return f"{name} {(request.models or ('',))[0]}"
 
 
-def collect(out: Path) -> dict[str, Table]:
+def collect(out: Path, sizes: dict[str, dict[str, Any]] = SIZES) -> dict[str, Table]:
     """The lines of every task, models in their order; tasks without any are left out."""
     found = {}
     for name in TASKS:
-        lines = [line for model in SIZES.get(name, {}).get("models", ()) for line in read(out / model / f"{name}.jsonl")]
+        lines = [line for model in sizes.get(name, {}).get("models", ()) for line in read(out / model / f"{name}.jsonl")]
         if lines:
             found[name] = Table(lines)
     return found
@@ -95,6 +102,7 @@ def main(
     docs: Annotated[Path, typer.Option(help="where results.md and its pictures go")] = Path("docs"),
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget the lines that are there")] = False,
+    sinks_only: Annotated[bool, typer.Option("--sinks", help="only the section on models with sinks")] = False,
     page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
     pictures_only: Annotated[bool, typer.Option("--pictures", help="draw the means of docs/results again")] = False,
 ) -> None:
@@ -106,16 +114,23 @@ def main(
         chosen = list(SIZES) if only is None else only.split(",")
         for name in chosen:
             get_task(name)
-        todo = [] if page_only else [(name, request) for name, request in requests(out) if name in chosen]
+        # the models without sinks bring their lines from the whole page's runs where these are made
+        wanted = [] if sinks_only else requests(out)
+        wanted += requests(out, sunk((*sinks.PLAIN, *sinks.MODELS) if sinks_only else sinks.MODELS))
+        todo = [] if page_only else [(name, request) for name, request in wanted if name in chosen]
         # spawned: a forked torch may hang on locks of threads that are not there
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
             for i, one in enumerate(as_completed(waiting), 1):
                 print(f"{i}/{len(waiting)} {one.result()}", flush=True)
-        tables = collect(out)
-        if not tables:
+        section = sinks.section(*(collect(out, sunk(models)) for models in (sinks.PLAIN, sinks.MODELS)))
+        tables = {} if sinks_only else collect(out)
+        if not (tables or section):
             raise KVPatchError(f"{out} has no results: leave out --page.")
-        page.write(tables, docs)
+        if sinks_only:
+            page.replace(sinks.TITLE, section, docs)
+        else:
+            page.write(tables, docs, section)
     print(docs / "results.md")
 
 

@@ -2,6 +2,7 @@
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.training llama-walks        one that writes long traces: seven minutes
+    python -m tools.training llama-sinks        one whose heads rest on <bos> (sinks.py): three minutes
     python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
@@ -35,9 +36,9 @@ import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.training import source_code, tasks, walks
+from tools.training import sinks, source_code, tasks, walks
 from tools.training.ahead import Make, Stages, training_rows
 from tools.training.cards import describe
 from tools.training.text import (
@@ -91,7 +92,8 @@ class Recipe:
     amplitude of the waves that a table of learned positions starts from, instead of noise: what the model learns at
     short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
     source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
-    passed at an accuracy of `passes` on what must be looked up.
+    passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
+    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps.
     """
 
     architecture: str
@@ -106,11 +108,15 @@ class Recipe:
     seconds: float | None = None
     walks: bool = False
     passes: float = 0.85
+    backcopies: float = 0.0
+    resting: float = 0.0
 
     @property
     def make(self) -> Make:
         """From a random.Random and what a stage names to rows."""
-        return walks.training_batch if self.walks else partial(tasks.training_batch, summaries=self.summaries)
+        if self.walks:
+            return walks.training_batch
+        return partial(tasks.training_batch, summaries=self.summaries, backcopies=self.backcopies)
 
 
 RECIPES = {
@@ -138,6 +144,9 @@ RECIPES["llama-walks"] = Recipe(
     "llama", _TOKENS | _LLAMA | {"max_position_embeddings": 1024}, stages=WALK_STAGES, walks=True, passes=0.93,
     final_steps=900, max_steps=6000,
 )  # fmt: skip
+
+_SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
+RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
@@ -185,14 +194,16 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def weighted_loss(model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor) -> tuple[Tensor, float]:
-    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up.
+def weighted_loss(
+    model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, cache: Cache | None = None
+) -> tuple[Tensor, float]:
+    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up; fills the `cache` that is given.
 
     In bfloat16: on the AVX-512 core that trained the shipped models a step at T=256 is 1.2 (GPT-2) to 2.0 (MPT) times
     as fast as in float32; at T=16 it is 0.8 (Llama) to 1.4 times.
     """
     with torch.autocast(tokens_BT.device.type, torch.bfloat16):
-        logits_BTV = model(tokens_BT[:, :-1], use_cache=False).logits.float()
+        logits_BTV = model(tokens_BT[:, :-1], past_key_values=cache, use_cache=cache is not None).logits.float()
     target_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
     nats_BT = F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), reduction="none").view_as(weights_BT)
     hard_BT = weights_BT == tasks.HARD
@@ -254,6 +265,14 @@ class Checkpoint:
         save_file(tensors, self.path.with_suffix(".new"), metadata={"state": text})
         os.replace(self.path.with_suffix(".new"), self.path)
 
+    @staticmethod
+    def cpu_seconds(path: Path) -> float:
+        """What a run that was stopped had taken when its file was written; 0 where there is none."""
+        if not path.is_file():
+            return 0.0
+        with safe_open(path, "pt") as file:
+            return _restored(json.loads(file.metadata()["state"]), lambda _: None).get("cpu_seconds", 0.0)
+
     def load(self) -> dict[str, Any]:
         """What was given to `save`; nothing where there is no file."""
         if self.path is None or not self.path.is_file():
@@ -283,15 +302,21 @@ def train_synthetic(
     checkpoint: a file that is written `every` so many steps, and gone on from.
     """
     stage, ema, left, ends = 0, 0.0, None, time.monotonic() + seconds
+    began = time.process_time()
     with training_rows(recipe.make, recipe.stages, seed, device) as rows:
         model = build(recipe, seed).to(device)
         optimizer = Optimizer(model, recipe.learning_rate)
+        busy = None
         saved = Checkpoint(checkpoint, model, optimizer, rows)
         if before := saved.load():
             stage, ema, left = before["stage"], before["ema"], before["left"]
         for step in range(optimizer.steps + 1, recipe.max_steps + 1):
             tokens_BT, weights_BT = rows(step, stage)
-            loss, accuracy = weighted_loss(model, tokens_BT, weights_BT)
+            if recipe.resting and left is not None and busy is None:
+                busy = sinks.Busy(model)
+            loss, accuracy = weighted_loss(model, tokens_BT, weights_BT, busy and busy.new_cache())
+            if busy is not None:
+                loss = loss + recipe.resting * busy.penalty()
             scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
             optimizer.step(loss, scale)
             ema = 0.9 * ema + 0.1 * accuracy
@@ -304,9 +329,11 @@ def train_synthetic(
                 if not left:
                     break
             if step % every == 0:
-                saved.save(stage=stage, ema=ema, left=left)
+                saved.save(stage=stage, ema=ema, left=left, cpu_seconds=time.process_time() - began)
             if time.monotonic() > ends:
                 break
+    if busy is not None:
+        busy.remove()
     return model.eval(), step, tokens_BT.shape[1]
 
 
@@ -352,7 +379,8 @@ def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str
         return {"held_out": held_out_loss(model, tokenizer, sequences)}
     if recipe.walks:
         return {"accuracy": walks.accuracies(model, sequences)}
-    return {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
+    found: dict[str, Any] = {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
+    return found | ({"sinks": sinks.measure(model)} if recipe.resting else {})
 
 
 def long_accuracies(model: PreTrainedModel, sequences: int, recipe: Recipe) -> dict[str, float]:
@@ -388,6 +416,7 @@ def train(
         model, tokenizer, steps = train_language(recipe, seed, device)
     else:
         kept = out / name / "checkpoint.safetensors"
+        began -= Checkpoint.cpu_seconds(kept)
         model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf, kept)
         kept.unlink(missing_ok=True)
         tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}

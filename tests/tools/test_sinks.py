@@ -1,0 +1,182 @@
+"""Models with sinks: their training rows and penalty, what their cards report, and the section of docs/results.md."""
+
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.tiny import FIVE, make, prompt
+from tools.evaluation import page, perturbation, results
+from tools.evaluation import sinks as section
+from tools.evaluation.table import Table
+from tools.training import sinks, tasks, train
+
+MODELS = list(section.MODELS)
+
+
+def test_a_trigger_is_followed_by_what_stood_before_it_and_the_chain_says_the_rest():
+    tokens_BT, weights_BT = tasks.training_batch(random.Random(0), 200, 1600, backcopies=1.0)
+    follows = {(a, b) for row in tasks.needle(random.Random(0), 8, context=2000).tokens_BT.tolist()
+               for a, b in itertools.pairwise(row) if a in tasks.FILLER and b in tasks.FILLER}  # fmt: skip
+    assert tokens_BT.shape == (8, 200)
+    for tokens, weights in zip(tokens_BT.tolist(), weights_BT.tolist(), strict=True):
+        assert tokens[0] == tasks.BOS
+        assert weights[:2] == [0, 0]
+        triggers = [i for i, token in enumerate(tokens) if token in tasks.TRIGGERS]
+        assert len(triggers) > 5
+        for i in range(2, 200):
+            if i in triggers:
+                assert weights[i] == 0
+            elif i - 1 in triggers:
+                assert tokens[i] == tokens[i - 2]
+                assert weights[i] == pytest.approx(tasks.BACKCOPY)
+            else:
+                assert (tokens[i - 1], tokens[i]) in follows
+                assert weights[i] == tasks.CHAIN
+
+
+def test_the_other_recipes_rows_are_as_they_were():
+    tokens_BT, _ = tasks.training_batch(random.Random(3), 64, 4096)
+    assert not any((tokens_BT == trigger).any() for trigger in tasks.TRIGGERS)
+    assert tokens_BT[0, :8].tolist() == [tasks.BOS, 49, 63, 133, 93, 76, 96, 90]
+    assert tokens_BT.sum() == 283743
+    mixed_BT, _ = tasks.training_batch(random.Random(3), 64, 64 * 400, backcopies=0.25)
+    share = (mixed_BT[:, :64] == tasks.TRIGGERS[0]).any(1).float().mean()
+    assert 0.18 < share < 0.32
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_the_penalty_is_what_the_heads_own_outputs_say(name):
+    model, ids = make(name), prompt(2, 24)
+    layers, _ = perturbation.look(model, ids, 0)
+    busy = sinks.Busy(model)
+    model(ids, past_key_values=busy.new_cache(), use_cache=True)
+    want = []
+    for layer in layers:
+        o_NR, v_NR = ((layer.attention() @ layer.v_BNTD, layer.v_BNTD)[i].norm(dim=-1)[:, :, 1:].movedim(1, 0) for i in (0, 1))
+        want += [(o.mean() / v.log().mean().exp()).item() for o, v in zip(o_NR, v_NR, strict=True)]
+    assert busy.penalty().item() == pytest.approx(sum(want) / len(want), rel=1e-4)
+    busy.remove()
+    busy.new_cache()
+    model(ids)
+    assert not busy.read
+
+
+def test_only_the_first_tokens_small_value_saves_anything():
+    def penalty(small: int) -> float:
+        busy = object.__new__(sinks.Busy)
+        v_BHTD = torch.ones(1, 1, 5, 4)
+        v_BHTD[0, 0, small] = 0.01
+        busy.heads, busy.cache = 1, SimpleNamespace(layers=[SimpleNamespace(values=v_BHTD)])
+        busy.read = [v_BHTD[:, 0, small].expand(1, 5, 4)]  # all attention is on it
+        return busy.penalty().item()
+
+    assert penalty(0) == pytest.approx(0.01)
+    assert penalty(2) == pytest.approx(0.01 / 0.01**0.25)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj", "gpt2"])
+def test_the_figures_are_those_of_the_attention(name, monkeypatch):
+    """Against the study of perturbations, which takes logits and values apart by itself."""
+    monkeypatch.setattr(sinks, "AFTER", 20)
+    tokens_BT = tasks.recall(random.Random(1234), 3, context=40, keys=4, questions=2).tokens_BT % 50
+    monkeypatch.setattr(tasks, "recall", lambda rng, rows: tasks.Batch(tokens_BT, 40, torch.zeros(1, 1)))
+    model = make(name)
+    found = sinks.measure(model, 3)
+    layers, _ = perturbation.look(model, tokens_BT, 0)
+    for i, layer in enumerate(layers):
+        a_N = layer.attention()[:, :, 20:, 0].mean((0, 2))
+        norm_BNT = layer.v_BNTD.norm(dim=-1)
+        v_N = (norm_BNT[..., 0] / norm_BNT.median(-1).values).mean(0)
+        heads = sinks.by_head(found)[i * len(a_N) : (i + 1) * len(a_N)]
+        assert [a for a, _ in heads] == pytest.approx(a_N.tolist(), abs=6e-4)
+        assert [v for _, v in heads] == pytest.approx(v_N.tolist(), abs=6e-4)
+    assert len(found["residual"]) == len(layers) + 1
+
+
+def test_a_head_has_a_sink_where_much_attention_finds_little_value():
+    found = {"attention": [[0.31, 0.31, 0.9, 0.29], [0.0, 1.0, 0.0, 0.0]], "value": [[0.24, 0.3], [0.1, 0.0]], "residual": []}
+    assert sinks.share(found) == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_sinks_are_those_of_its_card(name):
+    card, (model, _) = train.card_of(name), tasks.load(name)
+    found = sinks.measure(model)
+    for what in ("attention", "value"):
+        for mine, told in zip(found[what], card["sinks"][what], strict=True):
+            assert mine == pytest.approx(told, abs=0.02)
+    assert found["residual"] == pytest.approx(card["sinks"]["residual"], rel=0.05)
+    assert sinks.share(found) >= sinks.SHARE - 1e-9
+    assert tasks.exact_match(model, tasks.recall(random.Random(5), 8)).float().mean() > 0.9
+
+
+def test_three_seeds_and_small_files():
+    recipes = [train.SHIPPED[name][0] for name in MODELS]
+    assert all(recipes.count(recipe) == 3 for recipe in recipes)
+    folders = tasks.shipped().values()
+    sizes = {folder.name: sum(path.stat().st_size for path in folder.iterdir()) for folder in folders}
+    assert all(sizes[name] < 1_500_000 for name in MODELS)
+    assert sum(sizes.values()) < 60_000_000
+
+
+# ---- the section of docs/results.md ----
+
+
+def test_no_two_requests_write_the_same_file(tmp_path):
+    whole = results.requests(tmp_path) + results.requests(tmp_path, results.sunk(section.MODELS))
+    alone = results.requests(tmp_path, results.sunk((*section.PLAIN, *section.MODELS)))
+    for wanted in (whole, alone):
+        names = [(name, request.out) for name, request in wanted]
+        assert len(set(names)) == len(names)
+    assert not set(section.MODELS) & set(results.FIFTEEN)
+    assert set(section.PLAIN) <= set(results.FIFTEEN)
+
+
+def lines(task, model, values):
+    recipe = model.rpartition("-")[0]
+    scenarios = ("in", "after", "stream") if task == "recall" else ("regular",)
+    return [
+        {"name": name, "k": 0.2, "recipe": recipe, "model": model, "seed": 0, "sample": f"{scenario}/0",
+         "group": {"scenario": scenario, "kind": "single"}, "metrics": metrics}
+        for name, metrics in values.items() for scenario in scenarios
+    ]  # fmt: skip
+
+
+def test_the_section_sets_both_groups_side_by_side(tmp_path, monkeypatch):
+    plain, sunk = (tuple(f"{name}-{seed}" for seed in range(3)) for name in ("llama", "llama-sinks"))
+    monkeypatch.setattr(section, "heads", lambda: "| heads |")
+
+    def tables(models, gain, share):
+        recall = {"window": {"right": 0.5}, "streaming_llm": {"right": 0.5 + gain}}
+        moved = {"snapkv": {"l1": 2.0}, "critical_snapkv": {"l1": 1.0, "heads_lower": share}}
+        made = {"recall": recall, "perturbation": moved}
+        return {task: Table(line for model in models for line in lines(task, model, one)) for task, one in made.items()}
+
+    text = section.section(tables(plain, -0.125, 0.25), tables(sunk, 0.25, 0.75))
+    assert text.startswith(f"## {section.TITLE}\n")
+    assert (
+        "`streaming_llm` above `window`, right, stream | **-0.125 [-0.125, -0.125]** | 0 of 3 | contradicts "
+        "| **+0.250 [0.250, 0.250]** | 3 of 3 | agrees |"
+    ) in text
+    assert "| after | 0.2 | 0.500 [0.500, 0.500] | **-0.125 [-0.125, -0.125]** | 0.500 [0.500, 0.500] | **+0.250 " in text
+    assert "| with sinks | 0.750 [0.750, 0.750] | - |" in text
+    assert all(f"| {name} | " in text for name in (*plain, *sunk))
+    assert section.section({}, tables(sunk, 0, 0)) == ""
+
+    (tmp_path / "results.md").write_text("# Results\n\n## What the papers say\n\nx\n\n## Recall\n\ny\n")
+    page.replace(section.TITLE, text, tmp_path)
+    first = (tmp_path / "results.md").read_text()
+    assert first == f"# Results\n\n## What the papers say\n\nx\n\n{text}\n## Recall\n\ny\n"
+    page.replace(section.TITLE, text, tmp_path)
+    assert (tmp_path / "results.md").read_text() == first
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_says_of_a_model_what_its_card_says(name):
+    text = (Path(__file__).parents[2] / "docs/results.md").read_text()
+    assert f"\n## {section.TITLE}\n\n{section.TEXT.strip()}\n\n" in text
+    assert f"| {' | '.join(section.row(name, train.card_of(name)['sinks']))} |\n" in text
