@@ -20,7 +20,8 @@ from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
 BENCHMARKS = {
-    "cpu": DOCS.parent / "benchmarks/cpu-amd-epyc-zen4.jsonl",
+    "cpu": DOCS.parent / "benchmarks/cpu-amd-epyc-zen5.jsonl",
+    "earlier": DOCS.parent / "benchmarks/cpu-amd-epyc-zen4.jsonl",
     "kvpress": DOCS.parent / "benchmarks/kvpress-cpu-amd-epyc-zen4.jsonl",
 }
 _MARK = re.compile(r"<!-- (?P<name>\w+)(?:: (?P<argument>\w+))? -->\n.*?<!-- /(?P=name) -->", re.DOTALL)

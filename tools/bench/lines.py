@@ -44,13 +44,14 @@ ACCUMULATING = ("h2o", "roco", "keyformer")
 
 # what a figure may be at most, by prompt length
 PROMPT_LIMITS = {
-    2048: dict.fromkeys(PROMPT_POLICIES[:4], 1.05)
+    2048: dict.fromkeys(("window", "streaming_llm", "tova", "critical_snapkv"), 1.05)
+    | dict.fromkeys(("snapkv", "pyramidkv"), 1.02)
     | dict.fromkeys(ACCUMULATING, 1.22)
-    | {"scissorhands": 1.30, "critical_snapkv": 1.08},
+    | {"scissorhands": 1.30},
     4096: dict.fromkeys(ACCUMULATING, 1.27),
+    8192: {"h2o": 1.20, "roco": 1.25, "keyformer": 1.30},
 }
-EXTRA_FLASH_LIMIT = 1.0  # attention passes of all layers that scores may cost
-DECODE_LENGTHS, FLOOR_LIMIT = (2048, 4096, 8192), 1.08
+DECODE_LENGTHS, FLOOR_LIMIT = (2048, 4096, 8192), 1.05
 FULL_LIMITS = {4096: 0.85}
 BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
 ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
@@ -74,8 +75,7 @@ def limits(case: str, policy: str, n: int) -> dict[str, float]:
         return ARCH_LIMITS if n == 2048 else {}
     if case == "prompt":
         speed = PROMPT_LIMITS.get(n, {}).get(policy)
-        extra = {"extra_flash": EXTRA_FLASH_LIMIT} if n == 8192 and policy in ACCUMULATING else {}
-        return ({} if speed is None else {"ratio": speed}) | extra | {"memory_ratio": MEMORY_LIMIT}
+        return ({} if speed is None else {"ratio": speed}) | {"memory_ratio": MEMORY_LIMIT}
     if case != "decode":
         return {}
     if policy in ("full", FLOOR):
