@@ -36,7 +36,7 @@ def target(repeated_BHT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Learned(CalibratedScore):
-    """What a linear map makes of a token's value, learned from second readings [KVzap].
+    """Linear map of a token's value and norms, learned from second readings [KVzap].
 
     s[i] = w . (v_i, ||k_i||_2, ||v_i||_2, log(1 + i), 1), where i is the token's position and w are the weights of the KV
     head. They solve least squares for log(r[i] + 0.0001) over the tokens of a text read before, those behind its sinks; r[i]

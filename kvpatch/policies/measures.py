@@ -56,7 +56,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one layer had of a piece of text: its queries and what they look at, or tokens' features and scores.
+    """Sample of one layer over a piece of text: queries and what they look at, or tokens' features and scores.
 
     Attributes:
         q_HGQD: the queries as attention used them.

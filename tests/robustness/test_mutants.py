@@ -113,7 +113,7 @@ MUTANTS = {
         "policies/measures.py", "size = torch.where(size > 0, size, 1.0)", "pass",
         "tests/policies/test_learned.py::test_a_feature_that_is_always_zero_weighs_nothing"),
     "positions count from zero": (
-        "policies/learned.py", ".log1p()", "", "tests/policies/test_learned.py::test_as_the_oracle_has_it[8-"),
+        "policies/learned.py", ".log1p()", "", "tests/policies/test_learned.py::test_as_the_oracle_has_it"),
     "weights of the first heads": (
         "policies/learned.py", '"weight", new.k_BHQD)[new.first : new.first + H]', '"weight", new.k_BHQD)[:1]',
         "tests/policies/test_learned.py::test_as_the_oracle_has_it"),
