@@ -48,7 +48,8 @@ def attend(
         out, p_BHGT, positions_BHT = _by_torch(call, q_BHGD, positions_B1, name, stack)
         named = False
     if call.shows:
-        call.show(call.keys(call.slots.used), copied=call.evicting or call.positions_BQ.shape[1] > 1)
+        more, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
+        call.show(call.keys(call.slots.used), copied=more or moves)
     if stack is None:
         _end(call, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:

@@ -222,10 +222,13 @@ class Call:
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
     def show(self, keys: Keys, copied: bool = False) -> None:
-        """Note what the queries of these columns see, for layers that use the same keys. copied: slots change in this pass."""
+        """Note what the queries of these columns see, for layers that use the same keys. copied: entries change in this pass.
+
+        An eviction empties positions at once; the entry itself stays until the next token's takes its slot.
+        """
         if copied:
-            k, v, positions = keys.k_BHTD.clone(), keys.v_BHTD.clone(), keys.positions_BHT.clone()
-            keys = replace(keys, k_BHTD=k, v_BHTD=v, positions_BHT=positions)
+            keys = replace(keys, k_BHTD=keys.k_BHTD.clone(), v_BHTD=keys.v_BHTD.clone())
+        keys = replace(keys, positions_BHT=keys.positions_BHT.clone())
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:

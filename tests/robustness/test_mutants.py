@@ -172,9 +172,12 @@ MUTANTS = {
         "tests/serving/test_prefixes.py::test_blocks_of_what_is_kept_beside_a_prompt"),
     "a replayed token seen by the query that no longer saw it": (
         "backends/torch_backend.py", "(rows < keys.deaths_BHT", "(rows <= keys.deaths_BHT", f"{REPLAY}[gptj-h2o]"),
-    "a reader of another layer's keys sees what is left after the eviction": (
-        "attention/decode.py", "copied=call.evicting or", "copied=",
+    "positions that an eviction empties are shown as they lie": (
+        "attention/layer_call.py", "keys = replace(keys, positions_BHT=keys.positions_BHT.clone())", "pass",
         f"{READERS}::test_evictions_are_those_of_the_model_under_a_mask[gemma4_text-h2o]"),
+    "entries that an eviction moves are shown as they lie": (
+        "attention/decode.py", "copied=more or moves", "copied=more",
+        f"{READERS}::test_evictions_are_those_of_the_model_under_a_mask[gemma4_text-every]"),
     "a prompt's last column sees itself alone": (
         "attention/reading.py", "past=keys.past + first", "past=keys.past",
         f"{READERS}::test_a_prompt_s_last_column_alone_sees_the_whole_prompt"),
