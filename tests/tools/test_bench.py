@@ -129,6 +129,9 @@ def test_the_plan_of_the_host_case():
     assert list(bench.plan("host", "", [])) == [("host", "llama-narrow", list(bench_lines.HOST_POLICIES), 256)]
     assert list(bench.plan("host", "h2o", [32, 64])) == [("host", "llama-narrow", ["h2o"], n) for n in (32, 64)]
     assert {case for case, *_ in bench.plan("all", "", [])} == set(bench_lines.CASES)
+    archs = {n: arch for _, arch, _, n in bench.plan("prompt", "h2o", [8192, 16384])}
+    assert archs == {8192: "llama", 16384: "llama-cut"}
+    assert bench_models.config("llama-cut", 64, tiny=False).num_hidden_layers == 2
 
 
 @pytest.mark.slow

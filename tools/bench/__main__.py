@@ -15,6 +15,7 @@ head size 64, width 768, MLP 2048 and 32000 tied embeddings, and an MPT and a GP
 How it is measured. Two model objects share one set of weights; one stays patched, the other never is. Times are CPU
 time of the process, which other programs disturb less than wall time; with one thread both count the same work.
 prompt, arch: one forward over the prompt, unpatched and patched in turns; the ratio is the median of the pairs' ratios.
+Prompts of more than 8192 tokens are read by the Llama's first two layers ("llama-cut"): twelve take minutes a forward.
 decode: the caches are prefilled once, then single-token forwards alternate between copies of them; a repeat's ratio is
 that of the median times per token, and the median over the repeats counts. `mean_ratio` is the same with means.
 `min_ratio` compares the fastest of both: where it is far from `ratio`, the machine was busy and the figures are weak.
@@ -63,6 +64,7 @@ from .lines import (
     markdown,
     show,
 )
+from .models import CUT, WHOLE_TO
 from .profile import profile_case
 from .prompt import prompt_line
 
@@ -99,8 +101,12 @@ def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, st
             yield from ((one, arch, names, n) for n in lengths or (length,))
         else:
             names = chosen(policies, PROMPT_POLICIES if one == "prompt" else ARCH_POLICIES, tuple(POLICIES))
-            archs = ("llama",) if one == "prompt" else ("mpt", "gptj")
-            yield from ((one, arch, names, n) for arch in archs for n in lengths or (2048,))
+            # two layers tell what twelve do where layers are nearly all of the time
+            yield from (
+                (one, arch, names, n)
+                for n in lengths or (2048,)
+                for arch in (("mpt", "gptj") if one == "arch" else (CUT if n > WHOLE_TO else "llama",))
+            )
 
 
 # cases that measure all policies on one model

@@ -12,10 +12,14 @@ from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedMo
 
 STEPS = 64
 LARGE = ("mpt-7b", "llama-8b")
+CUT, WHOLE_TO = "llama-cut", 8192
 
 
 def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConfig:
-    """About 100M parameters with heads of size 64, or 2 layers and a small vocabulary if `tiny`, one of LARGE, or host's."""
+    """About 100M parameters with heads of size 64, or 2 layers and a small vocabulary if `tiny`, one of LARGE, or host's.
+
+    CUT: the first two of Llama's twelve layers, for prompts above WHOLE_TO tokens, which all twelve read in minutes.
+    """
     if arch in LARGE and not tiny:
         return _large(arch, positions)
     if arch == "llama-narrow":
@@ -23,13 +27,14 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
     if arch == "llama-even":
         return _even(positions, *((2, 128) if tiny else (8, 512)))
     layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
+    layers = 2 if arch == CUT else layers
     heads = width // 64
     if arch in ("mpt", "mpt-7b"):
         return MptConfig(d_model=width, n_heads=heads, n_layers=layers, vocab_size=vocab, max_seq_len=positions)
     if arch == "gptj":
         sizes = {"n_embd": width, "n_head": heads, "n_layer": layers, "vocab_size": vocab, "n_positions": positions}
         return GPTJConfig(**sizes, bos_token_id=1, eos_token_id=2)
-    if arch in ("llama", "llama-8b"):
+    if arch in ("llama", "llama-8b", CUT):
         return LlamaConfig(
             hidden_size=width,
             intermediate_size=width * 8 // 3,
@@ -40,7 +45,7 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             max_position_embeddings=positions,
             tie_word_embeddings=True,
         )
-    known = ("llama", "llama-narrow", "llama-even", "mpt", "gptj", *LARGE)
+    known = ("llama", CUT, "llama-narrow", "llama-even", "mpt", "gptj", *LARGE)
     raise typer.BadParameter(f"no model of architecture {arch!r} here: {', '.join(known)}")
 
 
