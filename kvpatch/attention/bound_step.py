@@ -7,7 +7,6 @@ it ends the pass. A bound step does what decode.attend does for its layer, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 class BoundStep:
     """A layer's part of a decode step: queries [B,H*G,1,D], keys and values [B,H,1,D] -> output [B,1,H*G*D].
 
-    owner: the stack, or the mode of a layer without one; another owner needs another step. entry: computes what a token's value
-    adds to the score state; None if nothing does.
+    owner: the stack, or the mode of a layer without one; another owner needs another step.
     """
 
     def __init__(self, call: Call) -> None:
@@ -42,8 +40,6 @@ class BoundStep:
         (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
         self.row, self.value_row = ((B * H, size) for size in call.slots.kv.sizes)
-        selects = call.evicts and call.policy.keeps_norms
-        self.entry: Callable[[Tensor], dict[str, Tensor]] | None = call.selection_entry if selects else None
 
     def takes(self, attn: Any, q: Tensor) -> bool:
         """Tell if this call is of the layer that was bound."""
@@ -70,11 +66,26 @@ class Unbound(BoundStep):
             call.leave()
 
 
-class StackedByTorch(BoundStep):
-    """Of a layer in a stack: writes key and value, attends, and leaves the probabilities in the stack's buffer."""
+class Stacked(BoundStep):
+    """Of a layer in a stack. norms_NB: the layer's part of the stack's norms of projected values."""
 
     def __init__(self, call: Call, stack: LayerStack) -> None:
         super().__init__(call)
+        self.call, self.stack = call, stack
+        self.norms_NB = None if stack.norms_LNB is None else stack.norms_LNB[call.layer]
+
+    def count(self, v: Tensor) -> None:
+        """Count the new token and note the norms of its value."""
+        self.slots.seen += 1
+        if self.norms_NB is not None:
+            self.call.write_norms(v, self.norms_NB)
+
+
+class StackedByTorch(Stacked):
+    """Writes key and value, attends, and leaves the probabilities in the stack's buffer."""
+
+    def __init__(self, call: Call, stack: LayerStack) -> None:
+        super().__init__(call, stack)
         N, D = self.row
         self.keys, self.values = call.slots.kv.flat()
         self.kt_NDC, self.v_NCV = self.keys.view(N, self.C, D).transpose(1, 2), self.values.view(N, self.C, -1)
@@ -83,12 +94,10 @@ class StackedByTorch(BoundStep):
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = self.slots
-        slots.seen += 1
+        self.count(v)
         at = slots.free_slots()
         self.keys.index_copy_(0, at, k.reshape(self.row))
         self.values.index_copy_(0, at, v.reshape(self.value_row))
-        if self.entry is not None:
-            slots.write_entry(self.entry(v))
         if self.p_NGC is None:
             kv, scale = slots.kv, self.geometry.scale
             return F.scaled_dot_product_attention(q.view(self.query), kv.keys, kv.values, scale=scale).view(self.out)
@@ -96,22 +105,20 @@ class StackedByTorch(BoundStep):
         return torch.bmm(torch.softmax(x, -1, out=self.p_NGC), self.v_NCV).view(self.out)
 
 
-class StackedFilling(BoundStep):
+class StackedFilling(Stacked):
     """The same of a layer whose tokens are appended until several are evicted at once."""
 
     def __init__(self, call: Call, stack: LayerStack) -> None:
-        super().__init__(call)
+        super().__init__(call, stack)
         (N, D), kv = self.row, call.slots.kv
         self.kt_NDC, self.v_NCV = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, -1)
-        self.heads, self.stack, self.call, self.observes = (N, call.group, D), stack, call, call.observes
+        self.heads, self.observes = (N, call.group, D), call.observes
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots, kv, start = self.slots, self.slots.kv, self.slots.used
-        slots.seen += 1
+        self.count(v)
         kv.keys.narrow(2, start, 1).copy_(k)
         kv.values.narrow(2, start, 1).copy_(v)
-        if self.entry is not None:
-            slots.write_entry(self.entry(v))
         slots.used = start + 1
         if not self.observes:
             keys, values = kv.keys.narrow(2, 0, start + 1), kv.values.narrow(2, 0, start + 1)
@@ -122,20 +129,18 @@ class StackedFilling(BoundStep):
         return torch.bmm(torch.softmax(x, -1, out=p_NGT), self.v_NCV.narrow(1, 0, start + 1)).view(self.out)
 
 
-class StackedByKernels(BoundStep):
-    """Of a layer in a stack: kernels write, attend, add to the statistics and may name the victims."""
+class StackedByKernels(Stacked):
+    """Kernels write, attend, add to the statistics and may name the victims."""
 
     def __init__(self, call: Call, stack: LayerStack) -> None:
-        super().__init__(call)
+        super().__init__(call, stack)
         kernels = backend("triton")
-        self.stack, self.step = stack, kernels.step
+        self.step = kernels.step
         self.rule = kernels.rule(call.policy, call.slots, call.observes, call.evicting)
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots, stack = self.slots, self.stack
-        slots.seen += 1
-        if self.entry is not None:
-            slots.write_entry(self.entry(v))
+        self.count(v)
         return self.step(q.view(self.query), k, v, slots, stack.newest_B, self.geometry, self.rule, stack.tau).view(self.out)
 
 

@@ -14,7 +14,7 @@ from ..arch.bound import BoundAdapter
 from ..backends.entries import EXACT
 from ..backends.protocol import Case, Geometry, Keys, Task
 from ..backends.torch_backend import Rows, window_logits
-from ..backends.value_norms import projected_norms
+from ..backends.value_norms import head_norms, projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.modes import Reading
@@ -98,13 +98,16 @@ class Call:
         """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
         if not self.evicts:
             return {}
-        key_codec, value_codec = self.slots.kv.codecs
-        entry = self.policy.entry(self._new(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
-        entry.update(self.selection_entry(v_BHQD))
+        entry = {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
         if protect_BQ is not None:
             own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
             entry["protect"] = own.expand(k_BHQD.shape[:3]).contiguous()
         return entry
+
+    def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
+        """Compute what the score keeps about tokens."""
+        key_codec, value_codec = self.slots.kv.codecs
+        return self.policy.entry(self._new(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
 
     def _new(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
         first = self.settings.parallel.first(k_BHQD.shape[1])
@@ -119,6 +122,12 @@ class Call:
         if not self.evicts or not self.policy.keeps_norms:
             return {}
         return {"norm": self._norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
+
+    def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
+        """Write `selection_entry` of a decoded token for each query head [H*G,B]; whoever reads it takes the group's mean."""
+        assert isinstance(self.policy.selection, TwoStage)
+        v_HBD = self.slots.kv.codecs[1].cached(v_BH1D)[:, :, 0].transpose(0, 1)
+        head_norms(v_HBD, self._output_rows(v_BH1D), self.policy.selection.norm, out_NB)
 
     def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         assert isinstance(self.policy.selection, TwoStage)

@@ -30,7 +30,8 @@ class LayerStack:
 
     slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: the Call of the
     whole stack. backend: runs each layer's part of a step. p_BHGT: probabilities of a step. newest_B, newest_B11: the new
-    token's position, for a layer's rows and for all. tau: temperature of a step.
+    token's position, for a layer's rows and for all. tau: temperature of a step. norms_LNB: norms of the new token's projected
+    values, per query head N, where the policy selects by them.
     """
 
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
@@ -46,6 +47,9 @@ class LayerStack:
         self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
         self.p_BHGT: Tensor | None = None
         self.buffer_N: Tensor | None = None
+        self.norms_LNB: Tensor | None = None
+        if call.policy.keeps_norms:
+            self.norms_LNB = first.state["norm"].new_empty(self.L, self.H * call.group, B)
         for rows, layer in zip(self.rows, self.layers, strict=True):
             layer.positions, layer.contiguous = self.slots.positions[rows], False
             layer.state = {name: tensor[rows] for name, tensor in self.slots.state.items()}
@@ -113,9 +117,11 @@ class LayerStack:
         if call.layer == 0:
             self._open(call)
         call.slots.seen += 1
+        if self.norms_LNB is not None:
+            call.write_norms(v_BH1D, self.norms_LNB[call.layer])
         if self.call.score.entry_by_position:
-            return call.selection_entry(v_BH1D)
-        return call.entry(k_BH1D, v_BH1D, call.positions_BQ, None)
+            return {}
+        return call.score_entry(k_BH1D, v_BH1D, call.positions_BQ)
 
     def _open(self, call: Call) -> None:
         """Write the new token's position and an empty score in every layer, which kernels do themselves."""
@@ -130,7 +136,10 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """Count the new token's column, before the stack observes."""
+        """Write the new token's norms in all layers and count its column, before the stack observes."""
+        if self.norms_LNB is not None:
+            norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
+            self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})
         self.slots.used += self.slots.mode.adds
 
     def leave_kernels(self, backend: str) -> None:

@@ -327,7 +327,7 @@ def observe(
         rows_BQ: positions of the queries, -1 for padding.
         geometry: variant of attention.
         lse: log-sum-exp [B,H,G,Q] of the rows, if a kernel returned it.
-        observer: called with each block.
+        observer: called with each block, whose probabilities are overwritten afterwards.
         count: whether to set `Rows.keys_NR`.
         out: attention output [B,H,G,Q,D] to fill; None if it is not needed.
         ends: number of key columns up to each row's own, if rows were left out; rows then see keys by position.
@@ -345,17 +345,24 @@ def observe(
     mask = _Mask(keys, rows_BQ, geometry, ends)
     ends = range(keys.past + 1, keys.past + Q + 1) if ends is None else ends
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
+    blocks = [
+        (start, stop, _columns(keys, geometry, start, stop)[0], ends[stop - 1])
+        for start, stop in _row_blocks(ends, budget // (heads * G), G)
+    ]
+    # one buffer for the logits of all blocks: each new one would be mapped and cleared first, which costs as much as a product
+    most = max(((stop - start) * (hi - lo) for start, stop, lo, hi in blocks), default=0)
+    room = torch.empty(heads * G * most, dtype=dtype, device=q_BHGQD.device)
     for n0 in range(0, B * H, heads):
         n1 = min(n0 + heads, B * H)
         q, kt, v = q_NGQD[n0:n1].to(dtype) * geometry.scale, k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
-        for start, stop in _row_blocks(ends, budget // ((n1 - n0) * G)):
-            lo, hi = _columns(keys, geometry, start, stop)[0], ends[stop - 1]
+        for start, stop, lo, hi in blocks:
             rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
+            x = room[: rows.shape[0] * rows.shape[1] * (hi - lo)].view(*rows.shape[:2], hi - lo)
             if lse_NGQ is None:
-                x = _capped(torch.bmm(rows, kt[:, :, lo:hi]), geometry)
+                x = _capped(torch.bmm(rows, kt[:, :, lo:hi], out=x), geometry)
             else:
                 minus = -rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1").to(dtype)
-                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi])
+                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi], out=x)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = (x[:, 0] > -torch.inf).sum(-1) if count else UNCOUNTED
@@ -374,11 +381,14 @@ def observe(
             observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
 
 
-def _row_blocks(ends: Sequence[int], entries: int) -> Iterator[tuple[int, int]]:
-    """Split rows into blocks of about `entries` probabilities each, so blocks are taller where rows see fewer keys."""
-    start = 0
+def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int, int]]:
+    """Split rows into blocks of about `entries` probabilities each, so blocks are taller where rows see fewer keys.
+
+    A block reads all keys and values that it sees, so it has 128 queries of the group or more.
+    """
+    start, least = 0, max(16, 128 // G)
     while start < len(ends):
-        stop = min(len(ends), start + max(16, min(256, entries // (ends[start] + 127))))
+        stop = min(len(ends), start + max(least, min(256, entries // (ends[start] + 127))))
         yield start, stop
         start = stop
 

@@ -60,7 +60,7 @@ def _sum(block: Block, score: Any) -> Tensor:
 def _squares(block: Block, score: Any) -> Tensor:
     """Sum the squares of the probability averaged over the group; averaging comes first, so the square is of the mean."""
     mean_NRM = block.p_NGRM.mean(1)
-    return mean_NRM.square().sum(1)
+    return mean_NRM.square_().sum(1)
 
 
 def _count(block: Block, score: Any) -> Tensor:

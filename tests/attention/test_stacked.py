@@ -157,3 +157,18 @@ def test_kernels_take_back_what_they_appended(model):
 def test_copies_make_a_stack_of_their_own(model):
     assert read(model, "h2o", 0.5, steps=2).clone().stack_due
     assert not read(model, "h2o", 0.5, room=4).clone().stack_due
+
+
+def test_norms_of_generated_tokens_are_those_of_their_layer_s_values():
+    """Norms are written for all layers at once, from what each layer noted when its value came."""
+    model = make("llama_gqa", layers=3)
+    with kvpatch.patched(model, "critical(h2o)", 0.5) as patch:
+        cache = patch.new_cache()
+        force(model, prompt(2, 12), prompt(2, 9, seed=2), cache=cache)
+        assert cache.stack is not None
+        for layer, block in zip(cache.layers, model.model.layers, strict=True):
+            _, values, positions = layer.view()
+            assert (positions.amax((1, 2)) == 20).all() and (positions >= 12).sum() > 0
+            rows = block.self_attn.o_proj.weight.T.unflatten(0, (2, -1, values.shape[-1]))
+            norms = torch.einsum("bhtd,hgde->bhgte", values, rows).abs().sum(-1).mean(2)
+            torch.testing.assert_close(layer.state_view()["norm"], norms)

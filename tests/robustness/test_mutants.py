@@ -531,9 +531,15 @@ MUTANTS = {
         "arch/bound.py", '"(h g d) e -> h g d e", h=self.H, g=group', '"(g h d) e -> h g d e", h=self.H, g=group',
         f"{PARTS}::test_combinations[llama_gqa-h2o-critical]"),
     "norm of one query head instead of the group's mean": (
-        "backends/value_norms.py", "torch.bmm(v_NTD, rows_HGDE.flatten(0, 1))",
-        "torch.bmm(v_NTD, rows_HGDE[:, :1].expand_as(rows_HGDE).flatten(0, 1))",
+        "backends/value_norms.py", "rows_NDE, size = rows_HGDE.flatten(0, 1),",
+        "rows_NDE, size = rows_HGDE[:, :1].expand_as(rows_HGDE).flatten(0, 1),",
         f"{PARTS}::test_options[critical-{{'alpha': 0.0}}]"),
+    "norms of stacked layers in the order of another layer": (
+        "attention/stacked.py", ".mean(2).transpose(1, 2)", ".mean(2).transpose(1, 2).flip(0)",
+        "tests/attention/test_stacked.py::test_norms_of_generated_tokens_are_those_of_their_layer_s_values"),
+    "a bound step without the norm of its value": (
+        "attention/bound_step.py", "            self.call.write_norms(v, self.norms_NB)\n", "            pass\n",
+        "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[critical_keyformer]"),
     "scores not normalised before the second stage": (
         "policies/selection.py", "share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)",
         "share = score", f"{PARTS}::test_options[critical-{{'alpha': 0.25, 'eps': 0.01}}]"),

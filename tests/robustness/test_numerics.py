@@ -52,6 +52,17 @@ def test_a_new_token_s_norms_take_one_product_for_all_heads_and_rows(monkeypatch
     assert len(products) == 1
 
 
+@pytest.mark.parametrize("T", [1, 1 << 15])
+def test_norms_on_a_device_copy_no_weight_into_float32(T, monkeypatch):
+    """A copy would be most of what a decode step reads of the layer's output projection."""
+    products, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *parts, **how: products.append((*parts, how)) or bmm(*parts, **how))
+    v, rows = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 2, T, 8), (2, 3, 8, 4096)))
+    assert value_norms.projected_norms(v, rows, 1).dtype == torch.float32
+    assert products and all(left.dtype == right.dtype == torch.bfloat16 for left, right, _ in products)
+    assert all(how == {"out_dtype": torch.float32} for *_, how in products)
+
+
 # ---- NaN and the choice ----
 
 
