@@ -170,7 +170,7 @@ def served(_: str) -> str:
 
 def grpo(policy: str) -> str:
     """What `python -m examples.grpo_under_budget` found with one policy."""
-    return grpo_table.table(DOCS / "grpo.jsonl", policy)
+    return grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy))
 
 
 TABLES: dict[str, Callable[[str], str]] = {

@@ -81,8 +81,8 @@ def _tiles(dtype: torch.dtype, padded: int, Q: int) -> tuple[tuple[int, int, int
     if dtype == torch.float32:  # no tensor cores
         return (16, min(rows, 32), 8, 2), (32, min(rows, 16), 8, 2)
     if padded > 128:
-        return (32, min(rows, 64), 8, 2), (32, min(rows, 32), 8, 2)
-    return (32, min(rows, 64), 4, 2), (64, min(rows, 32), 4, 2)
+        return (32, min(rows, 32), 8, 2), (32, min(rows, 32), 8, 2)
+    return (32, min(rows, 64), 4, 2), (64, min(rows, 32), 4 if padded <= 64 else 8, 2)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
