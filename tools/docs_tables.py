@@ -22,6 +22,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 BENCHMARKS = {
     "cpu": DOCS.parent / "benchmarks/cpu-amd-epyc-zen5.jsonl",
     "earlier": DOCS.parent / "benchmarks/cpu-amd-epyc-zen4.jsonl",
+    "replay": DOCS.parent / "benchmarks/replay-cpu-amd-epyc-zen4.jsonl",
     "kvpress": DOCS.parent / "benchmarks/kvpress-cpu-amd-epyc-zen4.jsonl",
 }
 _MARK = re.compile(r"<!-- (?P<name>\w+)(?:: (?P<argument>\w+))? -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
