@@ -16,7 +16,6 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     """Return ||v W_O|| per query head, averaged over the group, [B,H,T].
 
     Heads are multiplied together as far as they fit into a block: all heads for a new token, parts of one for a long prompt.
-    On CUDA products of 16-bit numbers are summed in float32 without a float32 copy of the weight.
 
     Args:
         v_BHTD: values.
@@ -26,20 +25,24 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     """
     (B, H, T, _), (_, G, _, E) = v_BHTD.shape, rows_HGDE.shape
     device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)
-    on_cpu, block = device.type == "cpu", _block(device)
-    v_HTD = v_BHTD.transpose(0, 1).flatten(1, 2)
-    if E * B * T <= block:
-        out_NT = torch.empty(H * G, B * T, dtype=dtype, device=device)
-        head_norms(v_HTD, rows_HGDE, norm, out_NT)
-        return rearrange(out_NT.unflatten(0, (H, G)).mean(1), "h (b t) -> b h t", b=B).contiguous()
+    on_cpu = device.type == "cpu"
+    block = CPU_BLOCK if on_cpu else DEVICE_BLOCK
+    v_HTD, heads = v_BHTD.transpose(0, 1).flatten(1, 2), block // (G * E * max(B * T, 1))  # einops takes its time in a step
+    if heads >= H:
+        out_HT = _few(v_HTD.to(dtype), rows_HGDE.to(device, dtype), norm)
+        return out_HT.unflatten(1, (B, T)).transpose(0, 1).contiguous()
+    if heads:
+        parts = zip(v_HTD.split(heads), rows_HGDE.split(heads), strict=True)
+        out_HT = torch.cat([_few(v.to(dtype), rows.to(device, dtype), norm) for v, rows in parts])
+        return rearrange(out_HT, "h (b t) -> b h t", b=B).contiguous()
     out_HT, size = torch.zeros(H, B * T, dtype=dtype, device=device), max(block // (G * E), 16)
     for h in range(H):
-        weight = rearrange(rows_HGDE[h], "g d e -> d (g e)").to(device)
+        weight = rearrange(rows_HGDE[h], "g d e -> d (g e)").to(device, dtype)
         v_TD, at = v_HTD[h], None
         if wanted_BHT is not None and on_cpu:  # on a device, finding the indices costs more than it saves
             at = wanted_BHT[:, h].reshape(-1).nonzero()[:, 0]
             v_TD = v_TD[at]
-        norms = torch.cat([_many(part, weight, G, norm) for part in v_TD.split(size)])
+        norms = torch.cat([_many(part, weight, G, norm) for part in v_TD.to(dtype).split(size)])
         if at is None:
             out_HT[h] = norms
         else:
@@ -47,31 +50,17 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     return rearrange(out_HT, "h (b t) -> b h t", b=B).contiguous()
 
 
-def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> None:
-    """Write ||v W_O|| of a few tokens for each query head, [H*G,T]; the weights are read where they lie."""
-    (H, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
-    v_NTD = v_HTD if G == 1 else v_HTD[:, None].expand(-1, G, -1, -1).flatten(0, 1)
-    rows_NDE, size = rows_HGDE.flatten(0, 1), max(_block(v_HTD.device) // (E * max(T, 1)), 1)
-    for n in range(0, H * G, size):
-        heads = slice(n, n + size)
-        torch.linalg.vector_norm(_product(v_NTD[heads], rows_NDE[heads]), norm, dim=-1, out=out_NT[heads])
-
-
-def _block(device: torch.device) -> int:
-    return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
-
-
-def _product(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
-    """Multiply, with the sums and the result in the dtype of scores."""
-    dtype, device = accumulator(v_NTD.dtype), v_NTD.device
-    if v_NTD.dtype == rows_NDE.dtype != dtype and device.type != "cpu":
-        return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)
-    return torch.bmm(v_NTD.to(dtype), rows_NDE.to(device, dtype))
+def _few(v_HTD: Tensor, rows_HGDE: Tensor, norm: int) -> Tensor:
+    """Return norms [H,T] of a few tokens with one product for all heads, which reads the weights in place."""
+    v_NTD = v_HTD.repeat_interleave(rows_HGDE.shape[1], 0)
+    y_NTE = torch.bmm(v_NTD, rows_HGDE.flatten(0, 1))
+    norms_NT = torch.linalg.vector_norm(y_NTE, norm, dim=-1)
+    return norms_NT.unflatten(0, rows_HGDE.shape[:2]).mean(1)
 
 
 def _many(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
     """Return norms [T] of many tokens of one head with one product for its group."""
-    y_TE = _product(v_TD[None], weight[None])[0]
+    y_TE = v_TD @ weight
     if norm == 1:  # the mean over the group is one sum over all its elements, faster than vector_norm
         return y_TE.abs_().sum(-1) / G
     return torch.linalg.vector_norm(y_TE.unflatten(-1, (G, -1)), dim=-1).mean(-1)

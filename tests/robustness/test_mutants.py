@@ -451,7 +451,7 @@ MUTANTS = {
         "storage/contents.py", "layer.kv.numbers(layer.kv.width)", "(layer.kv.keys, layer.kv.values)",
         "tests/cache/test_narrow.py::test_a_saved_cache_with_a_scale_that_is_no_number_is_refused[8]"),
     "bits: kernels of a prompt read bytes as numbers": (
-        "backends/triton/triton_backend.py", 'if case.bits != FULL and task in ("prompt", "statistics"):', "if False:",
+        "backends/triton/triton_backend.py", 'if case.bits != FULL and task in PROMPTS:', "if False:",
         "tests/cache/test_narrow.py::test_flash_kernels_leave_rounded_slots_to_others[8]"),
     "bits: a kernel's token in the precision that it came in": (
         "backends/triton/rounded.py",
