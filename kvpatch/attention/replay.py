@@ -53,8 +53,8 @@ class ReplayPass:
         """Return the output [B,H,G,Q,D] of kernels that follow deaths, or None if torch is to compute it."""
         _, _, group, Q, head_dim = q_BHGQD.shape
         case = Case(
-            device=q_BHGQD.device.type, dtype=q_BHGQD.dtype, head_dim=head_dim, group=group, padding=self.padded, gradients=True,
-            alibi=geometry.slopes_HG is not None, window=geometry.sliding is not None and geometry.sliding < Q,
+            device=q_BHGQD.device.type, dtype=q_BHGQD.dtype, head_dim=head_dim, group=group, padding=self.padded,
+            alibi=geometry.slopes_HG is not None, window=geometry.sliding is not None and geometry.sliding < Q, gradients=True,
             special=geometry.special, value_dim=keys.v_BHTD.shape[-1],
         )  # fmt: skip
         name = self.choice.of("replay", case)

@@ -259,7 +259,8 @@ def test_what_a_replay_refuses():
         assert torch.isfinite(model(text[:, :15]).logits).all()
         refused("already patched", model, lambda m: kvpatch.replay(m, record).__enter__())
     for none in (None, [], "rollout.safetensors", [record, 3]):
-        refused(r"A record is needed, or several, not .*: give what patch.record\(\)", model, lambda m, none=none: replaying(m, none))
+        words = r"A record is needed, or several, not .*: give what patch.record\(\)"
+        refused(words, model, lambda m, none=none: replaying(m, none))
     assert "_kvpatch" not in vars(model), "nothing is left behind"
     refused("layers is 2 there, 3 in this one", make("llama_gqa", layers=3), lambda m: kvpatch.replay(m, record).__enter__())
     drops = make("gpt2")

@@ -1,4 +1,4 @@
-"""The kernels of a replay, forward and backward, against autograd in float64 over whole matrices; keys of each head die on their own.
+"""The kernels of a replay, forward and backward, against autograd in float64 over whole matrices.
 
 Under Triton's interpreter where there is no GPU.
 """

@@ -199,7 +199,8 @@ MUTANTS = {
         "backends/triton/backward.py", "(row_place[None, :] - key_place[:, None] < sliding)",
         "(row_place[None, :] - key_place[:, None] <= sliding)", f"{KERNELS}_gradients[window padding]"),
     "the replay's kernels never run": (
-        "attention/replay.py", '        if name == "torch":', "        if name:", f"{KERNELS}_a_model_s_replay[llama_gqa-False]"),
+        "attention/replay.py", '        if name == "torch":', "        if name:",
+        f"{KERNELS}_a_model_s_replay[llama_gqa-False]"),
     "a gradient kernel that failed is launched again": (
         "attention/replay.py", 'refusals.known[f"{name} replay", case] = refusals', "refusals",
         f"{KERNELS}_a_first_launch_that_fails[_queries_kernel]"),

@@ -1,4 +1,4 @@
-"""A learner's pass: forward and backward over a text that follows a record, beside the same over the text with full attention."""
+"""A learner's pass: forward and backward over a text that follows a record, beside the same with full attention."""
 
 import gc
 import time

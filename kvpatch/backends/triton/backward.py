@@ -5,8 +5,8 @@ not with its square. With p = exp(x - lse), the output o and its gradient do:
 
     delta = sum(do * o)      ds = p * (do v - delta)      dq = scale * ds k      dk = scale * ds q      dv = p do
 
-dk and dv are sums over rows and over the heads of the group. A program owns what it writes: there are no atomics, and results are the
-same bits every time. columns.py says which columns a row sees; besides, a row at t sees a key only if t < deaths_BHT.
+dk and dv are sums over rows and over the heads of the group. A program owns what it writes: there are no atomics, and results
+are the same bits every time. columns.py says which columns a row sees; besides, a row at t sees a key only if t < deaths_BHT.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; 0 for padding.
 
-    out_BHGQD, lse_BHGQ: what `forward.attend` returned for these arguments. grad_BHGQD: gradient of the output. The columns are the
-    rows' own tokens. holes: whether rows may be padding.
+    out_BHGQD, lse_BHGQ: what `forward.attend` returned for these arguments. grad_BHGQD: gradient of the output. The columns are
+    the rows' own tokens. holes: whether rows may be padding.
     """
     check(q_BHGQD, k_BHTD, v_BHTD)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]

@@ -135,9 +135,10 @@ def gradients(
     """Return the gradients of queries, keys and values of a replay, from that of the output which `attend` returned."""
     from . import backward
 
-    tensors, places = (q_BHGQD, keys.k_BHTD, keys.v_BHTD), (keys.positions_BHT, rows_BQ, keys.deaths_BHT)
-    options = {"scale": geometry.scale, "slopes_HG": geometry.slopes_HG, "sliding": geometry.sliding, "holes": keys.holes}
-    return backward.gradients(*tensors, *places, attended.out, attended.lse, grad_BHGQD, **options)
+    options: dict[str, Any] = {name: getattr(geometry, name) for name in ("scale", "slopes_HG", "sliding")}
+    options |= {"deaths_BHT": keys.deaths_BHT, "lse_BHGQ": attended.lse, "holes": keys.holes}
+    tensors = q_BHGQD, keys.k_BHTD, keys.v_BHTD, keys.positions_BHT, rows_BQ
+    return backward.gradients(*tensors, out_BHGQD=attended.out, grad_BHGQD=grad_BHGQD, **options)
 
 
 def statistics(
