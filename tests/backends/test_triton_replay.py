@@ -15,6 +15,7 @@ import kvpatch
 from kvpatch.backends import refusals, torch_backend
 from kvpatch.backends.protocol import Case, Geometry, Keys
 from kvpatch.backends.triton import backward, forward, triton_backend
+from tests.attention.test_replay import Largest
 from tests.backends import triton_twins as twins
 from tests.backends.test_launch_failures import failing
 from tests.helpers import tiny
@@ -109,6 +110,14 @@ def test_the_torch_path_agrees(name):
     close(out.detach() * real, twins.outputs(prompt), 1e-12)
     for got, want in zip(torch.autograd.grad(out, leaves, grad), twins.gradients(prompt, grad), strict=True):
         close(got, want, 1e-12)
+
+
+def test_no_tensor_grows_with_the_square_of_the_text():
+    prompt, seen = make(300, 16, H=1, G=2, deaths="some"), Largest()
+    grad = upstream(prompt)
+    with seen:
+        back(prompt, run(prompt), grad)
+    assert seen.numel <= 4 * prompt.q_BHGQD.numel() < 300 * 300, "the interpreter copies bytes"
 
 
 # ---- through a model ----
