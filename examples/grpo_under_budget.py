@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import kvpatch
 from kvpatch import EvictingCache
-from tools.evaluation.grpo_table import ARMS
+from tools.evaluation.grpo_table import ARMS, table
 from tools.training import tasks
 
 
@@ -161,7 +161,7 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="falls to 0")] = 3e-4,
     lines: Annotated[Path | None, typer.Option(help="add the runs to this file; those it has are not run again")] = None,
 ) -> list[dict[str, Any]]:
-    """Train each arm, and print a line for each run."""
+    """Train each arm, print a line for each run, and the table of all with intervals over seeds."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     given = {"model": model, "policy": policy, "k": k, "steps": steps, "length": length, "new": new, "group": group}
@@ -177,6 +177,7 @@ def main(
             if lines:
                 with lines.open("a") as file:
                     file.write(json.dumps(done[-1]) + "\n")
+    typer.echo(table([one for one in done if one["seed"] < seeds]))
     return done
 
 

@@ -55,6 +55,7 @@ class Report:
         layers: of each layer on the budget, its number in the decoder.
         states: numbers of a hybrid's layers that keep a state of fixed size, which no budget applies to.
         state_nbytes: bytes of these states.
+        record_nbytes: bytes of what is recorded for a replay.
         readers: numbers of layers that hold nothing and use the keys of another, each with that layer's number.
         seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
@@ -87,6 +88,7 @@ class Report:
     layers: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
     state_nbytes: int = 0
+    record_nbytes: int = 0
     readers: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -101,6 +103,7 @@ class Report:
         snapshot = log.snapshot()
         report = cls(**_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._of(snapshot)
+        report.backends = report.backends | log.replayed
         report.passes = log.counts()
         report.dropped = log.dropped
         return report
@@ -124,6 +127,7 @@ class Report:
             peak_nbytes=snapshot.peak_nbytes,
             seconds=snapshot.seconds,
             state_nbytes=snapshot.state_nbytes,
+            record_nbytes=0 if snapshot.lifetimes is None else snapshot.lifetimes.nbytes,
         )
 
     @property
@@ -181,6 +185,7 @@ class Report:
             "layers": list(self.layers),
             "states": list(self.states),
             "state_nbytes": self.state_nbytes,
+            "record_nbytes": self.record_nbytes,
             "readers": [list(pair) for pair in self.readers],
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
             "acted": self.acted,
@@ -246,6 +251,8 @@ class Report:
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
             rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
+        if self.record_nbytes:
+            rows.append(("record", text.size(self.record_nbytes)))
         if self.states or self.readers:
             rows.append(("layers on the budget", ", ".join(map(str, self.layers))))
         if self.states:

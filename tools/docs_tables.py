@@ -22,6 +22,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 BENCHMARKS = {
     "cpu": DOCS.parent / "benchmarks/cpu-amd-epyc-zen5.jsonl",
     "earlier": DOCS.parent / "benchmarks/cpu-amd-epyc-zen4.jsonl",
+    "replay": DOCS.parent / "benchmarks/replay-cpu-amd-epyc-zen4.jsonl",
     "kvpress": DOCS.parent / "benchmarks/kvpress-cpu-amd-epyc-zen4.jsonl",
 }
 _MARK = re.compile(r"<!-- (?P<name>\w+)(?:: (?P<argument>\w+))? -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
@@ -170,7 +171,7 @@ def served(_: str) -> str:
 
 def grpo(policy: str) -> str:
     """What `python -m examples.grpo_under_budget` found with one policy."""
-    return grpo_table.table(DOCS / "grpo.jsonl", policy)
+    return grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy))
 
 
 TABLES: dict[str, Callable[[str], str]] = {

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..arch.bound import BoundAdapter
-from ..backends import torch_backend
-from ..backends.protocol import Keys
+from ..backends import Choice, backend, refusals, torch_backend
+from ..backends.protocol import Attended, Case, Geometry, Keys
 from ..cache.lifetimes import NEVER, Record
 from ..cache.settings import CacheSettings
 
@@ -26,25 +31,39 @@ class ReplayPass:
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
-        self.padded, self.ordered = padded, ordered
+        self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
         self.whole = 0 if padded else min(int(record.first_N[text_B].min()), positions_BQ.shape[1])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
         """Attend by the record: q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]."""
         q, k = q.to(v.dtype), k.to(v.dtype)
-        positions_BQ, H = self.positions_BQ.to(q.device), k.shape[1]
+        positions_BQ, H, Q = self.positions_BQ.to(q.device), k.shape[1], q.shape[2]
         q_BHGQD, geometry = rearrange(q, "b (h g) q d -> b h g q d", h=H), bound_adapter.geometry(q.device)
         positions_BHQ, n = positions_BQ[:, None].expand(-1, H, -1), self.whole
         if not geometry.plain or geometry.slopes_HG is not None or (geometry.sliding is not None and geometry.sliding < n):
             n = 0  # it needs masks too
-        outs = []
-        if n:
-            keys = Keys(k[:, :, :n], v[:, :, :n], positions_BHQ[..., :n], False, 0, True)
-            outs.append(torch_backend.attend(q_BHGQD[:, :, :, :n], keys, positions_BQ[:, :n], geometry)[0])
-        if n < q.shape[2]:
-            keys = Keys(k, v, positions_BHQ, self.padded, n, self.ordered, deaths_BHT=self._deaths(layer, positions_BQ))
-            outs.append(torch_backend.attend(q_BHGQD[:, :, :, n:], keys, positions_BQ[:, n:], geometry)[0])
-        return rearrange(torch.cat(outs, 3), "b h g q d -> b q (h g d)")
+        deaths_BHQ = self._deaths(layer, positions_BQ) if n < Q else None
+        keys = Keys(k, v, positions_BHQ, self.padded, 0, self.ordered, deaths_BHT=deaths_BHQ)
+        out = None if deaths_BHQ is None else self._by_kernels(q_BHGQD, keys, positions_BQ, geometry)
+        if out is None:
+            out = _by_torch(q_BHGQD, keys, positions_BQ, geometry, n)
+        return rearrange(out, "b h g q d -> b q (h g d)")
+
+    def _by_kernels(self, q_BHGQD: Tensor, keys: Keys, positions_BQ: Tensor, geometry: Geometry) -> Tensor | None:
+        """Return the output [B,H,G,Q,D] of kernels that follow deaths, or None if torch is to compute it."""
+        _, _, group, Q, head_dim = q_BHGQD.shape
+        case = Case(
+            device=q_BHGQD.device.type, dtype=q_BHGQD.dtype, head_dim=head_dim, group=group, padding=self.padded,
+            alibi=geometry.slopes_HG is not None, window=geometry.sliding is not None and geometry.sliding < Q, gradients=True,
+            special=geometry.special, value_dim=keys.v_BHTD.shape[-1],
+        )  # fmt: skip
+        name = self.choice.of("replay", case)
+        if name == "torch":
+            return None
+        inputs = q_BHGQD, keys.k_BHTD, keys.v_BHTD
+        return self.choice.attempt(
+            "replay", case, functools.partial(_Kernels.apply, *inputs, keys, positions_BQ, geometry, name, case)
+        )
 
     def _deaths(self, layer: int, positions_BQ: Tensor) -> Tensor:
         """Return the death of each column's token [B,H,Q]; of tokens behind the record it is not known, and none sees them."""
@@ -52,3 +71,47 @@ class ReplayPass:
         T = deaths_BHT.shape[-1]
         at = positions_BQ.clamp(0, T - 1)[:, None].expand(-1, deaths_BHT.shape[1], -1)
         return deaths_BHT.gather(-1, at).masked_fill(positions_BQ[:, None] >= T, NEVER)
+
+
+class _Kernels(torch.autograd.Function):
+    """Attention of a replay by a backend's kernels; their gradients are computed by torch if their first launch fails."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, name: str, case: Case
+    ) -> Tensor:
+        found = backend(name).attend(q, keys, rows_BQ, geometry)
+        ctx.save_for_backward(q, k, v, found.out, found.lse)
+        ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.holes, keys.ordered, rows_BQ, geometry, name, case
+        return found.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
+        keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
+        run = functools.partial(backend(name).gradients, q, keys, rows_BQ, geometry, Attended(out, lse), grad)
+        found = refusals.attempt(f"{name} replay gradients", case, run, backend(name).advice)
+        if found is None:  # later passes are torch's
+            refusals.known[f"{name} replay", case] = refusals.known[f"{name} replay gradients", case]
+            found = _gradients_by_torch(q, keys, rows_BQ, geometry, grad)
+        return *found, None, None, None, None, None
+
+
+def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:
+    """Return the output [B,H,G,Q,D]: of the first `whole` rows as of any causal pass, of the others by masks."""
+    outs, n = [], whole
+    if n:
+        first = replace(keys.columns(0, n), past=0, holes=False, ordered=True, deaths_BHT=None)
+        outs.append(torch_backend.attend(q_BHGQD[:, :, :, :n], first, rows_BQ[:, :n], geometry)[0])
+    if n < q_BHGQD.shape[3]:
+        outs.append(torch_backend.attend(q_BHGQD[:, :, :, n:], replace(keys, past=n), rows_BQ[:, n:], geometry)[0])
+    return torch.cat(outs, 3)
+
+
+def _gradients_by_torch(q: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, by a forward once more."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, keys.k_BHTD, keys.v_BHTD)]
+        out = _by_torch(leaves[0], replace(keys, k_BHTD=leaves[1], v_BHTD=leaves[2]), rows_BQ, geometry)
+        return torch.autograd.grad(out, leaves, grad.masked_fill((rows_BQ < 0)[:, None, None, :, None], 0.0))

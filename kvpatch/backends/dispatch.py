@@ -19,6 +19,7 @@ BACKENDS = {"torch": "torch_backend", "flash": "flash.flash_backend", "triton": 
 PREFERRED: dict[Task, tuple[str, ...]] = {
     "prompt": ("flash", "triton", "torch"),
     "statistics": ("triton", "torch"),
+    "replay": ("triton", "torch"),
     "decode": ("triton", "torch"),
     "ragged": ("triton", "flash", "torch"),
 }

@@ -1,12 +1,13 @@
 """Protocol of backends: the tasks that they perform and the records that they receive.
 
-There are four tasks. A backend is a module that performs some of them; for the others, and for cases that it cannot take,
+There are five tasks. A backend is a module that performs some of them; for the others, and for cases that it cannot take,
 `reason` returns why not.
 
     prompt      all: attend() -> output and, if the kernel returns it, the log-sum-exp of every row; triton also that of the
                 noisy logits
     statistics  triton: statistics() -> sums of the probabilities per key; torch: observe() passes the probabilities block by
                 block to an observer, for any sum that a policy defines; both: window_sums() of a few rows
+    replay      all rows of a text whose keys die, with gradients. triton: attend() and gradients(); torch: attend()
     decode      one token over dense slots. triton: step() writes, attends, observes and evicts; torch: step() attends
     ragged      one token over heads that hold different numbers of tokens: the same, and flash: ragged_step() attends
 """
@@ -23,14 +24,14 @@ from ..policies.context import Limits
 from .entries import EXACT, FULL, Codecs
 from .head_offsets import HeadOffsets
 
-Task = Literal["prompt", "statistics", "decode", "ragged"]
+Task = Literal["prompt", "statistics", "replay", "decode", "ragged"]
 Special = Literal["softcap", "sinks", "coarse"]
 SPECIAL: dict[Special, str] = {  # variants of attention that few kernels compute
     "softcap": "capped logits",
     "sinks": "attention sinks",
     "coarse": "ALiBi rounded to bfloat16",
 }
-TASKS: tuple[Task, ...] = ("prompt", "statistics", "decode", "ragged")
+TASKS: tuple[Task, ...] = ("prompt", "statistics", "replay", "decode", "ragged")
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Keys:
         head_offsets: offsets of the heads if they hold different numbers of tokens.
         grown: slots that every head has taken since the offsets were made; None if heads fill up unevenly.
         codecs: of keys and values: they are entries of these.
-        deaths_BHT: int32, position of the first query that no longer sees a key, for the torch backend; None: each sees all.
+        deaths_BHT: int32, position of the first query that no longer sees a key, in a replay; None: each sees all.
     """
 
     k_BHTD: Tensor

@@ -37,6 +37,11 @@ class Lifetimes:
         """Positions that there is room for."""
         return 0 if self.ids is None else self.ids.shape[-1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.nbytes for one in (self.ids, *self.deaths) if one is not None)
+
     def read(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
         """Note the ids of a pass; positions are -1 in padding and below `columns`."""
         if self.ids is None:
@@ -153,9 +158,9 @@ class Record:
         Raises:
             KVPatchError: there is none, or they are of different models.
         """
-        parts = list(records)
+        parts = list(records) if isinstance(records, Iterable) else [records]
         if not parts or not all(isinstance(part, Record) for part in parts):
-            raise KVPatchError(f"Record.join() takes records, not {records!r:.80}: give at least one, made by patch.record().")
+            raise KVPatchError(f"A record is needed, or several, not {records!r:.80}: give what patch.record() returned.")
         first = parts[0]
         for part in parts[1:]:
             same_model(part.model, first.model, "the first record")

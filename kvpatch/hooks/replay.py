@@ -48,6 +48,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         call["position_ids"] = mine.clamp(min=0)
     put_aside(decoder, state.aside, ours=True)
     now = ReplayPass(state.settings, record, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
+    state.log.replayed = now.choice.ran
     carried = by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     call.update(past_key_values=None, use_cache=False, attention_mask=carried)
     return (), call

@@ -43,6 +43,7 @@ class RunLog:
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
+        self.replayed: dict[str, tuple[str, str]] = {}  # who served the last replay, as in Snapshot.ran
         self.number = self.newest = 0  # uses of caches, counted, and the last one
         self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
         self._warned: set[str] = set()

@@ -97,6 +97,18 @@ def test_float32_and_autocast():
             assert (logits_of(model, text)[:, 23:] - rollout).abs().max() < 0.3
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+def test_any_attention_implementation_of_the_model(attention):
+    """Its own attention runs outside of the block alone."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, 24), prompt(2, 12, seed=5)
+    mask = left_pad(ids, [24, 15])
+    (rollout,), record, text = recorded(model, [(ids, fed)], mask=mask)
+    model.set_attn_implementation(attention)
+    with torch.no_grad(), kvpatch.replay(model, record):
+        close(logits_of(model, text, torch.cat([mask, torch.ones_like(fed)], 1))[:, 23:], rollout)
+    assert model.config._attn_implementation == attention
+
+
 def test_generated_texts_beams_and_one_token_more():
     """generate() returns a token that it has not read; beams are rows that move, and drafts are rolled back."""
     model, ids = make("llama_gqa", dtype=torch.float64), prompt(2, 24)
@@ -135,20 +147,22 @@ def test_rolled_back_joined_and_chosen_rows():
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-@pytest.mark.parametrize("name", ["gpt2", "mpt", "gptj"])
-def test_gradients_are_those_of_the_token_loop(name, checkpointing):
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv"])
+@pytest.mark.parametrize("name", FIVE)
+def test_gradients_are_those_of_the_token_loop(name, policy, checkpointing):
     """The oracle's loop keeps autograd through every row and key, also of those evicted later."""
+    given = SMALL.get(policy, {})
     for weights in range(6):
         model, ids = make(name, dtype=torch.float64, seed=weights), prompt(1, 16, seed=weights)
         fed = prompt(1, 8, seed=weights + 9)
         sampled = functools.partial(draw, 0)
-        want = reference.run(model, ids[0].tolist(), fed[0].tolist(), policy="h2o", k=7, grad=True, draw=sampled)
+        want = reference.run(model, ids[0].tolist(), fed[0].tolist(), policy=policy, k=7, grad=True, draw=sampled, **given)
         if want.margin > 1e-6:
             break
     text = torch.cat([ids, fed], 1)
     loss = torch.nn.functional.cross_entropy(want.logits[:-1], text[0, 1:])
     naive = gradients(model, loss)
-    _, record, _ = recorded(model, [(ids, fed)], k=7)
+    _, record, _ = recorded(model, [(ids, fed)], policy, k=7)
     no_dropout(model).train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(checkpointing)
@@ -217,8 +231,14 @@ def test_in_a_patched_block_passes_with_a_cache_are_on_the_budget():
             replayed = model(text).logits
             again, _ = force(model, ids, fed, cache=patch.new_cache())
         assert torch.equal(model(text, use_cache=False).logits, before)
+        assert patch.report().backends["replay"] == ("torch", "triton: kernels run on a GPU")
     close(replayed[:, 23:], logits)
     assert torch.equal(again, logits)
+
+
+def replaying(model, record):
+    with kvpatch.replay(model, record):
+        pass
 
 
 def refused(words, model, run):
@@ -238,6 +258,10 @@ def test_what_a_replay_refuses():
         refused("reads whole texts without a cache", model, lambda m: m.generate(ids, max_new_tokens=2))
         assert torch.isfinite(model(text[:, :15]).logits).all()
         refused("already patched", model, lambda m: kvpatch.replay(m, record).__enter__())
+    for none in (None, [], "rollout.safetensors", [record, 3]):
+        words = r"A record is needed, or several, not .*: give what patch.record\(\)"
+        refused(words, model, lambda m, none=none: replaying(m, none))
+    assert "_kvpatch" not in vars(model), "nothing is left behind"
     refused("layers is 2 there, 3 in this one", make("llama_gqa", layers=3), lambda m: kvpatch.replay(m, record).__enter__())
     drops = make("gpt2")
     _, other, text = recorded(drops, [(ids, fed)])

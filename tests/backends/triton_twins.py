@@ -45,6 +45,8 @@ def visible(prompt: Prompt) -> Tensor:
         seen = seen & (t <= prompt.options.get("past", 0) + r).to(seen.device)
     if prompt.options.get("sliding") is not None:
         seen = seen & (row - position < prompt.options["sliding"])
+    if prompt.options.get("deaths_BHT") is not None:
+        seen = seen & (row < prompt.options["deaths_BHT"][:, :, None, :])
     return seen
 
 
@@ -84,6 +86,16 @@ def outputs(prompt: Prompt) -> Tensor:
     return torch.einsum("bhgrt,bhtd->bhgrd", p.nan_to_num(0.0), v)
 
 
+def gradients(prompt: Prompt, grad_BHGQD: Tensor) -> list[Tensor]:
+    """float64 gradients of queries, keys and values, by autograd through the whole matrix."""
+    leaves = [t.double().nan_to_num(0.0).requires_grad_() for t in (prompt.q_BHGQD, prompt.k_BHTD, prompt.v_BHTD)]
+    seen = visible(prompt)[:, :, None]
+    x = logits(Prompt(*leaves, prompt.positions_BHT, prompt.rows_BQ, prompt.options), False).masked_fill(~seen, -1e300)
+    out = torch.einsum("bhgrt,bhtd->bhgrd", x.softmax(-1) * seen, leaves[2])
+    out.backward(grad_BHGQD.double().nan_to_num(0.0))
+    return [leaf.grad for leaf in leaves]
+
+
 def keys(prompt: Prompt) -> Tensor:
     return visible(prompt).sum(-1)
 
@@ -120,12 +132,14 @@ def make(
     noise: bool = False,
     sinks: bool = False,
     gaps: bool = True,
+    deaths: str | None = None,
     **options,
 ) -> Prompt:
     """A prompt of Q rows behind `past` columns of which some slots are empty and each head holds others.
 
     padding: [start, stop) of each text's rows that are none; those after it go on counting where they stopped, or
-    not `counting`, as if they were some. offset: the first position. gaps: whether slots of the past are empty.
+    not `counting`, as if they were some. offset: the first position. gaps: whether slots of the past are empty. deaths: "some"
+    of the keys die at any later position, or "all" soon after their own.
     """
     draw = torch.Generator().manual_seed(Q + D + past)
     real = torch.ones(B, Q, dtype=torch.bool)
@@ -159,6 +173,11 @@ def make(
         options["noise_BHTG"] = -u_BHTG.log().reciprocal().to(device)  # exp of Gumbel noise
     if sinks:
         options["sinks_HG"] = torch.randn(H, G, generator=draw).mul(2.0).to(device)
+    if deaths is not None:
+        left = torch.randint(1, 20 if deaths == "all" else 2 * Q, (B, H, T := past + Q), generator=draw)
+        lives = (torch.rand(B, H, T, generator=draw) < 0.3) & (deaths == "some")
+        dies = torch.where(lives, torch.iinfo(torch.int32).max, positions + left)
+        options["deaths_BHT"] = dies.to(device, torch.int32)
     # .to keeps the strides
     return Prompt(q.to(device), k.to(device), v.to(device), positions.to(device), rows.to(device), options)
 

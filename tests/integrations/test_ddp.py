@@ -106,6 +106,58 @@ def test_a_replay_of_a_wrapped_learner(wrapper, alone):
     assert not torch.equal(gradients(learner, texts)[0], want[0]), "outside of the replay nothing is evicted"
 
 
+REPLAYS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import kvpatch
+from tests.helpers.tiny import make, prompt
+from tests.integrations.test_peft import gradients
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = make("llama_gqa", dtype=torch.float64)
+with kvpatch.patched(model, "h2o", 7, record=True) as patch:
+    texts = model.generate(prompt(2, 20 + rank, seed=rank), max_new_tokens=8, do_sample=False)
+    record = patch.record()
+with kvpatch.replay(model.train(), record):
+    want = gradients(model, texts)[1:]  # without the loss
+for one in want:
+    dist.all_reduce(one)
+model.zero_grad()
+if sys.argv[1] == "DDP":
+    learner = DistributedDataParallel(model)
+else:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    learner = fully_shard(model, mesh=mesh)
+with kvpatch.replay(learner, record):
+    got = gradients(learner, texts)[1:]
+got = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in got]
+assert len(want) == len(got) > 8
+print("off by", max(float((a / 2 - b).abs().max()) for a, b in zip(want, got, strict=True)), "of", float(want[0].abs().max()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_two_learners_replay_rollouts_of_their_own(wrapper, tmp_path):
+    """The gradients are the mean of both: each process follows its own record."""
+    script = tmp_path / "replays.py"
+    script.write_text(REPLAYS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), wrapper]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = [line.split() for line in ran.stdout.splitlines() if line.startswith("off by")]
+    assert len(lines) == 2 and all(float(line[2]) < 1e-12 < 1e-3 < float(line[4]) for line in lines), lines
+
+
 def test_flat_parameters_are_refused_in_words(alone):
     """The older FullyShardedDataParallel leaves no parameters on the model that it wraps, unless it is asked to."""
     cpu, ids = torch.device("cpu"), prompt(2, 24)

@@ -20,7 +20,7 @@ SMALL = {"model": "llama-1", "policy": "window", "k": 0.5, "steps": 2, "length":
 REPLAY = "budget, replay"
 
 
-def test_the_grpo_example(tmp_path):
+def test_the_grpo_example(tmp_path, capsys):
     """The learner's probabilities are those of the rollout in a replay, and visibly not with full attention."""
     asked = {name: SMALL[name] for name in ("policy", "k", "steps", "length", "new", "group")}
     lines = tmp_path / "runs.jsonl"
@@ -30,10 +30,11 @@ def test_the_grpo_example(tmp_path):
         assert abs(one["ratio"] - 1) < 1e-5 and one["least"] > 1 - 1e-4 and one["most"] < 1 + 1e-4
     assert abs(dense["ratio"] - 1) > 0.05 and dense["least"] < 0.5
     assert replayed["bytes"] == dense["bytes"] < full["bytes"]
-    assert f"| {REPLAY} | {replayed['ratio']:.6f} |" in grpo_table.table(lines, "window")
+    assert f"| {REPLAY} | {replayed['ratio']:.6f} |" in grpo_table.table(grpo_table.read(lines, "window"))
     assert [json.loads(line) for line in lines.read_text().splitlines()] == found
     again = grpo_under_budget.main(model="llama-1", seeds=1, prompts_per_step=2, learning_rate=1e-3, lines=lines, **asked)
     assert again == found, "not run again"
+    assert capsys.readouterr().out.count("| difference, paired by seed |") == 2, "the table is printed"
 
 
 MORE = [{"gradient_checkpointing": True}, {"num_iterations": 2}, {"steps_per_generation": 2}]

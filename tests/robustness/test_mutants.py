@@ -19,6 +19,7 @@ ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
 SHELLS = "tests/arch/test_shells.py::test_tokens_of_images_are_protected_by_name_and_by_id"
 PARTS = "tests/oracle/test_oracle_parts.py"
 READERS = "tests/cache/test_shared_keys.py"
+KERNELS = "tests/backends/test_triton_replay.py::test"
 REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
@@ -172,6 +173,37 @@ MUTANTS = {
         "tests/serving/test_prefixes.py::test_blocks_of_what_is_kept_beside_a_prompt"),
     "a replayed token seen by the query that no longer saw it": (
         "backends/torch_backend.py", "(rows < keys.deaths_BHT", "(rows <= keys.deaths_BHT", f"{REPLAY}[gptj-h2o]"),
+    "a dead key seen by one row more in the forward kernel": (
+        "backends/triton/forward.py", "row_place[:, None] < (deaths - origin)", "row_place[:, None] <= (deaths - origin)",
+        f"{KERNELS}_output_and_log_sum_exp[all die]"),
+    "whole tiles of the forward kernel ask no deaths": (
+        "backends/triton/forward.py", "        begin, mid = lo, lo  # a key", "        mid = mid  # a key",
+        f"{KERNELS}_output_and_log_sum_exp[all die]"),
+    "a dead key has a share in one more query's gradient": (
+        "backends/triton/backward.py", "row_place[:, None] < (deaths - origin)", "row_place[:, None] <= (deaths - origin)",
+        f"{KERNELS}_gradients[all die]"),
+    "a dead key gets a gradient from one row more": (
+        "backends/triton/backward.py", "row_place[None, :] < death_place", "row_place[None, :] <= death_place",
+        f"{KERNELS}_gradients[some die]"),
+    "rows end with the first death of a block of keys": (
+        "backends/triton/backward.py", "end = tl.max(tl.where(", "end = tl.min(tl.where(", f"{KERNELS}_gradients[some die]"),
+    "a key's gradient is of its group's first head": (
+        "backends/triton/backward.py", "range(tl.cdiv(hi - lo, BLOCK_M) * G)", "range(tl.cdiv(hi - lo, BLOCK_M))",
+        f"{KERNELS}_gradients[group 3]"),
+    "probabilities sum to more than one in a key's gradient": (
+        "backends/triton/backward.py", "- delta[None, :])", "- 0.0 * delta[None, :])", f"{KERNELS}_gradients[some die]"),
+    "padding's keys read for the gradient of queries": (
+        "backends/triton/backward.py", "            here = here & (positions >= 0)[:, None]", "            here = here",
+        f"{KERNELS}_gradients[window padding]"),
+    "the gradient kernels' window one too wide": (
+        "backends/triton/backward.py", "(row_place[None, :] - key_place[:, None] < sliding)",
+        "(row_place[None, :] - key_place[:, None] <= sliding)", f"{KERNELS}_gradients[window padding]"),
+    "the replay's kernels never run": (
+        "attention/replay.py", '        if name == "torch":', "        if name:",
+        f"{KERNELS}_a_model_s_replay[llama_gqa-False]"),
+    "a gradient kernel that failed is launched again": (
+        "attention/replay.py", 'refusals.known[f"{name} replay", case] = refusals', "refusals",
+        f"{KERNELS}_a_first_launch_that_fails[_queries_kernel]"),
     "positions that an eviction empties are shown as they lie": (
         "attention/layer_call.py", "keys = replace(keys, positions_BHT=keys.positions_BHT.clone())", "pass",
         f"{READERS}::test_evictions_are_those_of_the_model_under_a_mask[gemma4_text-h2o]"),
@@ -420,7 +452,7 @@ MUTANTS = {
         "storage/contents.py", "layer.kv.numbers(layer.kv.width)", "(layer.kv.keys, layer.kv.values)",
         "tests/cache/test_narrow.py::test_a_saved_cache_with_a_scale_that_is_no_number_is_refused[8]"),
     "bits: kernels of a prompt read bytes as numbers": (
-        "backends/triton/triton_backend.py", 'if case.bits != FULL and task in ("prompt", "statistics"):', "if False:",
+        "backends/triton/triton_backend.py", 'if case.bits != FULL and task in PROMPTS:', "if False:",
         "tests/cache/test_narrow.py::test_flash_kernels_leave_rounded_slots_to_others[8]"),
     "bits: a kernel's token in the precision that it came in": (
         "backends/triton/rounded.py",

@@ -1,6 +1,7 @@
 """Records in a file: read as they were written, refused where they cannot be right; their size before they are made."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -47,6 +48,9 @@ def test_its_size_beforehand(name):
     with kvpatch.patched(model, "h2o", 8, record=True) as patch:
         model.generate(prompt(3, 12), max_new_tokens=5, do_sample=False)
         record = patch.record()
+        report = patch.report()  # columns are allocated ahead
+        assert record.nbytes <= report.record_nbytes == report.to_dict()["record_nbytes"] <= 3 * record.nbytes
+        assert re.search(r"^record +[\d.,]+ (B|KiB)$", str(report), re.M)
         assert patch.record_nbytes(texts=3, tokens=record.ids.shape[1]) == record.nbytes > 0
         for bad in ({"texts": 0, "tokens": 5}, {"texts": 2, "tokens": 1.5}):
             with pytest.raises(KVPatchError, match="must be a number of"):

@@ -19,6 +19,7 @@ from tools.bench import paper, roofline
 from tools.bench import plot as bench_plot
 from tools.bench import profile as bench_profile
 from tools.bench import prompt as bench_prompt
+from tools.bench import replay as bench_replay
 from tools.bench import sampled as bench_sampled
 
 COMMON = {"date", "versions", "cpu", "threads", "parameters", "case", "arch", "policy", "k", "n", "repeats", "ratio"}
@@ -132,6 +133,24 @@ def test_the_plan_of_the_host_case():
     archs = {n: arch for _, arch, _, n in bench.plan("prompt", "h2o", [8192, 16384])}
     assert archs == {8192: "llama", 16384: "llama-cut"}
     assert bench_models.config("llama-cut", 64, tiny=False).num_hidden_layers == 2
+
+
+def test_replay_lines_are_whole():
+    (line,) = bench_replay.replay_lines(["h2o"], n=300, repeats=1, tiny=True, memory=False)
+    assert json.loads(json.dumps(line)) == line
+    assert set(line) >= COMMON - {"roof_ms", "roof_ratio", "ceilings"}
+    assert (line["case"], line["arch"], line["n"], line["k"], line["block"]) == ("replay", "llama", 300, 256, 16)
+    assert line["record_bytes"] == 300 * (8 + 2 * 4) and line["first"] == 272, "of one KV head in each of two layers"
+    assert line["ratio"] == line["ms"] / line["ms_unpatched"] and line["limits"] == {}
+    assert bench_lines.limits("replay", "h2o", 2048) == {"ratio": 1.6, "memory_ratio": 1.10}
+    assert list(bench.plan("replay", "", [])) == [("replay", "llama", ["h2o"], 2048)]
+
+
+@pytest.mark.slow
+def test_memory_of_a_replay():
+    (line,) = bench_replay.replay_lines(["window"], n=300, repeats=1, tiny=True)
+    assert line["memory_ratio"] == line["bytes"] / line["bytes_unpatched"]
+    assert bench.tables([line]).count("| replay | llama | window | 300 |") == 1
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ batch: as decode, eight texts at once, on a Llama of 8 layers of width 512 with 
 host: as decode, on a Llama of 32 layers of width 64, so that a step costs what its Python costs; without a floor.
 launches: what a step starts on a device, what the host waits for, and the host's time, on the torch path and on Triton's.
 block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
+replay: a loss and its gradients in a replay, and with full attention, in turns. The record is of a text read in blocks of 16
+tokens under a budget of 256, so that evictions begin there. Memory, of such a pass, is in processes of their own too.
 Memory is the growth of the process's peak resident size over one prompt, in a fresh process for each case. `roof_ms` is what
 the machine's memory and multipliers, measured first, would need at least (roofline.py), `roof_ratio` how often that fits.
 """
@@ -67,6 +69,7 @@ from .lines import (
 from .models import CUT, WHOLE_TO
 from .profile import profile_case
 from .prompt import prompt_line
+from .replay import replay_lines
 
 PAPERS = ("keyformer",)
 app = typer.Typer(add_completion=False)
@@ -116,6 +119,7 @@ SEVERAL_LINES = {
     "host": host_lines,
     "batch": batch_lines,
     "launches": launch_lines,
+    "replay": replay_lines,
 }
 
 

@@ -142,6 +142,23 @@ def _forward(
     return run
 
 
+def _deaths() -> dict[str, Tensor]:
+    return {"deaths_BHT": torch.zeros(1, H, Q, dtype=torch.int32)}
+
+
+def _backward(*extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Any, int, int], object]:
+    """The gradients of a replay's attention. extra: tensors to pass besides."""
+
+    def run(module: Any, D: int, G: int) -> object:
+        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
+        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
+        q_BHGQD, k_BHTD, v_BHTD = _some(1, H, G, Q, D, dtype=dtype), *(_some(1, H, Q, D, dtype=dtype) for _ in range(2))
+        attended = *_deaths().values(), q_BHGQD, torch.zeros(1, H, G, Q), q_BHGQD
+        return module.gradients(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, *attended, scale=1.0, **tensors, **options)
+
+    return run
+
+
 def _columns(
     names: tuple[str, ...], *extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Callable[[Any, int, int], object]:
@@ -186,6 +203,14 @@ CALLS = (
     Call("forward sinks noise", "forward", _forward("sinks_HG", "noise_BHTG"), ((64, 8),)),
     Call("forward float32", "forward", _forward(holes=False, dtype=FLOAT), FLOAT_SHAPES),
     Call("forward ALiBi noise padding float32", "forward", _forward("slopes_HG", "noise_BHTG", dtype=FLOAT), FLOAT_SHAPES),
+    Call("replay", "forward", _forward(**_deaths(), holes=False), (*SHAPES, (256, 2))),
+    Call("replay window padding", "forward", _forward(**_deaths(), sliding=1000), ((128, 4), (256, 2))),
+    Call("replay ALiBi", "forward", _forward("slopes_HG", **_deaths(), holes=False), ((64, 1), (128, 1))),
+    Call("replay float32", "forward", _forward(**_deaths(), dtype=FLOAT), FLOAT_SHAPES),
+    Call("replay gradients", "backward", _backward(holes=False), (*SHAPES, (96, 4), (256, 2))),
+    Call("replay gradients window padding", "backward", _backward(sliding=1000), ((128, 4), (256, 2))),
+    Call("replay gradients ALiBi", "backward", _backward("slopes_HG", holes=False), ((64, 1), (128, 1))),
+    Call("replay gradients float32", "backward", _backward(dtype=FLOAT), FLOAT_SHAPES),
     Call("rows", "forward", _forward(values=False, holes=False), (*SHAPES, (256, 2))),
     Call("rows noise", "forward", _forward("noise_BHTG", "lse_BHGQ", values=False, holes=False), (*SHAPES, (256, 2))),
     Call("rows noise tau", "forward", _forward("noise_BHTG", values=False, tau=1.5), ONE_SHAPE),

@@ -19,7 +19,7 @@ from kvpatch.policies import POLICIES
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches")
+CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches", "replay")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(
     name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts and not p.score.calibrated
@@ -32,6 +32,7 @@ LAUNCH_POLICIES = (*HOST_POLICIES[:-1], "critical(h2o)")
 HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
 BATCH_POLICIES = ("h2o", "roco", "keyformer", "snapkv", "adakv", "critical_adakv")
 BATCH_ARCH, BATCH, BATCH_LENGTH = "llama-even", 8, 1024
+REPLAY_ARCH, REPLAY_POLICIES, REPLAYED = "llama", ("h2o",), {"k": 256, "block": 16}
 # cases of one architecture: that, the policies and the prompt length where none are given
 ONE_ARCH = {
     "ragged": ("llama", RAGGED_POLICIES, 2048),
@@ -39,6 +40,7 @@ ONE_ARCH = {
     "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
     "launches": (HOST_ARCH, LAUNCH_POLICIES, HOST_LENGTH),
     "batch": (BATCH_ARCH, BATCH_POLICIES, BATCH_LENGTH),
+    "replay": (REPLAY_ARCH, REPLAY_POLICIES, 2048),
 }
 ACCUMULATING = ("h2o", "roco", "keyformer")
 
@@ -58,6 +60,7 @@ ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
 RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
 HOST_FULL_LIMIT, HOST_LIMIT = 1.05, 1.15
 BATCH_LIMITS = dict.fromkeys(BATCH_POLICIES[:4], 0.56) | dict.fromkeys(BATCH_POLICIES[4:], 0.62)
+REPLAY_LIMITS = {"ratio": 1.6, "memory_ratio": MEMORY_LIMIT}
 BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
 
 
@@ -69,6 +72,8 @@ def limits(case: str, policy: str, n: int) -> dict[str, float]:
         return {"ratio": HOST_FULL_LIMIT if policy == "full" else HOST_LIMIT} if n == HOST_LENGTH else {}
     if case == "batch":
         return {"ratio": BATCH_LIMITS[policy]} if n == BATCH_LENGTH and policy in BATCH_LIMITS else {}
+    if case == "replay":
+        return REPLAY_LIMITS if n == 2048 else {}
     if case == "block":
         return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
     if case == "arch":
@@ -85,7 +90,7 @@ def limits(case: str, policy: str, n: int) -> dict[str, float]:
 
 def settings(case: str) -> Line:
     """How a case patches."""
-    return {"k": BUDGET, "block": BLOCK} if case == "block" else {"k": K}
+    return {"block": {"k": BUDGET, "block": BLOCK}, "replay": REPLAYED}.get(case, {"k": K})
 
 
 # ---- lines ----

@@ -1,10 +1,8 @@
 """Prompts: one forward over a prompt, unpatched and patched in turns, and the memory that it takes."""
 
 import gc
-import multiprocessing
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -16,7 +14,7 @@ import kvpatch
 from kvpatch.cache.layer import SlotLayer
 
 from .lines import BLOCK, BUDGET, Line, record, settings
-from .memory import peak, reset_peak, return_freed_memory
+from .memory import apart, peak, reset_peak, return_freed_memory
 from .models import build, forward, tokens, twin
 from .roofline import beside, ceilings, prompt_ms
 
@@ -101,8 +99,7 @@ def peak_growth(arch: str, policy: str | None, n: int, tiny: bool = False, case:
 @cache
 def peak_apart(arch: str, policy: str | None, n: int, tiny: bool, case: str = "prompt") -> int:
     """`peak_growth` in a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(peak_growth, arch, policy, n, tiny, case).result()
+    return apart(peak_growth, arch, policy, n, tiny, case)
 
 
 def prompt_line(case: str, arch: str, policy: str, n: int, repeats: int, tiny: bool, memory: bool = True) -> Line:

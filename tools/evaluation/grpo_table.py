@@ -15,14 +15,18 @@ ARMS = ("full cache", "budget, dense learner", "budget, replay")
 COLUMNS = ("", "ratio, mean", "ratio, from", "ratio, to", "reward before", "reward after", "reward after, full cache")
 
 
-def table(path: Path, policy: str) -> str:
-    """Runs of one policy: each arm's ratios and rewards, the replay's reward beyond the others', and what a rollout took."""
+def read(path: Path, policy: str) -> list[Run]:
+    """Runs of one policy in a file of JSON lines."""
     runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    runs = [one for one in runs if one["policy"] == policy]
+    return [one for one in runs if one["policy"] == policy]
+
+
+def table(runs: list[Run]) -> str:
+    """Each arm's ratios and rewards, the replay's reward beyond the others', and what a rollout took: means over seeds."""
     by_arm = {arm: sorted((one for one in runs if one["arm"] == arm), key=lambda one: one["seed"]) for arm in ARMS}
     seeds = [[one["seed"] for one in by_arm[arm]] for arm in ARMS]
     if seeds[0] != seeds[1] or seeds[0] != seeds[2]:
-        raise ValueError(f"{path} has other seeds in one arm than in another: {seeds}")
+        raise ValueError(f"one arm has other seeds than another: {seeds}")
     bootstrap = Bootstrap([("runs", str(seed)) for seed in seeds[0]])
 
     def over(arm: str, name: str) -> Estimate:

@@ -65,6 +65,7 @@ def attend(
     tau: float = 1.0,
     lse_BHGQ: Tensor | None = None,
     spans_B4: Tensor | None = None,
+    deaths_BHT: Tensor | None = None,
 ) -> Pass:
     """Attend from all rows of a prompt, or compute their log-sum-exps alone.
 
@@ -72,7 +73,7 @@ def attend(
 
     v_BHTD: None for no output. holes: whether slots may be empty or rows padding. noise_BHTG: exp(noise); None for no noisy
     log-sum-exp. lse_BHGQ: log-sum-exp of the logits, if known; then only the noisy one is computed. spans_B4: `spans` of the
-    rows, if they are known.
+    rows, if they are known. deaths_BHT: int32, position of the first row that no longer sees a key; None: all later rows do.
     """
     v_BHTD = v_BHTD if lse_BHGQ is None else None
     check(q_BHGQD, k_BHTD, v_BHTD, noise_BHTG)
@@ -103,6 +104,7 @@ def attend(
             flat(slopes_HG),
             flat(sinks_HG),
             noise,
+            None if deaths_BHT is None else deaths_BHT.contiguous(),
             None if lse_BHGQ is None or tempered else lse_BHGQ.contiguous(),
             out,
             lse if lse_BHGQ is None else None,
@@ -145,7 +147,7 @@ def _tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> t
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, positions_ptr, rows_ptr, spans_ptr, slopes_ptr, sinks_ptr, noise_ptr, base_ptr,
+    q_ptr, k_ptr, v_ptr, positions_ptr, rows_ptr, spans_ptr, slopes_ptr, sinks_ptr, noise_ptr, deaths_ptr, base_ptr,
     out_ptr, lse_ptr, noisy_ptr,
     q_b, q_h, q_g, q_r, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_g, out_r, positions_b, positions_h, noise_g,
     H, Q, T, past, sliding, unit, inner, log2e_per_unit, inverse_tau,
@@ -201,6 +203,8 @@ def _forward_kernel(
             mid = tl.where(straight, mid, 0)
     begin = tl.minimum(tl.maximum(begin, lo), tl.cdiv(hi, BLOCK_N) * BLOCK_N)
     mid = tl.maximum(mid, begin)
+    if deaths_ptr is not None:
+        begin, mid = lo, lo  # a key of any block may be dead
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -245,6 +249,9 @@ def _forward_kernel(
                     visible = visible & (positions >= 0)[None, :]
                 if SLIDING:
                     visible = visible & (row_place[:, None] - place[None, :] < sliding)
+                if deaths_ptr is not None:
+                    deaths = tl.load(deaths_ptr + bh * T + n, mask=n < T, other=0)
+                    visible = visible & (row_place[:, None] < (deaths - origin).to(tl.float32)[None, :])
             elif slopes_ptr is not None:
                 place = (n - column_origin).to(tl.float32)
             if slopes_ptr is not None:

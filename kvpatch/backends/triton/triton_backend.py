@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .decode import Rule
 
 NAME = "triton"
+PROMPTS = ("prompt", "statistics", "replay")  # tasks with all rows of a text
 KNOWN = ("sum", "squares", "count", "gumbel")  # statistics
 OLDEST = 8  # major compute capability: older GPUs have too little shared memory, and no tensor cores for bfloat16
 ADVICE = (  # pattern of an error, and what to do about it
@@ -38,7 +39,7 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 def reason(task: Task, case: Case) -> str | None:
     """Return the reason that the kernels do not support a task, or None."""
-    unknown = [SPECIAL[name] for name in case.special if task not in ("prompt", "statistics") or name == "coarse"]
+    unknown = [SPECIAL[name] for name in case.special if task not in PROMPTS[:2] or name == "coarse"]
     if unknown:
         return f"its {task} kernels have no {' and no '.join(unknown)}"
     if find_spec("triton") is None:
@@ -51,14 +52,14 @@ def reason(task: Task, case: Case) -> str | None:
         return f"its kernels need a GPU of compute capability {OLDEST}.0"
     if case.device == "cuda" and (problem := driver_problem()) is not None:
         return problem
-    if case.bits != FULL and task in ("prompt", "statistics"):
+    if case.bits != FULL and task in PROMPTS:
         return "its kernels of a prompt read keys and values in the model's own precision, not entries rounded to bits="
     if case.value_dim not in (None, case.head_dim):
         return f"its kernels take values of the keys' size {case.head_dim}, not {case.value_dim}"
-    if task in ("prompt", "statistics") and (why := arguments.reason(case.dtype, case.head_dim)) is not None:
+    if task in PROMPTS and (why := arguments.reason(case.dtype, case.head_dim)) is not None:
         return why
-    if task == "prompt":
-        return "its attention of a prompt has no gradients" if case.gradients else None
+    if task in ("prompt", "replay"):
+        return "its attention of a prompt has no gradients" if case.gradients and task == "prompt" else None
     if case.fresh:
         return "it draws no noise for every query and key"
     for name, kernel in case.statistics:
@@ -115,16 +116,29 @@ def spans(rows_BQ: Tensor) -> Tensor:
 def attend(
     q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noise: Noise | None = None
 ) -> Attended:
-    """Compute attention of a prompt, without gradients; arguments and results as in torch_backend.attend.
+    """Compute attention of a prompt or a replay, without a graph; arguments and results as in torch_backend.attend.
 
     noise: to return the log-sum-exp of the noisy logits too.
     """
     from . import forward
 
     options = _shape(geometry) | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes} | _noisy(noise)
+    options["deaths_BHT"] = keys.deaths_BHT
     tensors = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.v_BHTD.detach()
     found = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
     return Attended(found.out, found.lse, found.noisy)
+
+
+def gradients(
+    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, attended: Attended, grad_BHGQD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of a replay, from that of the output which `attend` returned."""
+    from . import backward
+
+    options: dict[str, Any] = {name: getattr(geometry, name) for name in ("scale", "slopes_HG", "sliding")}
+    options |= {"deaths_BHT": keys.deaths_BHT, "lse_BHGQ": attended.lse, "holes": keys.holes}
+    tensors = q_BHGQD, keys.k_BHTD, keys.v_BHTD, keys.positions_BHT, rows_BQ
+    return backward.gradients(*tensors, out_BHGQD=attended.out, grad_BHGQD=grad_BHGQD, **options)
 
 
 def statistics(
