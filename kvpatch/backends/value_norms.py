@@ -50,10 +50,13 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
 
 def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> None:
     """Write ||v W_O|| of a few tokens for each query head, [H*G,T]; the weights are read where they lie."""
-    (H, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
-    v_NTD = v_HTD if G == 1 else v_HTD[:, None].expand(-1, G, -1, -1).flatten(0, 1)
+    (_, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
+    v_NTD = v_HTD if G == 1 else v_HTD.repeat_interleave(G, 0)
     rows_NDE, size = rows_HGDE.flatten(0, 1), max(_block(v_HTD.device) // (E * max(T, 1)), 1)
-    for n in range(0, H * G, size):
+    if size >= len(v_NTD):  # a decode step, whose Python counts
+        torch.linalg.vector_norm(_product(v_NTD, rows_NDE), norm, dim=-1, out=out_NT)
+        return
+    for n in range(0, len(v_NTD), size):
         heads = slice(n, n + size)
         torch.linalg.vector_norm(_product(v_NTD[heads], rows_NDE[heads]), norm, dim=-1, out=out_NT[heads])
 
