@@ -41,6 +41,10 @@ class PagedSlots(DenseSlots):
         return self._shape
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        return self.pool.shape[-1], self.pool.shape[-1]
+
+    @property
     def keys(self) -> Tensor:  # type: ignore[override]
         return self._read(0, self.width)
 

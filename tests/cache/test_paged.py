@@ -60,3 +60,21 @@ def test_rows_in_pages_are_rows(policy, P, options, block):
                 assert torch.allclose(logits[row], own, atol=1e-5), (step, name)
                 same_kept(here.cache, row, alone[name])
         assert not any(bool(pool[0].any()) for pool in pools), "page 0 is nobody's"
+
+
+def test_rows_join_and_leave_where_they_lie(monkeypatch):
+    model, texts = make("llama_gqa"), prompts(LENGTHS)
+    with kvpatch.patched(model, "h2o", 12) as patch, torch.no_grad():
+        rows, pools = RowPool(), [torch.zeros(9, 2, 2, 13, 8) for _ in range(2)]
+        for index, ids in enumerate(texts):
+            cache = paged(patch.new_cache(), pools, [index + 1])
+            model(torch.tensor([ids]), past_key_values=cache)
+            rows.add(str(index), cache)
+        monkeypatch.setattr(PagedSlots, "_read", copied)
+        for wanted in ("0123", "12", "0123", "3"):
+            assert sorted(rows.gather(wanted).names) == sorted(wanted)
+        assert rows.gather("12").cache.layers[0].kv.table_BN.flatten().tolist() == [2, 3]
+
+
+def copied(*told):
+    raise AssertionError("keys or values were copied out of the pages")

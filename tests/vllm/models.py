@@ -22,6 +22,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen3": {**GROUPED, "num_hidden_layers": 2},
     "Gemma2": {**GROUPED, "num_hidden_layers": 4, "sliding_window": 48, "tie_word_embeddings": True},
     "GPT2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "DeepseekV2": {
+        **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        **{"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    },
     "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
 }
 

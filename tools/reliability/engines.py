@@ -56,21 +56,23 @@ def equal(models: dict[str, Any], folder: Path, asked: list[list[int]], processe
     import kvpatch
 
     began, wanted = time.monotonic(), dict[tuple[str, str], list[list[int]]]()
-    for family, model in models.items():
-        for policy in TEN:
+    for policy in TEN:
+        for family, model in models.items():
             with kvpatch.patched(model, policy, K, **POLICIES[policy]):
                 wanted[family, policy] = [alone(model, ids, NEW) for ids in asked]
                 got = batched(model, asked, NEW, max_requests_per_batch=6)
             yield from differing("generate_batch", family, policy, got, wanted[family, policy])
     cases = f"{len(TEN)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
     print(f"generate() and generate_batch(): {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
-    began = time.monotonic()
+    began, done = time.monotonic(), 0
     answers = vllm([job(folder, family, policy, asked, processes) for family, policy in wanted])
-    for (family, policy), answer in zip(wanted, answers, strict=False):
+    for done, ((family, policy), answer) in enumerate(zip(wanted, answers, strict=False), 1):
         got = [one[0] for one in answer["tokens"]] if "tokens" in answer else [[answer["error"]]] * len(asked)
-        yield from differing("vLLM", family, policy, got, wanted[family, policy])
-    if answers:
-        print(f"generate() and vLLM in {processes} processes: {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
+        differ = [*differing("vLLM", family, policy, got, wanted[family, policy])]
+        print(f"vLLM in {processes} processes, {family}, {policy}: {len(differ)} of {len(asked)} prompts differ", flush=True)
+        yield from differ
+    if done:
+        print(f"generate() and vLLM in {processes} processes: {done} cases in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def differing(engine: str, family: str, policy: str, got: list[Any], wanted: list[list[int]]) -> Iterator[str]:
@@ -88,7 +90,8 @@ def scheduled(model: Any, folder: Path, count: int) -> Iterator[str]:
     print(f"generate_batch(): {done}, in {time.monotonic() - began:.0f} s", flush=True)
     began, asked, policies = time.monotonic(), texts(10), ("h2o", "keyformer", "snapkv", "streaming_llm")
     seeds = [list(range(count))[index :: len(policies)] for index in range(len(policies))]
-    answers = vllm([job(folder, "Llama", one, asked, schedules=own) for one, own in zip(policies, seeds, strict=True) if own])
+    jobs = [job(folder, "Llama", one, asked, schedules=own) for one, own in zip(policies, seeds, strict=True) if own]
+    answers = [*vllm(jobs)]
     compared = cancelled = 0
     for policy, own, answer in zip(policies, seeds, answers, strict=False):
         wanted = generated(model, policy, asked)
@@ -114,17 +117,20 @@ def job(folder: Path, family: str, policy: str, asked: list[list[int]], processe
     settings = {"policy": policy, "k": K, **POLICIES[policy], **own}
     sampling = {"max_tokens": NEW, "temperature": 0}
     named = {"model": str(folder / family), "settings": settings, "prompts": asked, "sampling": sampling}
-    return {**named, "options": {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes}, **more}
+    options = {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes}
+    if processes > 1:  # they wait for each other in every layer of every pass: few passes
+        options["max_num_seqs"] = len(asked)
+    return {**named, "options": options, **more}
 
 
-def vllm(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What vLLM answers; nothing where it is not installed."""
+def vllm(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What vLLM answers, job by job; nothing where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: `make test-vllm` makes an environment with it.", flush=True)
-        return []
+        return
     from tests.vllm.serve import run
 
-    return [run(one) for one in jobs]
+    yield from map(run, jobs)
 
 
 if __name__ == "__main__":
