@@ -11,7 +11,7 @@ from tests.vllm.test_tokens import K, Answers, job
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
-TEXTS, NEW = prompts((20, 60, 100, 33)), 6
+TEXTS, NEW = prompts((20, 60)), 4
 CUDA, CPU = "kvpatch.serving.vllm.cuda.Backend", "kvpatch.serving.vllm.backend.Backend"
 CUSTOM = {"attention_backend": "CUSTOM"}
 

@@ -45,7 +45,7 @@ class Answers:
         run = [sys.executable, "-m", "tests.vllm.serve", str(self.folder / "jobs.json"), str(self.folder / "answers.json")]
         environment = {**os.environ, "TRITON_INTERPRET": "1"} if self.cuda else None
         run += ["--cuda"] if self.cuda else []
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=550, env=environment)
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=3000, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((self.folder / "answers.json").read_text())
 

@@ -5,13 +5,14 @@
     python -m tools.reliability.engines --schedules 0 --processes 2         vLLM with tensor parallelism
 
 vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
-small models of tests/vllm. A difference is printed, and makes the exit status 1.
+small models of tests/vllm; with several processes all prompts are one batch. A difference is printed, and makes the exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import random
 import sys
 import tempfile
@@ -55,24 +56,22 @@ def equal(models: dict[str, Any], folder: Path, asked: list[list[int]], processe
         return
     import kvpatch
 
-    began, wanted = time.monotonic(), dict[tuple[str, str], list[list[int]]]()
-    for policy in TEN:
-        for family, model in models.items():
-            with kvpatch.patched(model, policy, K, **POLICIES[policy]):
-                wanted[family, policy] = [alone(model, ids, NEW) for ids in asked]
-                got = batched(model, asked, NEW, max_requests_per_batch=6)
-            yield from differing("generate_batch", family, policy, got, wanted[family, policy])
-    cases = f"{len(TEN)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
-    print(f"generate() and generate_batch(): {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
-    began, done = time.monotonic(), 0
-    answers = vllm([job(folder, family, policy, asked, processes) for family, policy in wanted])
-    for done, ((family, policy), answer) in enumerate(zip(wanted, answers, strict=False), 1):
+    cases = [(policy, family) for policy in TEN for family in models]
+    if processes == 1:
+        began = time.monotonic()
+        for policy, family in cases:
+            wanted = generated(models[family], policy, asked)
+            with kvpatch.patched(models[family], policy, K, **POLICIES[policy]):
+                got = batched(models[family], asked, NEW, max_requests_per_batch=6)
+            yield from differing("generate_batch", family, policy, got, wanted)
+        said = f"{len(TEN)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
+        print(f"generate() and generate_batch(): {said} compared in {time.monotonic() - began:.0f} s", flush=True)
+    answers = vllm([job(folder, family, policy, asked, processes) for policy, family in cases])
+    for (policy, family), answer in zip(cases, answers, strict=False):
         got = [one[0] for one in answer["tokens"]] if "tokens" in answer else [[answer["error"]]] * len(asked)
-        differ = [*differing("vLLM", family, policy, got, wanted[family, policy])]
-        print(f"vLLM in {processes} processes, {family}, {policy}: {len(differ)} of {len(asked)} prompts differ", flush=True)
+        differ = [*differing("vLLM", family, policy, got, generated(models[family], policy, asked))]
+        print(f"vLLM, processes: {processes}, {family}, {policy}: {len(differ)} of {len(asked)} prompts differ", flush=True)
         yield from differ
-    if done:
-        print(f"generate() and vLLM in {processes} processes: {done} cases in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def differing(engine: str, family: str, policy: str, got: list[Any], wanted: list[list[int]]) -> Iterator[str]:
@@ -117,7 +116,7 @@ def job(folder: Path, family: str, policy: str, asked: list[list[int]], processe
     settings = {"policy": policy, "k": K, **POLICIES[policy], **own}
     sampling = {"max_tokens": NEW, "temperature": 0}
     named = {"model": str(folder / family), "settings": settings, "prompts": asked, "sampling": sampling}
-    options = {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes}
+    options = {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes, "num_gpu_blocks_override": 512}
     if processes > 1:  # they wait for each other in every layer of every pass: few passes
         options["max_num_seqs"] = len(asked)
     return {**named, "options": options, **more}
@@ -129,7 +128,9 @@ def vllm(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         print("vLLM is not installed: `make test-vllm` makes an environment with it.", flush=True)
         return
     from tests.vllm.serve import run
+    from vllm.v1.executor import multiproc_executor
 
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # workers do not import vLLM anew
     yield from map(run, jobs)
 
 

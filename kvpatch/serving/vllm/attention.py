@@ -285,7 +285,7 @@ class Worker:
             self.packed = self.requests.begin(now.scheduled)
         if self.requests.pools[layer.index] is None:
             N, H, P, _ = kv_cache.shape
-            self.requests.pools[layer.index] = kv_cache.view(N, 2, H, P, -1)
+            self.requests.pools[layer.index] = kv_cache.view(N, H, 2, P, -1)
         return self.packed.attend(layer.core, q, k, v)
 
 
