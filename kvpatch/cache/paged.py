@@ -23,8 +23,8 @@ from .slots import DenseSlots, Slots, fitted, gathered
 class PagedSlots(DenseSlots):
     """The first columns, `shape[2]`, of the pages of each row.
 
-    Kernels read and write them where they are, and so does torch where each row has one page, and they lie one behind the other.
-    Else they are copied for torch at every step, each page once.
+    Kernels read and write them where they are, and so does torch if each row has one page, and these lie one behind the
+    other. Else they are copied for torch at every step, each page once.
 
     pool: [N,H,2,P,D]. table_BN: pages of each row, in order; then page 0, which is nobody's, in rows with fewer than others.
     """

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs as if on CUDA, as far as that goes: the plugin registers for CUDA, and CUDA's platform chooses backends.
+"""vLLM's build for CPUs as if on CUDA: the plugin registers for CUDA, and CUDA's platform chooses the backends.
 
 Models run on the CPU, and Triton's kernels in its interpreter (TRITON_INTERPRET=1).
 """

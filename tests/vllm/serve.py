@@ -1,9 +1,14 @@
 """Run vLLM in a process of its own: `python -m tests.vllm.serve jobs.json answers.json`, one engine after another.
 
-A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, perhaps `variable`, `arrivals` (the seed
-of a random schedule of the prompts) or `schedules` (several such seeds, one after another), or `first`: prompts that are asked
-one by one before, each perhaps refused. `cancelled`: how likely it is at a step. Its answer has the tokens of each sequence, or the error that the engine was refused
-with; `refused`: the errors of the first prompts; `said`: what kvpatch's log said; and, with `--cuda`, `seen` (pretend.py).
+A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, and perhaps
+
+- `variable`: KVPATCH_VLLM;
+- `arrivals`: the seed of a random schedule of the prompts, and `cancelled`: how likely one is cancelled at a step;
+- `schedules`: several such seeds, one after another;
+- `first`: prompts that are asked one by one before, each perhaps refused.
+
+Its answer has the tokens of each sequence, or the error that the engine was refused with; `refused`: the errors of the
+first prompts; `said`: what kvpatch's log said; `seen`: with `--cuda`, what was noted as if on CUDA (pretend.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 from tests.vllm.models import POLICIES, prompts
 from tests.vllm.pretend import COPIES, KERNELS
-from tests.vllm.test_tokens import K, Answers, job
+from tests.vllm.test_tokens import Answers, K, job
 
 pytest.importorskip("vllm")
 pytest.importorskip("triton")

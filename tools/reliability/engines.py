@@ -5,7 +5,8 @@
     python -m tools.reliability.engines --schedules 0 --processes 2         vLLM with tensor parallelism
 
 vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
-small models of tests/vllm; with several processes all prompts are one batch. A difference is printed, and makes the exit status 1.
+small models of tests/vllm; with several processes all prompts are one batch. A difference is printed, and makes the exit
+status 1.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def vllm(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: `make test-vllm` makes an environment with it.", flush=True)
         return
-    from tests.vllm.serve import run
     from vllm.v1.executor import multiproc_executor
+
+    from tests.vllm.serve import run
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # workers do not import vLLM anew
     yield from map(run, jobs)

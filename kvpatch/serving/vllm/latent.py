@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-from .attention import check_now
+from .configuration import check_now
 
 
 class CpuLatent(CPUMLABackend):

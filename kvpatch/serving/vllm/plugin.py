@@ -15,9 +15,9 @@ CUDA = "kvpatch.serving.vllm.cuda.Backend"
 def register() -> None:
     """Name kvpatch's backends in vLLM's registry.
 
-    On a CPU vLLM has one backend for each kind of attention; without kvpatch's settings those named here are vLLM's own in all
-    they do. On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM` asks. Where the environment has
-    the settings it takes the place of every other, so that no layer is left without the budget.
+    On a CPU vLLM has one backend for each kind of attention; without kvpatch's settings those named here are vLLM's own
+    in all they do. On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM` asks. Where the
+    environment has the settings it takes the place of every other, so that no layer is left without the budget.
 
     Raises:
         KVPatchError: the environment asks for a budget where none is served.
