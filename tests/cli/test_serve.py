@@ -123,6 +123,21 @@ def test_bad_requests(served):
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
 
 
+def test_a_prompt_longer_than_the_model_takes(served):
+    """It is answered with an error that says so, and the server goes on."""
+    import openai
+
+    client, name, _, alone, _ = served
+    given = {"model": name, "temperature": 0.0}
+    for ask in (
+        lambda text: client.completions.create(prompt=text, max_tokens=4, **given),
+        lambda text: client.chat.completions.create(messages=[{"role": "user", "content": text}], max_tokens=4, **given),
+    ):
+        with pytest.raises(openai.BadRequestError, match="positions, but this model has 512"):
+            ask(TEXT * 400)
+    assert client.completions.create(prompt=TEXT, max_tokens=8, **given).choices[0].text == alone(TEXT, 8)
+
+
 def test_what_is_refused_before_weights_are_loaded(monkeypatch):
     run = CliRunner().invoke
     found = run(app, ["serve", "--model", "no/model", "--policy", "h20"])
