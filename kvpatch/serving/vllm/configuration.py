@@ -1,4 +1,4 @@
-"""What vLLM's configuration asks of kvpatch, and what it may not ask."""
+"""kvpatch's settings in vLLM's configuration, and reasons to refuse it."""
 
 from __future__ import annotations
 
