@@ -1,6 +1,6 @@
 """Slots in the pages of an engine: a row of a batch has pages of its own, and its tokens stay there while rows come and go.
 
-An engine (vLLM) allocates one tensor per layer, [N,2,H,P,D]: N pages, each with keys and values of H heads in P slots. An entry
+An engine (vLLM) allocates one tensor per layer, [N,H,2,P,D]: N pages, each with keys and values of H heads in P slots. An entry
 of a page may be another token in every head and layer. Positions and scores are the layer's, beside the pages. A prompt is read
 in memory of its own; what is kept of it goes to the pages where the prompt, or a chunk of it, ends.
 """
@@ -23,15 +23,16 @@ from .slots import DenseSlots, Slots, fitted, gathered
 class PagedSlots(DenseSlots):
     """The first columns, `shape[2]`, of the pages of each row.
 
-    Kernels read and write them where they are. For torch they are copied at every step, each page once.
+    Kernels read and write them where they are, and so does torch if each row has one page, and these lie one behind the
+    other. Else they are copied for torch at every step, each page once.
 
-    pool: [N,2,H,P,D]. table_BN: pages of each row, in order; then page 0, which is nobody's, in rows with fewer than others.
+    pool: [N,H,2,P,D]. table_BN: pages of each row, in order; then page 0, which is nobody's, in rows with fewer than others.
     """
 
     appends = in_place = False
 
     def __init__(self, pool: Tensor, table_BN: Tensor, width: int) -> None:
-        _, _, H, P, D = pool.shape
+        _, H, _, P, D = pool.shape
         assert width <= table_BN.shape[1] * P, "an engine gives a request pages for all that it will ever hold"
         self.pool, self.table_BN, self.codecs = pool, table_BN, EXACT
         self._shape = (len(table_BN), H, width, D)
@@ -39,6 +40,10 @@ class PagedSlots(DenseSlots):
     @property
     def shape(self) -> tuple[int, ...]:
         return self._shape
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.pool.shape[-1], self.pool.shape[-1]
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -49,12 +54,20 @@ class PagedSlots(DenseSlots):
         return self._read(1, self.width)
 
     def _read(self, which: int, used: int) -> Tensor:
-        _, _, H, P, D = self.pool.shape
+        _, H, _, P, D = self.pool.shape
         if used <= P:
-            return self.pool[:, which, :, :used].index_select(0, self.table_BN[:, 0])
+            ours = self.pool[:, :, which, :used]
+            return ours.index_select(0, self.table_BN[:, 0]) if self._together is None else ours[self._together]
         B, N = len(self.table_BN), -(-used // P)
-        pages = self.pool[:, which].index_select(0, self.table_BN[:, :N].flatten())
+        pages = self.pool[:, :, which].index_select(0, self.table_BN[:, :N].flatten())
         return pages.view(B, N, H, P, D).transpose(1, 2).reshape(B, H, N * P, D)[:, :, :used]
+
+    @functools.cached_property
+    def _together(self) -> slice | None:
+        """The rows' first pages, if they lie one behind the other."""
+        first = self.table_BN[:, 0].tolist()
+        here = range(first[0], first[0] + len(first))
+        return slice(here.start, here.stop) if first == [*here] else None
 
     @property
     def nbytes(self) -> int:
@@ -65,10 +78,10 @@ class PagedSlots(DenseSlots):
 
     def shaped(self, used: int) -> tuple[Tensor, Tensor]:
         B, H, _, D = self.shape
-        some = self.pool[:1, 0, :, :1].expand(B, H, used, D)
+        some = self.pool[:1, :, 0, :1].expand(B, H, used, D)
         return some, some
 
-    # ---- entries, by their row of the flattened pool; a value lies H * P rows behind its key ----
+    # ---- entries, by their row of the flattened pool; a value lies P rows behind its key ----
 
     def memory(self) -> Memory:
         return self._memory
@@ -76,9 +89,9 @@ class PagedSlots(DenseSlots):
     @functools.cached_property
     def _memory(self) -> Memory:
         """The pool's own entries, and where those of each head's pages begin."""
-        (H, P), (B, _, C, _) = self.pool.shape[2:4], self.shape
+        P, (B, H, C, _) = self.pool.shape[3], self.shape
         heads, (flat, behind) = torch.arange(H, device=self.pool.device), self._flat()
-        begin_BHM = (self.table_BN[:, None, : -(-C // P)] * 2 * H + heads[:, None]) * P
+        begin_BHM = (self.table_BN[:, None, : -(-C // P)] * H + heads[:, None]) * 2 * P
         one = C <= P
         return Memory(flat, flat[behind:], begin_BHM.reshape(B * H, *(() if one else (-1,))), None, None if one else P)
 
@@ -87,14 +100,14 @@ class PagedSlots(DenseSlots):
         return self.rows(self.table_BN.new_zeros(B, H), self.table_BN)
 
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
-        H, P = self.pool.shape[2:4]
+        H, P = self.pool.shape[1], self.pool.shape[3]
         page_BH = self.table_BN.gather(1, slot_BH // P) if self.table_BN.shape[1] > 1 else self.table_BN
         heads = torch.arange(H, device=slot_BH.device)
-        return ((page_BH * 2 * H + heads) * P + slot_BH % P).flatten()
+        return ((page_BH * H + heads) * 2 * P + slot_BH % P).flatten()
 
     def _flat(self) -> tuple[Tensor, int]:
-        H, P, D = self.pool.shape[2:]
-        return self.pool.view(-1, D), H * P
+        P, D = self.pool.shape[3:]
+        return self.pool.view(-1, D), P
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         flat, behind = self._flat()
@@ -113,7 +126,8 @@ class PagedSlots(DenseSlots):
     # ---- moving slots ----
 
     def buffered(self) -> PromptSlots:
-        return PromptSlots(*self.view(self.width), self.pool, self.table_BN)
+        keys, values = (columns.clone() for columns in self.view(self.width))
+        return PromptSlots(keys, values, self.pool, self.table_BN)
 
     def beside(self, others: list[Slots], width: int) -> PagedSlots | None:
         tables = [self.table_BN, *(other.table_BN for other in others if isinstance(other, PagedSlots))]
@@ -160,8 +174,8 @@ class PromptSlots(DenseSlots):
         B, H, _, D = k_BHKD.shape
         P = self.pool.shape[3]
         N = -(-width // P)
-        columns = torch.stack([fitted(k_BHKD, N * P, 0), fitted(v_BHKD, N * P, 0)], 1)
-        pages = columns.view(B, 2, H, N, P, D).permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+        columns = torch.stack([fitted(k_BHKD, N * P, 0), fitted(v_BHKD, N * P, 0)], 2)
+        pages = columns.view(B, H, 2, N, P, D).permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
         self.pool[self.table_BN[:, :N].flatten()] = pages
         return PagedSlots(self.pool, self.table_BN, width)
 

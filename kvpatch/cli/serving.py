@@ -16,6 +16,7 @@ from .loading import Source
 from .output import note
 
 EXTRA = ("fastapi", "uvicorn", "pydantic", "openai")
+FAILED = "CB generation failed"  # how transformers' server begins what it says of such a request
 
 
 def run(
@@ -70,10 +71,11 @@ def _check_extra() -> None:
 
 @contextmanager
 def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Let transformers' server find this model where it would load one."""
-    from transformers.cli.serving import model_manager
+    """Let transformers' server find this model where it would load one, and tell a client why its request failed."""
+    from transformers.cli.serving import model_manager, server
 
     home: Any = model_manager
+    app: Any = server
 
     class Loaded(model_manager.ModelManager):
         """A model manager whose one model was loaded, and patched, before."""
@@ -84,8 +86,24 @@ def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
         def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
             return tokenizer
 
-    own, home.ModelManager = home.ModelManager, Loaded
+    own, build = home.ModelManager, app.build_server
+    home.ModelManager = Loaded
+    app.build_server = lambda *told, **more: _telling(build(*told, **more))
     try:
         yield
     finally:
-        home.ModelManager = own
+        home.ModelManager, app.build_server = own, build
+
+
+def _telling(app: Any) -> Any:
+    """Have a server answer a request that its engine has failed with the reason: else its answer is 500 without a word."""
+    from fastapi.responses import JSONResponse
+
+    async def answer(request: Any, error: RuntimeError) -> Any:
+        if not str(error).startswith(FAILED):
+            raise error
+        told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": told}, status_code=400)
+
+    app.add_exception_handler(RuntimeError, answer)
+    return app

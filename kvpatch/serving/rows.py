@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,10 +20,14 @@ class Rows:
 
 
 class RowPool:
-    """All requests that decode. Normally one Rows; several where an engine lets some of them wait."""
+    """All requests that decode. Normally one Rows; several where an engine lets some of them wait.
 
-    def __init__(self) -> None:
+    order: sorts the requests' names where they are joined, so that rows lie as their memory does; None: as they come.
+    """
+
+    def __init__(self, order: Callable[[str], Any] | None = None) -> None:
         self.parts: list[Rows] = []
+        self.order = order
 
     def add(self, name: str, cache: EvictingCache) -> None:
         """Add a request whose prompt was read."""
@@ -58,9 +63,15 @@ class RowPool:
         self.parts = outside
         if len(inside) > 1:
             joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
-            inside = [Rows([name for part in inside for name in part.names], joined)]
+            inside = [self._ordered(Rows([name for part in inside for name in part.names], joined))]
         self.parts.append(inside[0])
         return inside[0]
+
+    def _ordered(self, rows: Rows) -> Rows:
+        if self.order is None or (names := sorted(rows.names, key=self.order)) == rows.names:
+            return rows
+        rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names]))
+        return Rows(names, rows.cache)
 
 
 def _select(part: Rows, here: Sequence[bool]) -> Rows:

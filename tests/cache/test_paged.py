@@ -60,3 +60,39 @@ def test_rows_in_pages_are_rows(policy, P, options, block):
                 assert torch.allclose(logits[row], own, atol=1e-5), (step, name)
                 same_kept(here.cache, row, alone[name])
         assert not any(bool(pool[0].any()) for pool in pools), "page 0 is nobody's"
+
+
+def test_rows_join_and_leave_where_they_lie(monkeypatch):
+    model, texts = make("llama_gqa"), prompts(LENGTHS)
+    with kvpatch.patched(model, "h2o", 12) as patch, torch.no_grad():
+        rows, pools = RowPool(), [torch.zeros(9, 2, 2, 13, 8) for _ in range(2)]
+        for index, ids in enumerate(texts):
+            cache = paged(patch.new_cache(), pools, [index + 1])
+            model(torch.tensor([ids]), past_key_values=cache)
+            rows.add(str(index), cache)
+        monkeypatch.setattr(PagedSlots, "_read", copied)
+        for wanted in ("0123", "12", "0123", "3"):
+            assert sorted(rows.gather(wanted).names) == sorted(wanted)
+
+
+def test_pages_that_lie_together_are_read_where_they_lie():
+    """In rows that are ordered by their pages, whichever came first; and not if a page between them is another's."""
+    model, texts = make("llama_gqa"), prompts(LENGTHS)
+    with kvpatch.patched(model, "h2o", 12) as patch, torch.no_grad():
+        rows, pools = RowPool(order=int), [torch.zeros(9, 2, 2, 13, 8) for _ in range(2)]
+        for page, ids in zip((4, 3, 6, 5), texts, strict=True):
+            cache = paged(patch.new_cache(), pools, [page])
+            model(torch.tensor([ids]), past_key_values=cache)
+            rows.add(str(page), cache)
+        for wanted, together in (("3456", True), ("346", False), ("34", True), ("3456", True)):
+            here = rows.gather(wanted)
+            assert here.names == list(wanted)
+            keys, values = here.cache.layers[0].kv.view(12)
+            for which, read in enumerate((keys, values)):
+                assert torch.equal(read, pools[0][[int(name) for name in wanted], :, which, :12])
+                assert (read.untyped_storage().data_ptr() == pools[0].untyped_storage().data_ptr()) == together
+            model(torch.tensor([[5]] * len(wanted)), past_key_values=here.cache)
+
+
+def copied(*told):
+    raise AssertionError("keys or values were copied out of the pages")

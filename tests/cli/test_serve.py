@@ -7,8 +7,11 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import kvpatch
@@ -27,16 +30,14 @@ def main(argv):
 """
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A client, the model's name, its server, and what generate() gives for a prompt of the server's."""
+@contextmanager
+def started(folder):
+    """Serve the model in a folder: a client, the model's name, its server, what generate() gives alone, and the address."""
     openai = pytest.importorskip("openai")
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     from kvpatch.cli import serving
 
-    folder = tmp_path_factory.mktemp("model")
-    shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     for file in ("config.json", "generation_config.json"):  # no text ends before its limit
         known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
@@ -61,9 +62,19 @@ def served(tmp_path_factory):
             out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
         return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
-    yield client, str(folder), server, alone, address
-    server.kill_server()
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
+    try:
+        yield client, str(folder), server, alone, address
+    finally:
+        server.kill_server()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
+    with started(folder) as found:
+        yield found
 
 
 def test_chat_and_completion(served):
@@ -121,6 +132,26 @@ def test_bad_requests(served):
             urllib.request.urlopen(request, timeout=30)
         assert 400 <= error.value.code < 600
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
+
+
+def test_a_prompt_longer_than_the_model_takes(tmp_path):
+    """It is answered with an error that says so, and the server goes on."""
+    openai = pytest.importorskip("openai")
+    for file in (MODELS / "llama-python").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    torch.manual_seed(0)
+    size = json.loads((MODELS / "llama-python" / "config.json").read_text())["vocab_size"]
+    GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=96, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    with started(tmp_path) as (client, name, _, alone, _):
+        given = {"model": name, "temperature": 0.0, "max_tokens": 4}
+        message = {"role": "user", "content": TEXT * 4}
+        with pytest.raises(openai.BadRequestError, match="positions, but this model has 96"):
+            client.completions.create(prompt=TEXT * 4, **given)
+        with pytest.raises(openai.BadRequestError, match="positions, but this model has 96"):
+            client.chat.completions.create(messages=[message], **given)
+        with pytest.raises(openai.APIError):
+            list(client.completions.create(prompt=TEXT * 4, stream=True, **given))
+        assert client.completions.create(prompt=TEXT[:60], **given).choices[0].text == alone(TEXT[:60], 4)
 
 
 def test_what_is_refused_before_weights_are_loaded(monkeypatch):

@@ -269,6 +269,12 @@ MUTANTS = {
     "slots looked up in a row's first page": (
         "cache/paged.py", "self.table_BN.gather(1, slot_BH // P) if", "self.table_BN[:, :1] if",
         f"{PAGED}[None-snapkv-8-options2]"),
+    "a page between a batch's own taken for one of them": (
+        "cache/paged.py", " if first == [*here] else None", "",
+        "tests/cache/test_paged.py::test_pages_that_lie_together_are_read_where_they_lie"),
+    "rows of pages joined as they came": (
+        "serving/rows.py", "if self.order is None or", "if True or",
+        "tests/cache/test_paged.py::test_pages_that_lie_together_are_read_where_they_lie"),
     "a page's slots read behind the first page": (
         "backends/triton/split.py", " + c // PAGE, mask=there", ", mask=there",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[pages]"),

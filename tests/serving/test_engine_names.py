@@ -1,6 +1,7 @@
 """The names of transformers that continuous batching under a budget leans on, none of which is promised.
 
-A failure here says which of them an upgrade has moved: mend kvpatch/serving/engine.py and pool.py.
+A failure here says which of them an upgrade has moved: mend kvpatch/serving/engine.py and pool.py, or
+kvpatch/cli/serving.py.
 """
 
 import inspect
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers.generation import continuous_batching
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api
 
 import kvpatch
+from kvpatch.cli.serving import FAILED
 from kvpatch.serving import engine
 from kvpatch.serving.pool import RequestPool
 from tests.helpers.tiny import make
@@ -75,3 +78,12 @@ def test_a_request_has_what_is_read_of_it():
         "_new_tokens_limit",
     ):
         assert hasattr(state, name), name
+
+
+def test_what_is_taken_of_the_server():
+    """kvpatch/cli/serving.py puts a model and the reason of a failed request into it."""
+    folder = Path(transformers.__file__).parent / "cli"
+    assert f'RuntimeError(f"{FAILED} for ' in (folder / "serving" / "utils.py").read_text()
+    inside = (folder / "serve.py").read_text().partition("    def __init__")[2]
+    for name in ("model_manager import ModelManager", "server import build_server"):
+        assert f"from .serving.{name}" in inside, f"{name}: where the server looks for it when it starts"

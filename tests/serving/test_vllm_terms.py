@@ -77,22 +77,73 @@ def test_the_plugin_imports_little():
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-@pytest.mark.parametrize("variable", ["", '{"policy": "h2o", "k": 16}'])
-def test_a_budget_is_refused_where_vllm_has_no_cpu(cpu, variable, monkeypatch):
-    platforms, registry = ModuleType("vllm.platforms"), ModuleType("vllm.v1.attention.backends.registry")
+NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN", "CUSTOM")
+BUDGET = '{"policy": "h2o", "k": 16}'
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Run the plugin beside a stub of vLLM; returns what its registry then has. taken: by another plugin."""
+
+    class Member:
+        def __init__(self, name):
+            self.name = name
+
+        def is_overridden(self):
+            return self.name in named
+
+        def get_path(self):
+            return named[self.name]
+
+    class Members(dict):
+        def __iter__(self):
+            return iter(self.values())
+
+        CUSTOM = property(lambda self: self["CUSTOM"])
+
     named = {}
-    platforms.current_platform = SimpleNamespace(is_cpu=lambda: cpu)
-    registry.AttentionBackendEnum, registry.register_backend = SimpleNamespace(CPU_ATTN="cpu"), named.__setitem__
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (platforms, registry):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setenv("KVPATCH_VLLM", variable)
-    if cpu or not variable:
+
+    def run(platform, variable, taken=None):
+        named.update({"CUSTOM": taken} if taken else {})
+        platforms, registry = ModuleType("vllm.platforms"), ModuleType("vllm.v1.attention.backends.registry")
+        platforms.current_platform = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda")
+        registry.AttentionBackendEnum = Members({name: Member(name) for name in NAMES})
+        registry.register_backend = lambda member, path: named.__setitem__(member.name, path)
+        for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        for module in (platforms, registry):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setenv("KVPATCH_VLLM", variable)
         plugin.register()
-        assert named == {"cpu": "kvpatch.serving.vllm.backend.Backend"}
-    else:
-        with pytest.raises(kvpatch.KVPatchError, match="KVPATCH_VLLM is set.*unset it, or use transformers' server"):
-            plugin.register()
-        assert not named
+        return named
+
+    run.named = named
+    return run
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "found"),
+    [
+        ("cpu", "", plugin.CPU),
+        ("cpu", BUDGET, plugin.CPU),
+        ("cuda", "", {"CUSTOM": plugin.CUDA}),
+        ("cuda", BUDGET, dict.fromkeys(NAMES, plugin.CUDA)),
+        ("rocm", "", {}),
+    ],
+)
+def test_the_plugin_registers(registered, platform, variable, found):
+    """On CUDA all of vLLM's own backends stay where no settings are known."""
+    assert registered(platform, variable) == found
+    assert registered(platform, variable) == found, "vLLM may run it again"
+
+
+def test_a_backend_of_another_plugin(registered):
+    assert registered("cuda", "", taken="other.Backend") == {"CUSTOM": "other.Backend"}
+    with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM is set, but another plugin.*\(other.Backend\): unset it"):
+        registered("cuda", BUDGET, taken="other.Backend")
+
+
+def test_a_budget_is_refused_where_none_is_served(registered):
+    with pytest.raises(kvpatch.KVPatchError, match=r"this is neither: unset it, or use transformers' server"):
+        registered("rocm", BUDGET)
+    assert not registered.named

@@ -15,6 +15,18 @@ import transformers
 
 VOCAB = 512
 GROUPED = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "Llama": {**GROUPED, "num_hidden_layers": 3},
     "Mistral": {**GROUPED, "num_hidden_layers": 2, "sliding_window": 48},
@@ -22,6 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen3": {**GROUPED, "num_hidden_layers": 2},
     "Gemma2": {**GROUPED, "num_hidden_layers": 4, "sliding_window": 48, "tie_word_embeddings": True},
     "GPT2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "DeepseekV2": {**LATENT, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "Bloom": {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
 }
 

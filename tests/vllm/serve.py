@@ -1,14 +1,21 @@
 """Run vLLM in a process of its own: `python -m tests.vllm.serve jobs.json answers.json`, one engine after another.
 
-A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, perhaps `variable`, `arrivals` (the seed
-of a random schedule of the prompts) or `schedules` (several such seeds, one after another). Its answer has the tokens of each
-sequence, or the error that the engine was refused with.
+A job is an engine and what it is asked: {model, settings, options, prompts, sampling}, and perhaps
+
+- `variable`: KVPATCH_VLLM;
+- `arrivals`: the seed of a random schedule of the prompts, and `cancelled`: how likely one is cancelled at a step;
+- `schedules`: several such seeds, one after another;
+- `first`: prompts that are asked one by one before, each perhaps refused.
+
+Its answer has the tokens of each sequence, or the error that the engine was refused with; `refused`: the errors of the
+first prompts; `said`: what kvpatch's log said; `seen`: with `--cuda`, what was noted as if on CUDA (pretend.py).
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import random
 import sys
@@ -29,25 +36,55 @@ os.environ.update(
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Answer one job."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if job.get("settings") is not None:
         job["options"] = {**job["options"], "additional_config": {"kvpatch": job["settings"]}}
     os.environ.pop("KVPATCH_VLLM", None)
     if "variable" in job:
         os.environ["KVPATCH_VLLM"] = job["variable"]
+    said = _listen()
+    said = _listen()
     usual = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     try:
         engine = LLM(model=job["model"], **{**usual, **job["options"]})
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    return {**_asked(engine, job), "said": said}
+
+
+def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
     sampling = SamplingParams(detokenize=False, ignore_eos=True, **job["sampling"])
     if "schedules" in job:
         return {"schedules": [_scheduled(engine.llm_engine, {**job, "arrivals": seed}, sampling) for seed in job["schedules"]]}
     if "arrivals" in job:
         return {"tokens": _scheduled(engine.llm_engine, job, sampling), "pages": _pages(engine.llm_engine)}
+    refused = []
+    for ids in job.get("first", ()):
+        try:
+            engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        except ValueError as error:
+            refused.append(str(error))
+    refused = []
+    for ids in job.get("first", ()):
+        try:
+            engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        except ValueError as error:
+            refused.append(str(error))
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
-    return {"tokens": [[list(one.token_ids) for one in output.outputs] for output in outputs]}
+    return {"tokens": [[list(one.token_ids) for one in output.outputs] for output in outputs], "refused": refused}
+
+
+def _listen() -> list[str]:
+    """Return a list to which what kvpatch logs is added."""
+    said, log = list[str](), logging.getLogger("vllm.kvpatch")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    return said
 
 
 def _scheduled(engine: Any, job: dict[str, Any], sampling: Any) -> list[list[list[int]] | None]:
@@ -64,7 +101,7 @@ def _scheduled(engine: Any, job: dict[str, Any], sampling: Any) -> list[list[lis
                 ended[output.request_id] = [list(one.token_ids) for one in output.outputs]
         most = max(most, free - _free(engine))
         running = [name for name in map(str, range(len(job["prompts"]) - len(waiting))) if name not in ended]
-        if running and rnd.random() < 0.02:
+        if running and rnd.random() < job.get("cancelled", 0.02):
             name = rnd.choice(running)
             ended[name] = None
             engine.abort_request([name])
@@ -82,8 +119,15 @@ def _pages(engine: Any) -> int:
 
 
 if __name__ == "__main__":
-    answers = []
+    answers, seen = [], set[str]()
+    if "--cuda" in sys.argv:
+        from tests.vllm.pretend import SEEN as seen
+        from tests.vllm.pretend import pretend
+
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        answers.append(run(job))
+        if "--cuda" in sys.argv:
+            seen.clear()
+            pretend(job.get("variable"))
+        answers.append({**run(job), "seen": sorted(seen)})
         gc.collect()
     Path(sys.argv[2]).write_text(json.dumps(answers))

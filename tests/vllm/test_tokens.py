@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,10 @@ SOME = ("h2o", "roco", "snapkv", "streaming_llm")
 
 
 class Answers:
-    """What vLLM answered. ask: remember a job before the engines run; of: the answer, all jobs having run in one process."""
+    """What vLLM answers to jobs, all run in one process. cuda: as if on CUDA (pretend.py)."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.models = folder, dict[str, Any]()
+    def __init__(self, folder: Path, cuda: bool = False) -> None:
+        self.folder, self.models, self.cuda = folder, dict[str, Any](), cuda
 
     def model(self, family: str) -> Any:
         if family not in self.models:
@@ -42,16 +43,18 @@ class Answers:
             job["model"] = str(self.folder / job["model"])
         (self.folder / "jobs.json").write_text(json.dumps(asked))
         run = [sys.executable, "-m", "tests.vllm.serve", str(self.folder / "jobs.json"), str(self.folder / "answers.json")]
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=550)
+        environment = {**os.environ, "TRITON_INTERPRET": "1"} if self.cuda else None
+        run += ["--cuda"] if self.cuda else []
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=3000, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((self.folder / "answers.json").read_text())
 
     def generated(
-        self, family: str, texts: list[list[int]], policy: str | None, k: int | float | str = K, **settings: Any
+        self, family: str, texts: list[list[int]], policy: str | None, k: int | float | str = K, new: int = NEW, **settings: Any
     ) -> list[list[int]]:
         """The tokens of generate(), text by text."""
         model = self.model(family)
-        given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        given = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
         def alone(ids: list[int]) -> list[int]:
             return model.generate(torch.tensor([ids]), **given)[0, len(ids) :].tolist()
@@ -162,11 +165,51 @@ def test_requests_come_and_are_cancelled(answers):
         assert policy == "snapkv" or answer["pages"] <= 4
 
 
+def test_requests_that_find_no_page_wait(answers):
+    """None is preempted: with two pages for requests, the others wait until one is free."""
+    few = job("Llama", "h2o", arrivals=5, cancelled=0, options={"num_gpu_blocks_override": 3})
+    (answer,) = answers.of([few])
+    assert "error" not in answer, answer
+    assert first(answer) == answers.generated("Llama", TEXTS, "h2o") and answer["pages"] == 2
+
+
+def test_a_text_far_longer_than_the_budget(answers):
+    """It keeps its one page, whatever max_model_len is."""
+    texts, new = TEXTS[:1], 1000
+    sampling = {"max_tokens": new, "temperature": 0}
+    long = job("Llama", "h2o", texts, arrivals=0, cancelled=0, options={"max_model_len": 2048}, sampling=sampling)
+    (answer,) = answers.of([long])
+    assert first(answer) == answers.generated("Llama", texts, "h2o", new=new) and answer["pages"] == 1
+
+
+def test_a_request_that_is_too_long_fails_alone(answers):
+    asked = job("Llama", "h2o", first=[prompts((500,))[0] + [3] * 20, TEXTS[0]])
+    (answer,) = answers.of([asked])
+    (refused,) = answer["refused"]
+    assert "512" in refused and first(answer) == answers.generated("Llama", TEXTS, "h2o")
+
+
+def test_what_the_log_says(answers):
+    """Prefix caching is off, which is said once, and a budget that evicts nothing is noted."""
+    usual, none, off = answers.of(
+        [
+            job("Llama", "h2o", TEXTS[:1]),
+            {**job("Llama", "h2o", TEXTS[:1]), "settings": {"policy": "h2o", "k": 512}},
+            job("Llama", "h2o", TEXTS[:1], options={"enable_prefix_caching": False}),
+        ]
+    )
+    cached = "[kvpatch] prefix caching is off under a budget."
+    assert usual["said"] == [cached] and off["said"] == []
+    assert none["said"] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted."]
+    assert first(none) == answers.generated("Llama", TEXTS[:1], None)
+
+
 def test_several_sequences_and_seeds(answers):
     greedy = {"sampling": {"max_tokens": NEW, "temperature": 0, "n": 1}}
     drawn = {"sampling": {"max_tokens": NEW, "temperature": 0.9, "seed": 5, "n": 3}}
-    one, three, again = answers.of([job("Llama", "h2o", **greedy), job("Llama", "h2o", **drawn), job("Llama", "h2o", **drawn)])
-    assert three["tokens"] == again["tokens"]
+    alone = {**drawn, "options": {"max_num_seqs": 1}}
+    one, three, again = answers.of([job("Llama", "h2o", **greedy), job("Llama", "h2o", **drawn), job("Llama", "h2o", **alone)])
+    assert three["tokens"] == again["tokens"], "whichever others are drawn beside it"
     assert all(len({tuple(one) for one in sequences}) > 1 for sequences in three["tokens"])
     assert three["tokens"] != one["tokens"]
 
@@ -196,6 +239,7 @@ DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, 
     [
         ({"policy": "pyramidkv", "k": K}, {}, "give enable_prefix_caching=False"),
         ({"policy": "h2o", "k": 0.4}, {}, "Give enable_chunked_prefill=False"),
+        ("h2o", {"kv_cache_dtype": "fp8"}, "kvpatch does not serve fp8 keys in vLLM"),
         ("h2o", DRAFT, "speculative decoding takes tokens back"),
         ("h2p", {}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
     ],
@@ -206,3 +250,11 @@ def test_refused_at_start(answers, policy, options, words):
     asked = {"model": "Llama", "settings": settings, "options": options, "prompts": TEXTS}
     (answer,) = answers.of([asked])
     assert words in answer["error"] and "KVPatchError" in answer["error"], answer
+
+
+def test_latent_vectors_are_refused(answers):
+    """Their attention is another of vLLM's backends, which starts as it does without kvpatch."""
+    (answer,) = answers.of([{"model": "DeepseekV2", "settings": {"policy": "h2o", "k": K}, "prompts": TEXTS[:1]}])
+    assert "this model's keys and values are one latent vector" in answer["error"] and "KVPatchError" in answer["error"], answer
+    (answer,) = answers.of([{"model": "DeepseekV2", "prompts": TEXTS[:1]}])
+    assert len(first(answer)[0]) == NEW

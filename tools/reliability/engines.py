@@ -5,13 +5,15 @@
     python -m tools.reliability.engines --schedules 0 --processes 2         vLLM with tensor parallelism
 
 vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
-small models of tests/vllm. A difference is printed, and makes the exit status 1.
+small models of tests/vllm; with several processes all prompts are one batch. A difference is printed, and makes the exit
+status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import random
 import sys
 import tempfile
@@ -55,22 +57,22 @@ def equal(models: dict[str, Any], folder: Path, asked: list[list[int]], processe
         return
     import kvpatch
 
-    began, wanted = time.monotonic(), dict[tuple[str, str], list[list[int]]]()
-    for family, model in models.items():
-        for policy in TEN:
-            with kvpatch.patched(model, policy, K, **POLICIES[policy]):
-                wanted[family, policy] = [alone(model, ids, NEW) for ids in asked]
-                got = batched(model, asked, NEW, max_requests_per_batch=6)
-            yield from differing("generate_batch", family, policy, got, wanted[family, policy])
-    cases = f"{len(TEN)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
-    print(f"generate() and generate_batch(): {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
-    began = time.monotonic()
-    answers = vllm([job(folder, family, policy, asked, processes) for family, policy in wanted])
-    for (family, policy), answer in zip(wanted, answers, strict=False):
+    cases = [(policy, family) for policy in TEN for family in models]
+    if processes == 1:
+        began = time.monotonic()
+        for policy, family in cases:
+            wanted = generated(models[family], policy, asked)
+            with kvpatch.patched(models[family], policy, K, **POLICIES[policy]):
+                got = batched(models[family], asked, NEW, max_requests_per_batch=6)
+            yield from differing("generate_batch", family, policy, got, wanted)
+        said = f"{len(TEN)} policies x {len(models)} models x {len(asked)} prompts x {NEW} tokens"
+        print(f"generate() and generate_batch(): {said} compared in {time.monotonic() - began:.0f} s", flush=True)
+    answers = vllm([job(folder, family, policy, asked, processes) for policy, family in cases])
+    for (policy, family), answer in zip(cases, answers, strict=False):
         got = [one[0] for one in answer["tokens"]] if "tokens" in answer else [[answer["error"]]] * len(asked)
-        yield from differing("vLLM", family, policy, got, wanted[family, policy])
-    if answers:
-        print(f"generate() and vLLM in {processes} processes: {cases} compared in {time.monotonic() - began:.0f} s", flush=True)
+        differ = [*differing("vLLM", family, policy, got, generated(models[family], policy, asked))]
+        print(f"vLLM, processes: {processes}, {family}, {policy}: {len(differ)} of {len(asked)} prompts differ", flush=True)
+        yield from differ
 
 
 def differing(engine: str, family: str, policy: str, got: list[Any], wanted: list[list[int]]) -> Iterator[str]:
@@ -88,7 +90,8 @@ def scheduled(model: Any, folder: Path, count: int) -> Iterator[str]:
     print(f"generate_batch(): {done}, in {time.monotonic() - began:.0f} s", flush=True)
     began, asked, policies = time.monotonic(), texts(10), ("h2o", "keyformer", "snapkv", "streaming_llm")
     seeds = [list(range(count))[index :: len(policies)] for index in range(len(policies))]
-    answers = vllm([job(folder, "Llama", one, asked, schedules=own) for one, own in zip(policies, seeds, strict=True) if own])
+    jobs = [job(folder, "Llama", one, asked, schedules=own) for one, own in zip(policies, seeds, strict=True) if own]
+    answers = [*vllm(jobs)]
     compared = cancelled = 0
     for policy, own, answer in zip(policies, seeds, answers, strict=False):
         wanted = generated(model, policy, asked)
@@ -114,17 +117,23 @@ def job(folder: Path, family: str, policy: str, asked: list[list[int]], processe
     settings = {"policy": policy, "k": K, **POLICIES[policy], **own}
     sampling = {"max_tokens": NEW, "temperature": 0}
     named = {"model": str(folder / family), "settings": settings, "prompts": asked, "sampling": sampling}
-    return {**named, "options": {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes}, **more}
+    options = {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes, "num_gpu_blocks_override": 512}
+    if processes > 1:  # they wait for each other in every layer of every pass: few passes
+        options["max_num_seqs"] = len(asked)
+    return {**named, "options": options, **more}
 
 
-def vllm(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What vLLM answers; nothing where it is not installed."""
+def vllm(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What vLLM answers, job by job; nothing where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: `make test-vllm` makes an environment with it.", flush=True)
-        return []
+        return
+    from vllm.v1.executor import multiproc_executor
+
     from tests.vllm.serve import run
 
-    return [run(one) for one in jobs]
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # workers do not import vLLM anew
+    yield from map(run, jobs)
 
 
 if __name__ == "__main__":

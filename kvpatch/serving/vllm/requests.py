@@ -36,7 +36,7 @@ class Scheduled(NamedTuple):
 class Requests:
     """Caches of requests.
 
-    pools: the pages of each layer, [N,2,H,P,D], once the layer has seen them. now: the newest pass, as each layer is told it:
+    pools: the pages of each layer, [N,H,2,P,D], once the layer has seen them. now: the newest pass, as each layer is told it:
     layers that hold different numbers of tokens have different pages.
     """
 
@@ -45,7 +45,7 @@ class Requests:
         self.pools: list[Tensor | None] = [None] * settings.n_layers
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
         self.reading: dict[str, EvictingCache] = {}
-        self.rows = RowPool()
+        self.rows = RowPool(order=int)  # by their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
         """Begin a pass: each piece of a prompt as a part of its own, and the requests that decode as one."""

