@@ -82,12 +82,12 @@ class SlotLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys of the columns in use, as in a DynamicCache; for a ragged layer, entries [F,D]. For inspection."""
-        return self.kv.numbers(self.used)[0] if self.is_initialized else None
+        return self.kv.as_transformers(self.used)[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """Values of the columns in use."""
-        return self.kv.numbers(self.used)[1] if self.is_initialized else None
+        return self.kv.as_transformers(self.used)[1] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape

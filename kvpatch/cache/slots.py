@@ -76,6 +76,11 @@ class Slots(ABC):
         keys, values = self.view(used)
         return self.codecs[0].decode(keys), self.codecs[1].decode(values)
 
+    def as_transformers(self, used: int) -> tuple[Tensor, Tensor]:
+        """Return `numbers` as transformers' caches hold them, which keep a latent and a rotary key in place of keys and values."""
+        keys, values = self.numbers(used)
+        return (values, keys[..., values.shape[-1] :]) if self.latent else (keys, values)
+
     def encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the entries of keys and values."""
         keys, codec = self.codecs[0].encode(k), self.codecs[1]

@@ -66,9 +66,7 @@ def _plain(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
         plain = DynamicCache()
         for layer, slots in enumerate(past.layers):
             dense = slots.kv.dense(*slots.positions.shape[:2])
-            keys, values = dense.numbers(slots.used)
-            parts = (values, keys[..., values.shape[-1] :]) if dense.latent else (keys, values)
-            plain.update(*parts, layer)
+            plain.update(*dense.as_transformers(slots.used), layer)
         return plain, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
 
 

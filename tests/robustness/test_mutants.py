@@ -361,7 +361,7 @@ MUTANTS = {
     "bits: norms are noted of what attention does not see": (
         "attention/layer_call.py", "key_codec.cached(k_BHQD)", "k_BHQD", f"{NARROW}[llama-key_norm-4]"),
     "bits: a step unpacks the layer": (
-        "backends/entries.py", "size = max(most // max(math.prod(N) * codec.D, 1), 1)", "size = T",
+        "backends/entries.py", "size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)", "size = T",
         "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
     "zeros beside values that are smaller than keys": (
         "backends/torch_backend.py", "return out[..., : keys.v_BHTD.shape[-1]], lse", "return out, lse",
