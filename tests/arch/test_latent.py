@@ -68,8 +68,9 @@ def test_bytes_are_those_of_latents(bits):
 
 
 def test_values_are_where_their_keys_are():
-    with torch.no_grad(), kvpatch.patched(make("deepseek_v3"), "h2o", k=6) as patch:
-        cache = patch.model(prompt(2, 20), use_cache=True).past_key_values
+    model = make("deepseek_v3")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", k=6):
+        cache = model(prompt(2, 20), use_cache=True).past_key_values
     for layer in cache.layers:
         assert layer.kv.values.data_ptr() == layer.kv.keys.data_ptr()
         assert torch.equal(layer.kv.values, layer.kv.keys[..., :RANK])
@@ -226,7 +227,8 @@ def test_values_cannot_be_merged():
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_automatic_rows_hold_latents(name):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **BASE, **LATENT, **EXPERTS, **AUTOMATIC[name])).eval()
+    config = AutoConfig.for_model(name, **{**BASE, **LATENT, **EXPERTS, **AUTOMATIC[name]})
+    model = AutoModelForCausalLM.from_config(config).eval()
     ids, fed = prompt(2, 20), prompt(2, 3, seed=2)
     want, _ = force(model, ids, fed)
     assert all(isinstance(adapter, AutomaticAdapter) for _, adapter in Target.find(model).attentions)
