@@ -154,7 +154,7 @@ class Adapter:
         return False
 
     def head_values(self, attn: nn.Module, v_BHTD: Tensor) -> Tensor:
-        """Return the values that the output projection is applied to [B,N,T,D], N a multiple of H: those held, in most models."""
+        """Return the values [B,N,T,D] that the output projection is applied to, N a multiple of H: usually those held."""
         return v_BHTD
 
     def max_positions(self, config: Any) -> int | None:

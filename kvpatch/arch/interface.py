@@ -19,6 +19,7 @@ from transformers import AttentionInterface, Cache
 from ..errors import KVPatchError
 from . import latent as latents
 from .adapter import Adapter, Core, Forward, qualified_name, source_module
+from .handover import Entries, Handover
 from .rotary import Rotary
 
 NAME = "kvpatch"
@@ -87,7 +88,7 @@ class InterfaceAdapter(Adapter):
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
         absorbs = self.latent(attn)
         if absorbs:
-            call["past_key_values"] = latents.Entries()
+            call["past_key_values"] = Entries()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
             nonlocal attended
@@ -272,21 +273,6 @@ def _found(attn: Any, name: str | None) -> Any:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:
         return None
-
-
-class Handover:
-    """Stand-in for a module's cache: `update` returns keys and values unchanged, and the core writes them."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens that the cache has seen."""
-        return self.cache.get_seq_length(layer_idx)
 
 
 def attention(

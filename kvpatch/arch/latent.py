@@ -1,9 +1,9 @@
 """Multi-head latent attention in absorbed form: one entry per token, a latent and a rotary key that all heads share.
 
-A head's key is (W_UK latent, rotary key) and its value W_UV latent, where W_UK and W_UV are the head's rows of `kv_b_proj`. So
-its logit is (W_UK^T q, q's rotary part) . (latent, rotary key), and its output W_UV times the same mixture of latents: the layer
-has one KV head, whose key is the entry and whose value is the entry's first numbers. Logits, probabilities and outputs are those
-of expanded keys and values, to rounding.
+A head's key is (W_UK latent, rotary key) and its value W_UV latent, where W_UK and W_UV are the head's rows of
+`kv_b_proj`. So its logit is (W_UK^T q, q's rotary part) . (latent, rotary key), and its output W_UV times a mixture of
+latents: the layer has one KV head, whose key is the entry and whose value is the entry's first numbers. Logits,
+probabilities and outputs are those of expanded keys and values, to rounding.
 
 transformers' own modules hand the latent and the rotary key to their cache, and call `expand_kv` with what it returns. While
 such a module is patched, its `expand_kv` returns the entry in place of expanded keys and values.
@@ -30,10 +30,11 @@ def is_latent(attn: Any) -> bool:
     The weight that expands them is read: a projection that is quantized, wrapped (LoRA), offloaded or shared out over
     processes is not, and its module's keys and values are held expanded.
     """
-    expands, weight = getattr(attn, "kv_b_proj", None), None
-    if type(expands) is nn.Linear and hasattr(attn, "expand_kv") and not hasattr(expands, "_hf_hook"):
-        weight = expands.weight if expands.bias is None else None
-    if type(weight) not in (Tensor, nn.Parameter):
+    expands = getattr(attn, "kv_b_proj", None)
+    if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv") or hasattr(expands, "_hf_hook"):
+        return False
+    weight = expands.weight
+    if type(weight) not in (Tensor, nn.Parameter) or expands.bias is not None:
         return False
     return weight.shape == (attn.num_heads * (attn.qk_nope_head_dim + attn.v_head_dim), attn.kv_lora_rank)
 
@@ -45,19 +46,11 @@ def _weights(attn: Any) -> tuple[Tensor, Tensor]:
 
 
 def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand in for the module's method: entries as `Entries` joined them pass, and a latent alone is expanded."""
+    """Stand in for the module's method: entries as handover.py's `Entries` joined them pass, and a latent alone is expanded."""
     rank = attn.kv_lora_rank
     if latent.shape[-1] == rank:
         return type(attn).expand_kv(attn, latent, rotary)
     return latent, latent[..., :rank]
-
-
-class Entries:
-    """Stand-in for a module's cache: `update` returns each token's entry in place of its latent."""
-
-    def update(self, latent: Tensor, rotary: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the entries [B,1,Q,R+D], and the rotary keys unchanged."""
-        return torch.cat([latent, rotary], -1), rotary
 
 
 def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:

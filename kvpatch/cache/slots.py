@@ -77,7 +77,7 @@ class Slots(ABC):
         return self.codecs[0].decode(keys), self.codecs[1].decode(values)
 
     def as_transformers(self, used: int) -> tuple[Tensor, Tensor]:
-        """Return `numbers` as transformers' caches hold them, which keep a latent and a rotary key in place of keys and values."""
+        """Return `numbers` as transformers' caches hold them: in place of a key and its value, a latent and a rotary key."""
         keys, values = self.numbers(used)
         return (values, keys[..., values.shape[-1] :]) if self.latent else (keys, values)
 
