@@ -91,9 +91,14 @@ def test_blocks_are_the_oracle_s():
     certain("deepseek_v3", "critical_adakv", 8, block=6)
 
 
-def test_values_are_weighed_through_both_projections():
+@pytest.mark.parametrize("policy", ["critical_snapkv", "kvzip_plus"])
+def test_values_are_weighed_through_both_projections(policy):
     """The oracle's rows of a head are those from the latent to its value, times the output projection's."""
-    certain("minicpm3", "critical_snapkv", 0.4, norm=2)
+    certain("minicpm3", policy, 0.4, **({} if policy == "kvzip_plus" else {"norm": 2}))
+
+
+def test_values_are_read_as_they_are_rounded():
+    certain("deepseek_v3", "cur", 7, bits=4, schedule="decode", steps=12)
 
 
 @pytest.mark.parametrize("policy", ["roco", "critical_adakv"])
