@@ -31,10 +31,11 @@ def is_latent(attn: Any) -> bool:
     processes is not, and its module's keys and values are held expanded.
     """
     expands = getattr(attn, "kv_b_proj", None)
-    if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv") or hasattr(expands, "_hf_hook"):
+    if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv"):
         return False
     weight = expands.weight
-    if type(weight) not in (Tensor, nn.Parameter) or expands.bias is not None:
+    offloaded = weight.is_meta and hasattr(expands, "_hf_hook")
+    if offloaded or type(weight) not in (Tensor, nn.Parameter) or expands.bias is not None:
         return False
     return weight.shape == (attn.num_heads * (attn.qk_nope_head_dim + attn.v_head_dim), attn.kv_lora_rank)
 

@@ -125,11 +125,10 @@ class Call:
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
         v_BNQD = self.bound_adapter.head_values(v_BHQD.detach())
         each = v_BNQD.shape[1] // H
-        if each == 1:
-            return projected_norms(v_BNQD, self._output_rows(v_BNQD, self.group), norm, wanted)
-        wanted = None if wanted is None else wanted.repeat_interleave(each, 1)
+        if wanted is not None and each > 1:
+            wanted = wanted.repeat_interleave(each, 1)
         norms = projected_norms(v_BNQD, self._output_rows(v_BNQD, self.group // each), norm, wanted)
-        return norms.unflatten(1, (H, each)).mean(2)
+        return norms if each == 1 else norms.unflatten(1, (H, each)).mean(2)
 
     def head_norms(self, v_BHTD: Tensor) -> Tensor:
         """Return ||v W_O|| of each query head [B,H,G,T]."""

@@ -45,11 +45,14 @@ class Wrapped(nn.Linear):
     """A projection whose weight is not all that it applies."""
 
 
-def wrapped(model):
+def wrapped(model, kind=Wrapped):
     """Replace the projections from latents, as quantization and LoRA do."""
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.__class__ = Wrapped
+        layer.self_attn.kv_b_proj.__class__ = kind
     return model
+
+
+unwrapped = functools.partial(wrapped, kind=nn.Linear)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -196,6 +199,31 @@ def test_a_projection_that_cannot_be_read_leaves_entries_expanded():
         with pytest.raises(kvpatch.KVPatchError, match="past holds one entry for all heads.*run the prompt inside the block"):
             patch.new_cache(past)
     assert cache.held(0).shape == (2, HEADS)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
+def test_a_projection_that_changes_inside_the_block():
+    for change, before in ((wrapped, make("deepseek_v3")), (unwrapped, wrapped(make("deepseek_v3")))):
+        with kvpatch.patched(before, "h2o", 0.5):
+            change(before)
+            with pytest.raises(kvpatch.KVPatchError, match="wrapped, quantized or offloaded inside the block"):
+                before(prompt(1, 12), use_cache=True)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_accelerate_s_hooks(offloaded):
+    """Modules that are placed on devices have hooks, too; the weight of one that is offloaded is not there."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids, fed = make("deepseek_v3"), prompt(1, 20), prompt(1, 4, seed=2)
+    want, _ = force(model, ids, fed)
+    if offloaded:
+        accelerate.cpu_offload(model, execution_device="cpu")
+    else:
+        accelerate.hooks.attach_execution_device_hook(model, "cpu")
+    assert hasattr(model.model.layers[0].self_attn.kv_b_proj, "_hf_hook")
+    with kvpatch.patched(model, "h2o", 1.0):
+        got, cache = force(model, ids, fed)
+    assert cache.layers[0].latent is not offloaded
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
