@@ -100,8 +100,15 @@ def test_values_are_weighed_through_both_projections(policy):
     certain("minicpm3", policy, 0.4, **({} if policy == "kvzip_plus" else {"norm": 2}))
 
 
-def test_values_are_read_as_they_are_rounded():
-    certain("deepseek_v3", "cur", 7, bits=4, schedule="decode", steps=12)
+def test_values_are_noted_as_they_are_rounded():
+    model, ids, fed = make("deepseek_v3"), prompt(1, 20), prompt(1, 6, seed=2)
+    with kvpatch.patched(model, "cur", 24, schedule="both", bits=4):
+        _, cache = force(model, ids, fed)
+    for layer in cache.layers:
+        decoded = layer.positions >= 20
+        values = layer.kv.numbers(layer.kv.width)[1]
+        torch.testing.assert_close(layer.state["value_square"][decoded], values.square().sum(-1)[decoded])
+        assert decoded.any()
 
 
 @pytest.mark.parametrize("policy", ["roco", "critical_adakv"])

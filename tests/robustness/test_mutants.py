@@ -381,7 +381,7 @@ MUTANTS = {
         "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)", f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
         "backends/entries.py", "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype).cached(x)",
-        "return x", f"{LATENT}_values_are_read_as_they_are_rounded"),
+        "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
     "latents: the largest head's norm for their mean": (
         "attention/layer_call.py", "norms.unflatten(1, (H, each)).mean(2)", "norms.unflatten(1, (H, each)).amax(2)",
         f"{LATENT}_values_are_weighed_through_both_projections[critical_snapkv]"),
