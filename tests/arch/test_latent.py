@@ -28,11 +28,15 @@ from tests.oracle import reference_families
 RANK, ROTARY, HEADS, LAYERS = 12, 4, 4, 2  # of deepseek_v3
 KEY, VALUE = 12, 6  # expanded, of each head
 GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+KINDS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 AUTOMATIC = {
     "glm4_moe_lite": {**GROUPS, "first_k_dense_replace": 1},
     "axk1": {**GROUPS, "first_k_dense_replace": 1},
-    "mistral4": {**GROUPS, "first_k_dense_replace": 1},
-}
+    "kimi_linear": {
+        "layer_types": KINDS, "num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 4,
+        "mlp_layer_types": ["dense"] * 4,
+    },
+}  # fmt: skip
 
 
 def make(name, **kwargs):
