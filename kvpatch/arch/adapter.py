@@ -149,6 +149,14 @@ class Adapter:
         """Return the head size of the values, which latent attention makes smaller than that of the keys."""
         return self.kv_shape(attn)[1]
 
+    def latent(self, attn: nn.Module) -> bool:
+        """Tell whether a value is the first `value_size` numbers of its key, so that the cache holds keys alone."""
+        return False
+
+    def head_values(self, attn: nn.Module, v_BHTD: Tensor) -> Tensor:
+        """Return the values [B,N,T,D] that the output projection is applied to, N a multiple of H: usually those held."""
+        return v_BHTD
+
     def max_positions(self, config: Any) -> int | None:
         """Return the number of positions that the model has, or None if it is unbounded."""
         return None

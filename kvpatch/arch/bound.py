@@ -90,21 +90,26 @@ class BoundAdapter:
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)
 
+    def head_values(self, v_BHTD: Tensor) -> Tensor:
+        """Return the values that the output projection is applied to [B,N,T,D], N a multiple of H."""
+        return self.adapter.head_values(self.attn, v_BHTD)
+
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the rows of the output projection per query head [H,G,D,E], and whether they were measured.
+        """Return the rows of the output projection per query head [N,G,D,E], and whether they were measured.
 
         The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured by applying it to unit
         vectors, without its bias. The processes of a row-parallel projection, which sums over them, take turns.
 
         Args:
-            like: values, for dtype, device and D.
-            group: G, query heads per KV head.
+            like: `head_values`, for dtype, device, N and D.
+            group: G, query heads for each of these.
             parallel: the share of this process in the layer's heads.
         """
         module = getattr(self.attn, self.adapter.projection) if self.adapter.projection else None
         if self._rows is not None and self._rows[0] is getattr(module, "weight", None) and type(module) is nn.Linear:
             return self._rows[1], False
-        inputs, measured = self.H * group * like.shape[-1], False
+        (_, N, _, D), measured = like.shape, False
+        inputs = N * group * D
         plain = _plain_weight(module, inputs)
         if plain is not None:
             weight = plain
@@ -115,7 +120,7 @@ class BoundAdapter:
             with mixed, _evaluating(self.attn):  # a dropout on the way is no part of the weight
                 answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
                 weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
-        rows = rearrange(weight.detach(), "(h g d) e -> h g d e", h=self.H, g=group)
+        rows = rearrange(weight.detach(), "(n g d) e -> n g d e", n=N, g=group)
         if plain is not None and weight._base is getattr(module, "weight", None):  # a view, which changes with the weight
             self._rows = weight._base, rows
         return rows, measured

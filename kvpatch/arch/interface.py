@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import copy
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
+from . import latent as latents
 from .adapter import Adapter, Core, Forward, qualified_name, source_module
+from .handover import Entries, Handover
 from .rotary import Rotary
 
 NAME = "kvpatch"
@@ -83,13 +86,21 @@ class InterfaceAdapter(Adapter):
         self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
     ) -> Any:
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
+        absorbs = self.latent(attn)
+        if absorbs != ("expand_kv" in vars(attn)):
+            raise KVPatchError(
+                f"kv_b_proj of {type(attn).__name__} was wrapped, quantized or offloaded inside the block, or no longer is: what "
+                "the cache holds was decided where the block began. Change it before patched()."
+            )
+        if absorbs:
+            call["past_key_values"] = Entries()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
             nonlocal attended
             self.compare(attn, asked)
             _refuse_shapes(attn, k, v, (*self.kv_shape(attn), self.value_size(attn)), attended)
             attended = True
-            return core(q, k, v).unflatten(-1, (q.shape[1], -1))
+            return latents.attend(attn, core, q, k, v) if absorbs else core(q, k, v).unflatten(-1, (q.shape[1], -1))
 
         return own(hidden_BQE, **call, kvpatch=attend)
 
@@ -97,7 +108,7 @@ class InterfaceAdapter(Adapter):
         config = copy.copy(attn.config)
         config._kvpatch_own = config._attn_implementation
         config._attn_implementation_internal = NAME
-        return {"config": config}
+        return {"config": config, **({"expand_kv": MethodType(latents.expand_kv, attn)} if self.latent(attn) else {})}
 
     def scale(self, attn: nn.Module) -> float:
         return _found(attn, self._scale) if isinstance(self._scale, str) else self._scale
@@ -120,6 +131,8 @@ class InterfaceAdapter(Adapter):
         return _found(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
+        if self.latent(attn):
+            return 1, latents.sizes(attn)[0]
         config = attn.config
         group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
         names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")
@@ -130,7 +143,15 @@ class InterfaceAdapter(Adapter):
         return heads, head_dim
 
     def value_size(self, attn: Any) -> int:
+        if self.latent(attn):
+            return latents.sizes(attn)[1]
         return getattr(attn, "v_head_dim", None) or self.kv_shape(attn)[1]
+
+    def latent(self, attn: Any) -> bool:
+        return latents.is_latent(attn)
+
+    def head_values(self, attn: Any, v_BHTD: Tensor) -> Tensor:
+        return latents.values(attn, v_BHTD) if self.latent(attn) else v_BHTD
 
     def max_positions(self, config: Any) -> int | None:
         return position_limit(config) if self.learned else None
@@ -257,21 +278,6 @@ def _found(attn: Any, name: str | None) -> Any:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:
         return None
-
-
-class Handover:
-    """Stand-in for a module's cache: `update` returns keys and values unchanged, and the core writes them."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens that the cache has seen."""
-        return self.cache.get_seq_length(layer_idx)
 
 
 def attention(

@@ -131,17 +131,25 @@ class Call:
 
     def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         assert isinstance(self.policy.selection, TwoStage)
-        return projected_norms(v_BHQD.detach(), self._output_rows(v_BHQD), self.policy.selection.norm, wanted)
+        norm, H = self.policy.selection.norm, v_BHQD.shape[1]
+        v_BNQD = self.bound_adapter.head_values(v_BHQD.detach())
+        each = v_BNQD.shape[1] // H
+        if wanted is not None and each > 1:
+            wanted = wanted.repeat_interleave(each, 1)
+        norms = projected_norms(v_BNQD, self._output_rows(v_BNQD, self.group // each), norm, wanted)
+        return norms if each == 1 else norms.unflatten(1, (H, each)).mean(2)
 
     def head_norms(self, v_BHTD: Tensor) -> Tensor:
         """Return ||v W_O|| of each query head [B,H,G,T]."""
-        rows = self._output_rows(v_BHTD).flatten(0, 1)[:, None]
-        return projected_norms(v_BHTD.repeat_interleave(self.group, 1), rows, 2).unflatten(1, (-1, self.group))
+        v_BNTD = self.bound_adapter.head_values(v_BHTD)
+        group = self.group * v_BHTD.shape[1] // v_BNTD.shape[1]
+        rows = self._output_rows(v_BNTD, group).flatten(0, 1)[:, None]
+        return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
-    def _output_rows(self, like_BHTD: Tensor) -> Tensor:
+    def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
         rows = self.slots.output_rows
         if rows is None:
-            rows, worked_out = self.bound_adapter.output_rows(like_BHTD, self.group, self.settings.parallel)
+            rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
             self.slots.output_rows = rows if worked_out else None
         return rows
 

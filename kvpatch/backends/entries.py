@@ -2,6 +2,8 @@
 
 A rounded entry is a row of bytes: the scale of each group of channels, then the zero of each, then the codes. So it is
 gathered, moved, copied and saved as any other row, and what it takes is its width.
+
+Where a value is a part of its key (latent attention), the key's entry holds both: nothing is stored beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
 class Exact:
     """Entries [...,D] in the model's own precision."""
 
-    exact, bits = True, FULL
+    exact, bits, latent = True, FULL, False
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the entries of numbers [...,D]."""
@@ -59,7 +61,7 @@ class Rounded:
     groups: int
     dtype: torch.dtype
 
-    exact = False
+    exact = latent = False
 
     @property
     def head(self) -> int:
@@ -112,26 +114,77 @@ class Rounded:
         return torch.cat([packed & 15, packed >> 4], -1)[..., : self.D]
 
 
-Codec = Exact | Rounded
-Codecs = tuple[Codec, Codec]
+@dataclass(frozen=True)
+class Latent:
+    """Values that are the first D numbers of their keys: their entries are those of the keys, of which `whole` is the codec."""
+
+    whole: Exact | Rounded
+    D: int
+
+    latent = True
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether the keys' entries are their numbers."""
+        return self.whole.exact
+
+    @property
+    def bits(self) -> int:
+        """Bits of the keys' numbers."""
+        return self.whole.bits
+
+    def within(self, entries: Tensor) -> Tensor:
+        """Return the part of the keys' entries that attention takes for values: a view."""
+        return entries[..., : self.D] if self.exact else entries
+
+    def decode(self, entries: Tensor) -> Tensor:
+        """Return the numbers [...,D] of entries."""
+        return self.whole.decode(entries)[..., : self.D]
+
+    def cached(self, x: Tensor) -> Tensor:
+        """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
+        if isinstance(self.whole, Exact):
+            return x
+        whole = self.whole
+        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype).cached(x)
+
+    def size(self, entries: Tensor) -> int:
+        """Return D."""
+        return self.D
+
+
+Codec = Exact | Rounded | Latent
+Codecs = tuple[Exact | Rounded, Codec]
 EXACT: Codecs = (Exact(), Exact())
 
 
 @lru_cache(maxsize=64)
-def codecs(bits: int, D: int, E: int, dtype: torch.dtype) -> Codecs:
-    """Return the codecs of keys of D numbers and values of E: keys have a scale for each group of channels, values have one."""
-    return EXACT if bits == FULL else (Rounded(bits, D, _groups(D), dtype), Rounded(bits, E, 1, dtype))
+def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) -> Codecs:
+    """Return the codecs of keys of D numbers and values of E: keys have a scale for each group of channels, values have one.
+
+    latent: a value is the first E numbers of its key.
+    """
+    if latent:
+        whole = Exact() if bits == FULL else Rounded(bits, D, D // _group(math.gcd(D, E)), dtype)
+        return whole, Latent(whole, E)
+    return EXACT if bits == FULL else (Rounded(bits, D, D // _group(D), dtype), Rounded(bits, E, 1, dtype))
 
 
-def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a key and a value of so many numbers."""
-    sizes = zip((key, value), codecs(bits, key, value, dtype), strict=True)
-    return sum(size * dtype.itemsize if isinstance(codec, Exact) else codec.width for size, codec in sizes)
+def in_full(codecs: Codecs) -> Codecs:
+    """Return the codecs of the same keys and values in the model's own precision."""
+    return (Exact(), Latent(Exact(), codecs[1].D)) if isinstance(codecs[1], Latent) else EXACT
 
 
-def _groups(D: int) -> int:
-    """Return the fewest groups of equal size, at most GROUP channels each."""
-    return next(count for count in range(math.ceil(D / GROUP), D + 1) if D % count == 0)
+def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype, latent: bool = False) -> int:
+    """Return the bytes of a key and a value of so many numbers. latent: as in `codecs`."""
+    sizes = zip((key, value), codecs(bits, key, value, dtype, latent), strict=True)
+    stored = [(size, codec) for size, codec in sizes if not isinstance(codec, Latent)]
+    return sum(size * dtype.itemsize if isinstance(codec, Exact) else codec.width for size, codec in stored)
+
+
+def _group(D: int) -> int:
+    """Return the most channels, at most GROUP, of which D are a multiple."""
+    return next(size for size in range(min(D, GROUP), 0, -1) if D % size == 0)
 
 
 # ---- products with entries, of which few are unpacked at a time ----
@@ -139,7 +192,7 @@ def _groups(D: int) -> int:
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
     """Return the products [...,G,T] of queries with keys; of rounded keys in float32 at least."""
-    if isinstance(codec, Exact):
+    if codec.exact:
         return torch.matmul(q_NGD, entries_NTW.transpose(-1, -2))
     q_NGD = q_NGD.to(accumulator(q_NGD.dtype))
     blocks = [torch.matmul(q_NGD, k.transpose(-1, -2)) for _, _, k in _blocks(entries_NTW, codec)]
@@ -148,18 +201,18 @@ def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
 
 def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
     """Return the sums [...,G,D] of values weighted by `p`, in `dtype`."""
-    if isinstance(codec, Exact):
+    if codec.exact:
         return torch.matmul(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))
     parts = [torch.matmul(p_NGT[..., lo:hi], v) for lo, hi, v in _blocks(entries_NTW, codec)]
     return sum(parts[1:], parts[0]).to(dtype)
 
 
-def _blocks(entries_NTW: Tensor, codec: Rounded) -> Iterator[tuple[int, int, Tensor]]:
+def _blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor]]:
     """Unpack columns [lo, hi) of all heads at a time."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
-    size = max(most // max(math.prod(N) * codec.D, 1), 1)
+    size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)
     for lo in range(0, T, size):
         hi = min(lo + size, T)
         block = codec.decode(entries_NTW[..., lo:hi, :])

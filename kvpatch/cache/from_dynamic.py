@@ -26,10 +26,10 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads
     seen, taken = past.get_seq_length(), []
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys, values = getattr(other, "keys", None), getattr(other, "values", None)
-        bound = cache.settings.bounds[index]
+        bound, latent = cache.settings.bounds[index], cache.settings.latent[index]
         if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen.")
-        taken.append((keys, values))
+        taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))  # a latent and a rotary key
     with cache.changing("absorb()"):
         cache.lifetimes = None  # the text's beginning is not known
         _fill(cache, taken, seen, mask_BT)

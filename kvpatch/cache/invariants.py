@@ -143,7 +143,7 @@ class _LayerState:
             self._recent(layer.recent.positions_BW)
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
-        rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype)
+        rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
         must(rounded or isinstance(mode, Reading), "keys and values are not of the bits that were asked for")
         if isinstance(mode, Evicting):
             self._evicting(mode)

@@ -43,8 +43,8 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1) -> None:
-        self.statistics, self.bits, self.every = statistics, bits, every
+    def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
+        self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
         self.reset()
@@ -82,12 +82,12 @@ class SlotLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys of the columns in use, as in a DynamicCache; for a ragged layer, entries [F,D]. For inspection."""
-        return self.kv.numbers(self.used)[0] if self.is_initialized else None
+        return self.kv.as_transformers(self.used)[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """Values of the columns in use."""
-        return self.kv.numbers(self.used)[1] if self.is_initialized else None
+        return self.kv.as_transformers(self.used)[1] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
@@ -185,7 +185,7 @@ class SlotLayer(CacheLayerMixin):
 
     def _stored(self, keys: Tensor, values: Tensor) -> Slots:
         """Return the slots of a first prompt's columns."""
-        return reading(keys, values, self.bits) if self.storage is None else self.storage(keys, values)
+        return reading(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""

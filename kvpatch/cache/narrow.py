@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backends.entries import FULL, Codecs, codecs
+from ..backends.entries import FULL, Codecs, Latent, codecs, in_full
 from .growth import Layout
 from .slots import DenseSlots, Slots, fitted, gathered
 
@@ -20,24 +20,23 @@ class ReadingSlots(DenseSlots):
     """Columns [B,H,C,D] of a prompt. packed: the entries of the first columns, which were rounded before; then: the codecs."""
 
     def __init__(self, keys: Tensor, values: Tensor, then: Codecs, packed: tuple[Tensor, Tensor]) -> None:
-        super().__init__(keys, values)
+        super().__init__(keys, values, in_full(then))
         self.then, self.packed = then, packed
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(t.numel() for t in self.packed)
+        return super().nbytes + sum(t.numel() for t in self.packed[: len(self.stored)])
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         super().append(start, k_BHQD, v_BHQD)
         self.packed = (self.packed[0][:, :, :start], self.packed[1][:, :, :start])  # if tokens were rolled back
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> ReadingSlots:
-        keys, values = (fitted(t[:, :, :used], max(capacities), 0) for t in (self.keys, self.values))
-        return ReadingSlots(keys, values, self.then, self.packed)
+        return ReadingSlots(*self.each(lambda t: fitted(t[:, :, :used], max(capacities), 0)), self.then, self.packed)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> ReadingSlots:
-        keys, values, *packed = map(change, (self.keys, self.values, *self.packed))
-        return ReadingSlots(keys, values, self.then, (packed[0], packed[1]))
+        packed = [change(t) for t in self.packed[: len(self.stored)]]
+        return ReadingSlots(*self.each(change), self.then, (packed[0], packed[-1]))
 
     def closed(self, used: int) -> DenseSlots:
         every = torch.arange(used, device=self.keys.device)
@@ -50,21 +49,23 @@ class ReadingSlots(DenseSlots):
     def _rounded(self, index_BHK: Tensor) -> DenseSlots:
         """Return slots of the entries at `index`."""
         entries = []
-        for numbers, known, codec in zip((self.keys, self.values), self.packed, self.then, strict=True):
+        for numbers, known, codec in zip(self.stored, self.packed, self.then, strict=False):
+            assert not isinstance(codec, Latent), "nothing is stored for values in their keys"
             new, W = codec.encode(gathered(numbers, index_BHK)), known.shape[2]
             if W:
                 before = gathered(known, index_BHK.clamp(max=W - 1))
                 new = torch.where((index_BHK < W)[..., None], before, new)
             entries.append(new)
-        return DenseSlots(entries[0], entries[1], self.then)
+        return DenseSlots(entries[0], entries[-1], self.then)
 
 
-def reading(keys: Tensor, values: Tensor, bits: int) -> DenseSlots:
-    """Make the slots of a first prompt from its columns."""
+def reading(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> DenseSlots:
+    """Make the slots of a first prompt from its columns. latent: as in `codecs`."""
+    then = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype, latent)
     if bits == FULL:
-        return DenseSlots(keys, values)
-    then = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype)
-    return ReadingSlots(keys, values, then, (then[0].encode(keys[:, :, :0]), then[1].encode(values[:, :, :0])))
+        return DenseSlots(keys, values, then)
+    none = then[0].encode(keys[:, :, :0])
+    return ReadingSlots(keys, values, then, (none, none if isinstance(then[1], Latent) else then[1].encode(values[:, :, :0])))
 
 
 def opened(slots: Slots) -> Slots:

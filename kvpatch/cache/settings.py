@@ -30,8 +30,9 @@ class CacheSettings:
     own precision (backends/entries.py). seed: of the policy's random numbers. block: tokens of a prompt read between two
     evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in `patched`.
     bounds: for each layer with a sliding window among layers without one, that window (tokens), which it holds under any
-    policy; None for other layers. parallel: KV heads of this process, if several processes share a model. strict: names of
-    the layers, if their numbers are checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
+    policy; None for other layers. latent: for each layer, whether a value is a part of its key.
+    parallel: KV heads of this process, if several processes share a model. strict: names of the layers, if their numbers are
+    checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
     distances are between columns of the batch, padding included (sliding windows, ALiBi by default). record: caches keep the
     lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some of its layers are not on the budget
     (a hybrid's, or those that use others' keys); None if all are. notices: what the patch has warned of.
@@ -45,6 +46,7 @@ class CacheSettings:
     renumbered: bool = False
     backend: str = "auto"
     bounds: tuple[int | None, ...] = ()
+    latent: tuple[bool, ...] = ()
     parallel: Parallel = WHOLE
     strict: tuple[str, ...] = ()
     counts_columns: bool = False
@@ -54,6 +56,7 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
+        object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheSettings:
         return self
@@ -65,7 +68,8 @@ class CacheSettings:
             return self
         budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:own])
         stack = None if self.stack is None else self.stack.first(count)
-        return dataclasses.replace(self, budget=budget, bounds=self.bounds[:own], stack=stack)
+        own_layers = {"bounds": self.bounds[:own], "latent": self.latent[:own]}
+        return dataclasses.replace(self, budget=budget, stack=stack, **own_layers)
 
     def within(self, count: int) -> int:
         """Return how many of a decoder's first `count` layers are on the budget."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.entries import EXACT, Codecs
+from ..backends.entries import EXACT, Codecs, Latent
 from ..backends.head_offsets import HeadOffsets
 from ..backends.protocol import Memory
 from .growth import Layout, capacities, slack
@@ -33,7 +33,23 @@ class Slots(ABC):
     head_offsets: HeadOffsets | None = None
 
     def __init__(self, keys: Tensor, values: Tensor, codecs: Codecs = EXACT) -> None:
-        self.keys, self.values, self.codecs = keys, values, codecs
+        self.keys, self.codecs = keys, codecs
+        self.values = codecs[1].within(keys) if isinstance(codecs[1], Latent) else values
+
+    @property
+    def latent(self) -> bool:
+        """Tell whether values are a part of their keys, so that keys alone are stored, moved and written."""
+        return self.codecs[1].latent
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that hold keys and values."""
+        return (self.keys,) if self.latent else (self.keys, self.values)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values after `change` of what is stored."""
+        changed = tuple(map(change, self.stored))
+        return changed[0], changed[-1]
 
     @property
     @abstractmethod
@@ -42,21 +58,33 @@ class Slots(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+        return sum(t.numel() * t.element_size() for t in self.stored)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Numbers of a key and of a value."""
         return self.codecs[0].size(self.keys), self.codecs[1].size(self.values)
 
+    @property
+    def full_size(self) -> int:
+        """Numbers of a token that would be stored in full."""
+        key, value = self.sizes
+        return key if self.latent else key + value
+
     def numbers(self, used: int) -> tuple[Tensor, Tensor]:
         """Return `view` as numbers, unpacked all at once if entries are rounded: for inspection."""
         keys, values = self.view(used)
         return self.codecs[0].decode(keys), self.codecs[1].decode(values)
 
+    def as_transformers(self, used: int) -> tuple[Tensor, Tensor]:
+        """Return `numbers` as transformers' caches hold them: in place of a key and its value, a latent and a rotary key."""
+        keys, values = self.numbers(used)
+        return (values, keys[..., values.shape[-1] :]) if self.latent else (keys, values)
+
     def encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the entries of keys and values."""
-        return self.codecs[0].encode(k), self.codecs[1].encode(v)
+        keys, codec = self.codecs[0].encode(k), self.codecs[1]
+        return keys, codec.within(keys) if isinstance(codec, Latent) else codec.encode(v)
 
     def closed(self, used: int) -> Slots:
         """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
@@ -93,13 +121,15 @@ class Slots(ABC):
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the entries of keys and values in these rows."""
         keys, values = self.flat()
-        return keys[rows_N], values[rows_N]
+        entries = keys[rows_N]
+        return entries, self.codecs[1].within(entries) if isinstance(self.codecs[1], Latent) else values[rows_N]
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
         """Write an entry of a key and one of a value into each of these rows, in place."""
         N = rows_N.shape[0]
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.reshape(N, -1))
-        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.reshape(N, -1))
+        if not self.latent:
+            self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.reshape(N, -1))
 
     @abstractmethod
     def view(self, used: int) -> tuple[Tensor, Tensor]:
@@ -214,27 +244,23 @@ class DenseSlots(Slots):
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Write columns from `start` on."""
-        stop = start + k_BHQD.shape[2]
-        self.keys[:, :, start:stop], self.values[:, :, start:stop] = self.encoded(k_BHQD.detach(), v_BHQD.detach())
+        new = self.encoded(k_BHQD.detach(), v_BHQD.detach())
+        for held, entries in zip(self.stored, new, strict=False):  # values in their keys are written with these
+            held[:, :, start : start + k_BHQD.shape[2]] = entries
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
-        C = max(capacities)
-        keys, values = (fitted(t[:, :, :used], C, 0) for t in (self.keys, self.values))
-        return DenseSlots(keys, values, self.codecs)
+        return DenseSlots(*self.each(lambda t: fitted(t[:, :, :used], max(capacities), 0)), self.codecs)
 
     def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
-        both = self.keys, self.values
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
-            keys, values = (offsets.pack(t, index_BHK, kept_BHK) for t in both)
-            return RaggedSlots(keys, values, offsets, self.codecs)
+            return RaggedSlots(*self.each(lambda t: offsets.pack(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
-        keys, values = (fitted(gathered(t, index_BHK), C, 0) for t in both)
-        return DenseSlots(keys, values, self.codecs)
+        return DenseSlots(*self.each(lambda t: fitted(gathered(t, index_BHK), C, 0)), self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> DenseSlots:
-        return DenseSlots(change(self.keys), change(self.values), self.codecs)
+        return DenseSlots(*self.each(change), self.codecs)
 
     def dense(self, B: int, H: int) -> DenseSlots:
         return self
@@ -296,16 +322,15 @@ class RaggedSlots(Slots):
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> RaggedSlots:
         filled = self.offsets.filled if goals is None else list(map(min, capacities, goals))
         new = self.offsets.resized(capacities, filled)
-        return RaggedSlots(self.offsets.move(self.keys, new), self.offsets.move(self.values, new), new, self.codecs)
+        return RaggedSlots(*self.each(lambda t: self.offsets.move(t, new)), new, self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
         heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
         offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
-        return RaggedSlots(self.keys[rows], self.values[rows], offsets, self.codecs)
+        return RaggedSlots(*self.each(lambda t: t[rows]), offsets, self.codecs)
 
     def dense(self, B: int, H: int) -> DenseSlots:
-        keys, values = (self.offsets.unpack(t, B, H, self.width) for t in (self.keys, self.values))
-        return DenseSlots(keys, values, self.codecs)
+        return DenseSlots(*self.each(lambda t: self.offsets.unpack(t, B, H, self.width)), self.codecs)
 
     def spread(self, tensor_BHC: Tensor) -> Tensor:
         head, column = self.offsets.places()
@@ -327,7 +352,7 @@ def empty(like: Slots, B: int, H: int, layout: Layout) -> Slots:
     """Make zeros for B * H heads, of the dtype, device and head sizes of `like`."""
 
     def zeros(*rows: int) -> tuple[Tensor, Tensor]:
-        return like.keys.new_zeros(*rows, like.keys.shape[-1]), like.values.new_zeros(*rows, like.values.shape[-1])
+        return like.each(lambda t: t.new_zeros(*rows, t.shape[-1]))
 
     if layout.filled is None:
         return DenseSlots(*zeros(B, H, max(layout.capacities)), like.codecs)

@@ -30,7 +30,7 @@ class LayerPart:
         """Take the part of a layer that has read a text; bound: its own sliding window in tokens."""
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
-        full = B * H * kept * sum(layer.kv.sizes) * layer.dtype.itemsize
+        full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize
         return cls(layer.positions[:, :, : layer.used], layer.mass_BH, layer.kv.nbytes, full)
 
 

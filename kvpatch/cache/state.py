@@ -171,8 +171,8 @@ class TextState(MutationGuard, WithStates):
     def __init__(self, settings: CacheSettings) -> None:
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
-        pairs = zip(settings.policies, settings.evicts, strict=True)
-        parts = [(policy.statistics if evicts else (), settings.bits, policy.every) for policy, evicts in pairs]
+        each = zip(settings.policies, settings.evicts, settings.latent, strict=True)
+        parts = [(policy.statistics if evicts else (), settings.bits, policy.every, latent) for policy, evicts, latent in each]
         super().__init__(layers=[SlotLayer(*part) for part in parts])
         self.settings = settings
         self.scratch = False

@@ -66,7 +66,7 @@ def _plain(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
         plain = DynamicCache()
         for layer, slots in enumerate(past.layers):
             dense = slots.kv.dense(*slots.positions.shape[:2])
-            plain.update(*dense.numbers(slots.used), layer)
+            plain.update(*dense.as_transformers(slots.used), layer)
         return plain, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
 
 

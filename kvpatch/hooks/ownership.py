@@ -68,6 +68,15 @@ def check_layers(past: Cache, state: PatchState) -> None:
     """Raise KVPatchError if another model has filled a transformers cache."""
     if isinstance(past, EvictingCache):
         return  # the conversion raises the error
-    keys = getattr(past.layers[0], "keys", None) if past.layers else None
-    if isinstance(keys, Tensor) and keys.ndim == 4 and state.settings.parallel.size == 1:
-        check_shape((keys.shape[1], keys.shape[-1]), state)
+    first = past.layers[0] if past.layers else None
+    keys, values = getattr(first, "keys", None), getattr(first, "values", None)
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.ndim != 4 or state.settings.parallel.size > 1:
+        return
+    shape, sizes = state.shapes[0], (keys.shape[-1], values.shape[-1])
+    if not shape.latent and keys.shape[1] == 1 < shape.heads and sizes != shape[1:3]:
+        raise KVPatchError(
+            f"past holds one entry for all heads of a layer, of {sizes[0]} and {sizes[1]} numbers, as latent attention does; "
+            "but this patch holds expanded keys and values, for the weight of kv_b_proj cannot be read (it is quantized, "
+            "wrapped, offloaded or sharded): run the prompt inside the block."
+        )
+    check_shape((keys.shape[1], sum(sizes) if shape.latent else sizes[0]), state)

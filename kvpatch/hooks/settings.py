@@ -149,6 +149,11 @@ def settings_of(
             f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "
             "without the pyramid."
         )
+    if policy.merging is not None and any(target.latent()):
+        raise KVPatchError(
+            f"policy {policy.name!r} changes the values of kept tokens, but in this model a token's value is the latent in its "
+            "key: use the policy inside merged(...)."
+        )
     if policy.weighs_values or policy.score.by_outputs:
         target.check_projection(policy)
     if policy.score.rereads and renumbered:
@@ -187,6 +192,7 @@ def settings_of(
         renumbered=renumbered,
         backend=backend,
         bounds=bounds,
+        latent=target.latent(),
         parallel=target.parallel,
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),

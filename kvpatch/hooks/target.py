@@ -124,6 +124,10 @@ class Target:
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
 
+    def latent(self) -> tuple[bool, ...]:
+        """Tell of each layer whether a value is a part of its key."""
+        return tuple(adapter.latent(module) for module, adapter in self.attentions)
+
     def image_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
         config = getattr(self.outer, "config", None)
@@ -228,7 +232,8 @@ class Target:
             H, D = adapter.kv_shape(module)
             group = None if queries is None else queries // H
             own = H // self.parallel.size
-            shapes.append(LayerShape(own, D, adapter.value_size(module), group, adapter.sliding(module)))
+            value, latent = adapter.value_size(module), adapter.latent(module)
+            shapes.append(LayerShape(own, D, value, group, adapter.sliding(module), latent))
         return shapes
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
@@ -281,7 +286,7 @@ class Target:
         dtype, total = dtype_of(self.decoder), 0
         for module, adapter in self.attentions:
             heads, key = adapter.kv_shape(module)
-            total += heads * entry_bytes(bits, key, adapter.value_size(module), dtype)
+            total += heads * entry_bytes(bits, key, adapter.value_size(module), dtype, adapter.latent(module))
         return math.ceil(total / len(self.attentions))
 
 

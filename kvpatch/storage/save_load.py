@@ -56,7 +56,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     layers = []
     for index, layer in enumerate(cache.layers):
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
-        own |= {"keys": layer.kv.keys, "values": layer.kv.values}
+        own |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))
         own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         own |= {} if layer.recent is None else {f"recent.{name}": tensor for name, tensor in vars(layer.recent).items()}
@@ -136,11 +136,13 @@ def _fill(
     layer.mode = mode(**counts, **({"free_BH": tensors.pop("free_BH")} if mode.slotted else {}))
     for name, value in described.items():
         setattr(layer, name, value)
-    keys, values = tensors.pop("keys"), tensors.pop("values")
+    keys = tensors.pop("keys")
+    values = keys[..., : shape.value] if layer.latent else tensors.pop("values")
     if isinstance(layer.mode, Reading):
-        layer.kv = reading(keys, values, layer.bits)
+        layer.kv = reading(keys, values, layer.bits, layer.latent)
     else:
-        layer.kv = slots.restored(keys, values, head_offsets, codecs(layer.bits, shape.key, shape.value, layer.dtype))
+        own = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
+        layer.kv = slots.restored(keys, values, head_offsets, own)
     last = {name.removeprefix("recent."): tensors.pop(name) for name in list(tensors) if name.startswith("recent.")}
     layer.recent = Recent(**last) if last else None
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backends.entries import EXACT, Rounded, codecs
+from ..backends.entries import FULL, Rounded, codecs
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
 from ..policies.context import SIZES, NewTokens, accumulator
@@ -35,6 +35,7 @@ class LayerShape(NamedTuple):
         value: head size of the values.
         group: G, query heads per KV head; None if the configuration does not tell.
         sliding: sliding window in tokens, or None.
+        latent: whether a value is a part of its key.
     """
 
     heads: int
@@ -42,6 +43,7 @@ class LayerShape(NamedTuple):
     value: int
     group: int | None
     sliding: int | None
+    latent: bool = False
 
 
 def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -92,6 +94,7 @@ class _Layer:
     def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shape: LayerShape) -> None:
         self.cache, self.index, self.B, self.ended = cache, index, B, ended
         self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
+        self.latent = shape.latent
         self.policy, self.where = cache.settings.policies[index], f"layer {index}"
         self.cuts = cache.settings.evicts[index] and ended
 
@@ -109,8 +112,11 @@ class _Layer:
         C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
         shape = self._shape(own["head_offsets"], C, mode.slotted and own["holes"])
-        every = EXACT if mode is Reading else codecs(self.cache.settings.bits, *self.sizes, dtype)  # a prompt's are in full
-        for name, size, codec in zip(("keys", "values"), self.sizes, every, strict=True):
+        bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt's are in full
+        every = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
+        for name, size, codec in every:
+            if codec.latent:
+                continue
             of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
             self._tensor(left, name, (of,), (*shape, width))
         if mode.slotted:

@@ -620,9 +620,15 @@ class Oracle:
         for g, (keys, values) in enumerate(zip(self.keys[l], self.values[l], strict=True)):
             for i in [i for i in keys if i not in self.rounded[l][g]]:
                 self.rounded[l][g].add(i)
-                D = len(keys[i])
+                D, V = len(keys[i]), len(values[i])
+                if self.decoder.latent:  # no scale is shared by channels inside the value and others
+                    size = max(size for size in range(1, group + 1) if D % size == 0 and V % size == 0)
+                    keys[i], margin = rounded(keys[i], bits, size)
+                    values[i] = keys[i][:V]
+                    self.margin = min(self.margin, NEAR * margin)
+                    continue
                 groups = next(count for count in range(1, D + 1) if D % count == 0 and D // count <= group)
-                for held, size in ((keys, D // groups), (values, len(values[i]))):
+                for held, size in ((keys, D // groups), (values, V)):
                     held[i], margin = rounded(held[i], bits, size)
                     self.margin = min(self.margin, NEAR * margin)
 

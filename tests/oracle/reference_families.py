@@ -5,6 +5,9 @@ attention module the order is: project, apply positions, norms (whatever the fam
 function that is looked up by name. Here that function first hands over what it was called with, and in a second run of
 the same module gives back the attention's output, so that what follows (the output projection) is the module's own too.
 
+A module of latent attention hands its cache a latent and a rotary key per token, for all heads. There a token's key is these
+two, its value is the latent, and each query head reads them through its own rows of the module's `kv_b_proj`.
+
 Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head size of keys and V of values; the models' own
 batch axis is 1.
 """
@@ -46,6 +49,14 @@ def same_kind(output: Any, x: Tensor) -> Any:
     return (x, *output[1:]) if isinstance(output, tuple) else x
 
 
+class Given:
+    """A cache that keeps nothing: it notes what a module of latent attention gives to it."""
+
+    def update(self, latent: Tensor, rotary: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        self.latent, self.rotary = latent, rotary
+        return latent, rotary
+
+
 class Routed(Decoder):
     """A family that calls the attention interface."""
 
@@ -71,6 +82,10 @@ class Routed(Decoder):
         with torch.no_grad():
             self.run(look, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         self.query_heads, self.kv_heads, self.V, _ = probes[0]
+        self.latent = hasattr(self.attentions[0], "kv_b_proj")
+        if self.latent:
+            sizes = self.attentions[0].config
+            self.kv_heads, self.V, self.D = 1, sizes.kv_lora_rank, sizes.kv_lora_rank + sizes.qk_rope_head_dim
         self.given = [probe[3] for probe in probes]
 
     def run(self, answer: Answer, ids_T: Tensor, positions_T: Tensor) -> Any:
@@ -151,10 +166,11 @@ class Routed(Decoder):
             del self.attentions[l].forward
         return (out[0] if isinstance(out, tuple) else out)[0]
 
-    def attend(self, l: int, h_TE: Tensor, answer: Answer) -> Tensor:
+    def attend(self, l: int, h_TE: Tensor, answer: Answer, cache: Any = None) -> Tensor:
         """The attention module's own forward."""
         rest, kwargs = self.inner[l]
         module = self.attentions[l]
+        kwargs = {**kwargs, "past_key_values": cache} if cache is not None else kwargs
         with self.answering(answer):
             return type(module).forward(module, h_TE[None], *rest, **kwargs)[0][0]
 
@@ -165,10 +181,22 @@ class Routed(Decoder):
             taken.extend((q[0], k[0], v[0]))
             return nothing(module, q, k, v)
 
-        self.attend(l, h_TE, take)
+        given = Given()
+        self.attend(l, h_TE, take, given if self.latent else None)
         self.h_TE = h_TE
         q, k, v = taken
+        if self.latent:
+            size = q.shape[-1] - given.rotary.shape[-1]  # of a query head's channels without positions
+            heads = [torch.cat([q[h, :, :size] @ self.reads(l, h)[:size], q[h, :, size:]], -1) for h in range(len(q))]
+            q, k, v = torch.stack(heads), torch.cat([given.latent, given.rotary], -1)[0], given.latent[0]
         return q, k, v
+
+    def reads(self, l: int, h: int) -> Tensor:
+        """The rows of query head h in the projection from latents: those of its key, then those of its value."""
+        return self.attentions[l].kv_b_proj.weight.chunk(self.query_heads)[h]
+
+    def value_rows(self, l: int, h: int) -> Tensor:
+        return self.reads(l, h)[self.attentions[l].qk_nope_head_dim :].T
 
     def rotations(self, l: int, count: int) -> Tensor:
         """What the family's own function makes of unit vectors; channels beyond its tables stay."""
@@ -187,13 +215,20 @@ class Routed(Decoder):
         return q, k, v
 
     def output(self, l: int, y_TE: Tensor) -> Tensor:
-        return self.attend(l, self.h_TE, lambda *call, **given: y_TE.unflatten(-1, (-1, self.V))[None])
+        y_THV = y_TE.unflatten(-1, (-1, self.V))
+        if self.latent:
+            y_THV = torch.stack([y_THV[:, h] @ self.value_rows(l, h) for h in range(self.query_heads)], 1)
+        return self.attend(l, self.h_TE, lambda *call, **given: y_THV[None])
 
     def output_rows(self, l: int, h: int) -> Tensor:
         module = self.attentions[l]
         if any(hasattr(module, name) for name in NOT_LINEAR):
             raise ValueError("a norm comes before the output projection: no rows of it belong to a head")
         projection = next(getattr(module, name) for name in PROJECTIONS if hasattr(module, name))
+        if self.latent:
+            rows = self.value_rows(l, h)
+            V = rows.shape[1]
+            return rows @ projection.weight[:, h * V : (h + 1) * V].T
         return projection.weight[:, h * self.V : (h + 1) * self.V].T
 
     def logits(self, x_TE: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Decoder:
     D: int
     window: int | None = None  # row t sees key i only where t - i < window, in every layer
     renumbers = True  # False where the position is inside the hidden state, so that a key cannot be given another one
+    latent = False  # True where a value is the first numbers of its key, which are held once
     positions: int | None = None  # how many positions the model's own table has
 
     def __init__(self, model: Any) -> None:

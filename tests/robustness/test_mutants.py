@@ -30,6 +30,7 @@ PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
 PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa-tri_attention"
 DECODES = "tests/policies/test_decoding.py::test"
+LATENT = "tests/arch/test_latent.py::test"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -385,11 +386,11 @@ MUTANTS = {
     "bits: the halves of a byte change places": (
         "backends/entries.py", "return low | (high << 4)", "return high | (low << 4)", f"{NARROW}[llama-h2o-4]"),
     "bits: one scale for a whole key": (
-        "backends/entries.py", "range(math.ceil(D / GROUP), D + 1)", "range(1, D + 1)",
+        "backends/entries.py", "range(min(D, GROUP), 0, -1)", "range(D, 0, -1)",
         "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
     "bits: a prompt attends to rounded keys": (
-        "cache/narrow.py", "    return ReadingSlots(keys, values, then, (then",
-        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, (then",
+        "cache/narrow.py", "    return ReadingSlots(keys, values, then, (none",
+        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, (none",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "bits: an earlier prompt's entries are rounded again": (
         "cache/narrow.py", "            if W:\n", "            if False:\n",
@@ -399,7 +400,7 @@ MUTANTS = {
     "bits: norms are noted of what attention does not see": (
         "attention/layer_call.py", "key_codec.cached(k_BHQD)", "k_BHQD", f"{NARROW}[llama-key_norm-4]"),
     "bits: a step unpacks the layer": (
-        "backends/entries.py", "size = max(most // max(math.prod(N) * codec.D, 1), 1)", "size = T",
+        "backends/entries.py", "size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)", "size = T",
         "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
     "zeros beside values that are smaller than keys": (
         "backends/torch_backend.py", "return out[..., : keys.v_BHTD.shape[-1]], lse", "return out, lse",
@@ -411,6 +412,31 @@ MUTANTS = {
         "attention/bound_step.py", "kv.values.view(N, self.C, -1)\n        self.heads",
         "kv.values.view(N, self.C, D)\n        self.heads",
         "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[4]"),
+    "latents: values are stored beside their keys": (
+        "cache/slots.py", "(self.keys,) if self.latent else (self.keys, self.values)", "(self.keys, self.values)",
+        f"{LATENT}_bytes_are_those_of_latents[16]"),
+    "latents: a scale for latent and rotary channels": (
+        "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)", f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
+    "latents: values are noted unrounded": (
+        "backends/entries.py", "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype).cached(x)",
+        "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
+    "latents: the largest head's norm for their mean": (
+        "attention/layer_call.py", "norms.unflatten(1, (H, each)).mean(2)", "norms.unflatten(1, (H, each)).amax(2)",
+        f"{LATENT}_values_are_weighed_through_both_projections[critical_snapkv]"),
+    "latents: a wrapped projection's weight is read": (
+        "arch/latent.py", "if type(expands) is not nn.Linear or", "if not isinstance(expands, nn.Linear) or",
+        f"{LATENT}_a_projection_that_cannot_be_read_leaves_entries_expanded"),
+    "latents: part of a projection is read for all of it": (
+        "arch/latent.py", "weight.shape == (attn.num_heads * (attn.qk_nope_head_dim + attn.v_head_dim), attn.kv_lora_rank)",
+        "weight.shape[1] == attn.kv_lora_rank", f"{LATENT}_part_of_a_projection_is_not_taken_for_all_of_it"),
+    "latents: taken over behind their rotary keys": (
+        "cache/from_dynamic.py", "torch.cat([keys, values], -1)", "torch.cat([values, keys], -1)",
+        f"{LATENT}_a_cache_of_transformers_is_taken_over"),
+    "latents: merged": (
+        "hooks/settings.py", "if policy.merging is not None and any(target.latent()):", "if False:",
+        f"{LATENT}_values_cannot_be_merged"),
+    "latents: entries without a cache of the caller's are expanded": (
+        "arch/interface.py", 'call["past_key_values"] = Entries()', "pass", f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),
     "what an encoder read is passed on": (
         "hooks/inputs.py", 'if call.get("encoder_hidden_states") is not None:', "if False:",
         f"{OWN}_what_an_encoder_read_is_refused"),
@@ -566,7 +592,7 @@ MUTANTS = {
         "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
         "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),
     "norm over the wrong heads": (
-        "arch/bound.py", '"(h g d) e -> h g d e", h=self.H, g=group', '"(g h d) e -> h g d e", h=self.H, g=group',
+        "arch/bound.py", '"(n g d) e -> n g d e", n=N, g=group', '"(g n d) e -> n g d e", n=N, g=group',
         f"{PARTS}::test_combinations[llama_gqa-h2o-critical]"),
     "norm of one query head instead of the group's mean": (
         "backends/value_norms.py", "rows_NDE, size = rows_HGDE.flatten(0, 1),",

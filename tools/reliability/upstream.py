@@ -49,7 +49,8 @@ CAUSES = {
     "read causally",
     "Qwen3NextModelTest::test_past_key_values_format": "counts the layers with a state, which stand beside the cache's layers "
     "here",
-    "DeepseekV3ModelTest::test_past_key_values_format": "expects latents in the cache, which holds expanded entries here",
+    "DeepseekV3ModelTest::test_past_key_values_format": "expected latents in the cache, which held expanded entries when this "
+    "ran",
     "Gemma3TextModelTest::test_past_key_values_format": _SLOTS,
     "Gemma3TextModelTest::test_generate_continue_from_past_key_values": _SLOTS,
     _COMPILED: "asserts that `generate()` makes a `DynamicCache`, which is an `EvictingCache` here",

@@ -1,0 +1,69 @@
+"""Multi-head latent attention in absorbed form: one entry per token, a latent and a rotary key that all heads share.
+
+A head's key is (W_UK latent, rotary key) and its value W_UV latent, where W_UK and W_UV are the head's rows of
+`kv_b_proj`. So its logit is (W_UK^T q, q's rotary part) . (latent, rotary key), and its output W_UV times a mixture of
+latents: the layer has one KV head, whose key is the entry and whose value is the entry's first numbers. Logits,
+probabilities and outputs are those of expanded keys and values, to rounding.
+
+transformers' own modules hand the latent and the rotary key to their cache, and call `expand_kv` with what it returns. While
+such a module is patched, its `expand_kv` returns the entry in place of expanded keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import Core
+
+
+def sizes(attn: Any) -> tuple[int, int]:
+    """Return the numbers of an entry, and of the latent at its beginning."""
+    return attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
+
+
+def is_latent(attn: Any) -> bool:
+    """Tell whether the cache of an attention module can hold latents.
+
+    The weight that expands them is read: a projection that is quantized, wrapped (LoRA), offloaded or shared out over
+    processes is not, and its module's keys and values are held expanded.
+    """
+    expands = getattr(attn, "kv_b_proj", None)
+    if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv"):
+        return False
+    weight = expands.weight
+    offloaded = weight.is_meta and hasattr(expands, "_hf_hook")
+    if offloaded or type(weight) not in (Tensor, nn.Parameter) or expands.bias is not None:
+        return False
+    return weight.shape == (attn.num_heads * (attn.qk_nope_head_dim + attn.v_head_dim), attn.kv_lora_rank)
+
+
+def _weights(attn: Any) -> tuple[Tensor, Tensor]:
+    """Return W_UK [N,D,R] and W_UV [N,E,R] of N heads: from R numbers of a latent to D of a key, or E of a value."""
+    weight = attn.kv_b_proj.weight.unflatten(0, (attn.num_heads, -1))
+    return weight.split([attn.qk_nope_head_dim, attn.v_head_dim], 1)  # type: ignore[return-value]
+
+
+def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand in for the module's method: entries as handover.py's `Entries` joined them pass, and a latent alone is expanded."""
+    rank = attn.kv_lora_rank
+    if latent.shape[-1] == rank:
+        return type(attn).expand_kv(attn, latent, rotary)
+    return latent, latent[..., :rank]
+
+
+def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:
+    """Return the heads' outputs [B,Q,N,E], from the module's own queries."""
+    (up_NDR, value_NER), split = _weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
+    plain, rotary = q_BNQD.split(split, -1)
+    q = torch.cat([plain @ up_NDR, rotary], -1)
+    mixed_BQNR = core(q, entry_B1QD, latent_B1QR).unflatten(-1, (attn.num_heads, -1))
+    return (mixed_BQNR.transpose(1, 2) @ value_NER.transpose(1, 2)).transpose(1, 2)
+
+
+def values(attn: Any, latent_B1TR: Tensor) -> Tensor:
+    """Return the values of each query head [B,N,T,E]."""
+    value_NER = _weights(attn)[1].detach()
+    return latent_B1TR @ value_NER.transpose(1, 2).to(latent_B1TR.device, latent_B1TR.dtype)
