@@ -126,8 +126,9 @@ class Call:
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
         """Write `selection_entry` of a decoded token for each query head [H*G,B]; whoever reads it takes the group's mean."""
         assert isinstance(self.policy.selection, TwoStage)
-        v_HBD = self.slots.kv.codecs[1].cached(v_BH1D)[:, :, 0].transpose(0, 1)
-        head_norms(v_HBD, self._output_rows(v_BH1D), self.policy.selection.norm, out_NB)
+        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
+        rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
+        head_norms(v_BN1D[:, :, 0].transpose(0, 1), rows, self.policy.selection.norm, out_NB)
 
     def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         assert isinstance(self.policy.selection, TwoStage)
