@@ -89,8 +89,8 @@ class InterfaceAdapter(Adapter):
         absorbs = self.latent(attn)
         if absorbs != ("expand_kv" in vars(attn)):
             raise KVPatchError(
-                f"kv_b_proj of {type(attn).__name__} was wrapped, quantized or offloaded inside the block, or no longer is: what "
-                "the cache holds was decided where the block began. Change it before patched()."
+                f"kv_b_proj of {type(attn).__name__} was wrapped, quantized or offloaded inside the block, or no longer is: "
+                "what the cache holds was decided where the block began. Change it before patched()."
             )
         if absorbs:
             call["past_key_values"] = Entries()

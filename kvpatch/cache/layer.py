@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..backends.entries import FULL
+from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
 from ..policies.queries import Recent
@@ -355,7 +355,9 @@ class SlotLayer(CacheLayerMixin):
         if kept_BHK is not None:
             real = kept_BHK.flatten().nonzero().squeeze(1)
             rows, values = rows[real], values[real]
-        self.kv.write_at(rows, self.kv.read_at(rows)[0], self.kv.codecs[1].encode(values))
+        codec = self.kv.codecs[1]
+        assert not isinstance(codec, Latent), "merging is refused where values are a part of their keys"
+        self.kv.write_at(rows, self.kv.read_at(rows)[0], codec.encode(values))
         if self.graph is not None:
             self.graph = (self.graph[0], values_BHKD)
             self._round_graph()

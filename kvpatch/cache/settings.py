@@ -68,8 +68,8 @@ class CacheSettings:
             return self
         budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:own])
         stack = None if self.stack is None else self.stack.first(count)
-        own_layers = {"bounds": self.bounds[:own], "latent": self.latent[:own]}
-        return dataclasses.replace(self, budget=budget, stack=stack, **own_layers)
+        bounds, latent = self.bounds[:own], self.latent[:own]
+        return dataclasses.replace(self, budget=budget, bounds=bounds, latent=latent, stack=stack)
 
     def within(self, count: int) -> int:
         """Return how many of a decoder's first `count` layers are on the budget."""

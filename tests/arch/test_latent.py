@@ -30,8 +30,8 @@ KEY, VALUE = 12, 6  # expanded, of each head
 GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 KINDS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 AUTOMATIC = {
-    "glm4_moe_lite": {**GROUPS, "first_k_dense_replace": 1},
-    "axk1": {**GROUPS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**EXPERTS, **GROUPS, "first_k_dense_replace": 1},
+    "axk1": {**EXPERTS, **GROUPS, "first_k_dense_replace": 1},
     "kimi_linear": {
         "layer_types": KINDS, "num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 4,
         "mlp_layer_types": ["dense"] * 4,
@@ -271,7 +271,7 @@ def test_values_cannot_be_merged():
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_automatic_rows_hold_latents(name):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**BASE, **LATENT, **EXPERTS, **AUTOMATIC[name]})
+    config = AutoConfig.for_model(name, **{**BASE, **LATENT, **AUTOMATIC[name]})
     model = AutoModelForCausalLM.from_config(config).eval()
     ids, fed = prompt(2, 20), prompt(2, 3, seed=2)
     want, _ = force(model, ids, fed)

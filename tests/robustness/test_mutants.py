@@ -416,7 +416,8 @@ MUTANTS = {
         "cache/slots.py", "(self.keys,) if self.latent else (self.keys, self.values)", "(self.keys, self.values)",
         f"{LATENT}_bytes_are_those_of_latents[16]"),
     "latents: a scale for latent and rotary channels": (
-        "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)", f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
+        "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)",
+        f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
         "backends/entries.py", "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype).cached(x)",
         "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
