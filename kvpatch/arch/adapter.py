@@ -126,8 +126,18 @@ class Adapter:
         return None
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Return the number of tokens that a query sees, itself included, or None if it sees all."""
+        """Return the number of tokens that a query sees, itself included, or None if it sees all.
+
+        A Chunk stands for chunks of so many positions, of which a query sees its own (policies/windows.py).
+        """
         return None
+
+    def counts_columns(self, attn: nn.Module) -> bool:
+        """Tell if the module's own code works with columns of the batch, whatever position_ids say.
+
+        Rows of a cache that are at different places of their texts are then refused, as where a decoder takes no position_ids.
+        """
+        return False
 
     def softcap(self, attn: nn.Module) -> float | None:
         """Return c if logits x become c * tanh(x / c) before masking, else None."""

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
+from ..policies.windows import Chunk
 from .adapter import Adapter, Core, Forward, qualified_name, source_module
 from .rotary import Rotary
 
 NAME = "kvpatch"
-ATTENTION = frozenset(("full_attention", "sliding_attention"))
+CHUNKED = "chunked_attention"
+"""The kind of layers whose window begins anew after every config.attention_chunk_size tokens."""
+ATTENTION = frozenset(("full_attention", "sliding_attention", CHUNKED))
 """Kinds of layers whose cache is one set of keys and values of all tokens, or of those in a window."""
 STATES = frozenset(("linear_attention", "conv"))
 """Kinds of layers with a state of fixed size, which transformers' own cache layers hold."""
@@ -107,7 +110,10 @@ class InterfaceAdapter(Adapter):
         types = getattr(config, "layer_types", None)
         slides = self._slides
         if types is not None:
-            slides = knows_number(attn) and types[attn.layer_idx] in SLIDING  # type: ignore[index]
+            kind = types[attn.layer_idx] if knows_number(attn) else None  # type: ignore[index]
+            if kind == CHUNKED:
+                return Chunk(config.attention_chunk_size)
+            slides = kind in SLIDING
         return getattr(config, "sliding_window", None) if slides else None
 
     def softcap(self, attn: nn.Module) -> float | None:
@@ -143,17 +149,18 @@ class InterfaceAdapter(Adapter):
         for name, module in model.named_modules():
             if qualified_name(module) in self.classes and attends_both_ways(module) and not crosses(name, module):
                 raise encoder_refused(model, module)
-        others = set(getattr(config, "layer_types", None) or ()) - ATTENTION - OTHERS
+        served = ATTENTION | OTHERS if getattr(config, "attention_chunk_size", None) else (ATTENTION | OTHERS) - {CHUNKED}
+        others = set(getattr(config, "layer_types", None) or ()) - served
         if others:
             raise KVPatchError(
                 f"This {type(model).__name__} has layers of type {', '.join(sorted(others))}, whose state is no cache of all "
-                "keys and values: kvpatch serves full and sliding attention."
+                "keys and values: kvpatch serves full attention, and that in windows and chunks."
             )
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
         """Raise KVPatchError if the module's arguments to attention differ from what this adapter describes."""
         window = self.sliding(attn)
-        asked = {"sliding_window": window, **asked}  # some families pass it in the mask alone
+        asked = {"sliding_window": window, **asked}  # some families pass it in the mask alone, as all do with chunks
         for what, name, mine in (
             ("scale", "scaling", self.scale(attn)),
             ("slides", "sliding_window", window),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..arch.adapter import Adapter, query_heads
 from ..hooks.attention import parameters
 from ..hooks.target import Target
+from ..policies.windows import oldest
 from .teacher_forcing import feed, predictions, wide
 
 Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
@@ -63,7 +64,7 @@ def masked_predictions(
     places: dict[str, Tensor],
     mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """Run the unpatched model; each layer's queries see what `seen` says, within the layer's sliding window.
+    """Run the unpatched model; each layer's queries see what `seen` says, within the layer's window.
 
     It runs in one pass; a hybrid reads the prompt and then token by token, since that is another computation for its states.
 
@@ -84,18 +85,19 @@ def masked_predictions(
     heads = query_heads(model.config.get_text_config()) or 0
     shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
     groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
-    with _masks(attentions, seen, groups):
+    pads_B = torch.zeros(1, dtype=torch.int64) if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
+    with _masks(attentions, seen, groups, pads_B):
         if target.stack is not None and target.stack.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
         return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager
-def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Iterator[None]:
+def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int], pads_B: Tensor) -> Iterator[None]:
     hooks = []
     try:
         for (module, adapter), seen_BHQT, group in zip(attentions, seen, groups, strict=True):
-            mask = _Masked(adapter.sliding(module), seen_BHQT, group, adapter.one_mask)
+            mask = _Masked(adapter.sliding(module), seen_BHQT, group, pads_B, adapter.one_mask)
             hooks.append(module.register_forward_pre_hook(mask, with_kwargs=True))
         yield
     finally:
@@ -117,9 +119,12 @@ class _OneMask(Tensor):
 class _Masked:
     """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
 
-    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int, disguised: bool = False) -> None:
-        at = torch.arange(seen_BHQT.shape[-1])
-        self.seen = seen_BHQT if window is None else seen_BHQT & (at > at[:, None] - window)
+    def __init__(
+        self, window: int | None, seen_BHQT: Tensor, group: int, pads_B: Tensor, disguised: bool = False
+    ) -> None:
+        at_BT = torch.arange(seen_BHQT.shape[-1]) - pads_B[:, None]
+        inside = None if window is None else at_BT[:, None, None] >= oldest(window, at_BT)[:, None, :, None]
+        self.seen = seen_BHQT if inside is None else seen_BHQT & inside
         if self.seen.shape[1] > 1:  # what a KV head holds, for the query heads that share it
             self.seen = self.seen.repeat_interleave(group, 1)
         self.window, self.read, self.disguised = window, 0, disguised

@@ -23,6 +23,7 @@ from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
+from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
 from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
@@ -120,7 +121,7 @@ class Target:
         yield from ((layer, True, pair) for layer, pair in self.readers)
 
     def bounds(self) -> tuple[int | None, ...]:
-        """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""
+        """Return the window of each layer that has one; None for others, and for all if every layer has one."""
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
 
@@ -238,7 +239,8 @@ class Target:
         for module, adapter in self.attentions:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            special = tuple(name for name in SPECIAL if getattr(adapter, name)(module) is not None)
+            special = tuple(name for name in SPECIAL if name != "chunk" and getattr(adapter, name)(module) is not None)
+            special += ("chunk",) if isinstance(adapter.sliding(module), Chunk) else ()
             device = device_of(module, self.decoder).type
             layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
             yield replace(layer, fresh=fresh, renumbered=renumbered)
@@ -250,16 +252,20 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if attention measures distances in columns of the batch: for sliding windows, and for ALiBi by default."""
+        """Tell if attention measures distances in columns of the batch: for windows, and for ALiBi by default."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions
         )
 
     def places_itself(self) -> bool:
-        """Tell if the decoder counts positions by columns itself: it takes no position_ids, and has no ALiBi in their stead."""
+        """Tell if the model counts positions by columns itself.
+
+        Its decoder takes no position_ids, and has no ALiBi in their stead, or attention counts whatever they say.
+        """
         takes = inspect.signature(type(self.decoder).forward).parameters
-        return "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions)
+        untold = "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions)
+        return untold or any(adapter.counts_columns(module) for module, adapter in self.attentions)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the attention modules, in the order of their layers."""

@@ -20,7 +20,7 @@ from tests.helpers.comparing import EVICTING, PLACED, SMALL, agrees
 from tests.helpers.comparing import certain as calibrated
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
-from tests.helpers.tiny_families import FAMILIES, ONE_WINDOW
+from tests.helpers.tiny_families import BY_COLUMNS, FAMILIES, ONE_WINDOW
 from tests.helpers.training import agrees_with_naive_autograd, gradients
 from tests.oracle import reference_families
 
@@ -38,14 +38,15 @@ def make(name, **kwargs):
 
 def certain(name, policy, k, **options):
     """Some weights for which the comparison with the oracle is decided."""
-    options = {**SHORT, **SMALL.get(policy, {}), **options}
+    options = {**SHORT, **SMALL.get(policy, {}), **({"pads": (0, 0)} if name in BY_COLUMNS else {}), **options}
     models = (make(name, seed=weights, dtype=torch.float64) for weights in range(6))
     found = (agrees(name, policy, k, weights=weights, model=model, **options) for weights, model in enumerate(models))
     assert any(found), "every draw was too close to call"
 
 
 def test_every_row_has_a_model():
-    assert {row.name.replace("gemma3", "gemma3_text") for row in ROWS} == {kind for kind, _ in FAMILIES.values()}
+    texts = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+    assert {texts.get(row.name, row.name) for row in ROWS} == {kind for kind, _ in FAMILIES.values()}
 
 
 ROTARY = tuple(name for name, (kind, _) in FAMILIES.items() if {row.name: row.turns_back for row in ROWS}.get(kind))
@@ -140,14 +141,15 @@ def test_prompts_in_blocks(name):
 @pytest.mark.parametrize("name", BOUNDED)
 def test_layers_that_bound_themselves_hold_their_window_and_are_named(name):
     model, ids = make(name), prompt(2, 30)
-    windows = [7 if kind == "sliding_attention" else None for kind in model.config.layer_types]
+    windows = [None if kind == "full_attention" else 7 for kind in model.config.layer_types]
     with kvpatch.patched(model, "h2o", 10) as patch:
         model.generate(ids, attention_mask=left_pad(ids, [30, 5]), max_new_tokens=4, do_sample=False, pad_token_id=0)
         report = patch.report()
         _, cache = force(model, ids, ids[:, :4])
     assert report.to_dict()["bounds"] == windows
-    line = next(line for line in str(report).splitlines() if line.startswith("sliding layers"))
-    assert "7" in line
+    kind, what = ("chunked", "chunks") if name.startswith("llama4") else ("sliding", "window")
+    line = next(line for line in str(report).splitlines() if line.startswith(f"{kind} layers"))
+    assert f"hold their own {what} of 7" in line
     for layer, window in enumerate(windows):
         held = cache.positions(layer).sort(-1).values
         assert held.shape[-1] <= (10 if window is None else window) + 1
@@ -160,7 +162,8 @@ def test_all_other_layers_are_the_policys(name):
     model = make(name)
     with kvpatch.patched(model, "h2o", 10) as patch:
         assert patch.new_cache().settings.bounds == (None,) * model.config.num_hidden_layers
-    assert name not in ONE_WINDOW or make(name).config.sliding_window == 7
+    size = "attention_chunk_size" if name.startswith("llama4") else "sliding_window"
+    assert name not in ONE_WINDOW or getattr(make(name).config, size) == 7
 
 
 def test_budgets_count_the_layers_that_see_all():
