@@ -102,7 +102,7 @@ def test_evictions_are_the_oracles(name, turn):
 
 
 @pytest.mark.parametrize("policy", [policy for policy in EVICTING if policy not in ("h2o", "keyformer", *PLACED)])
-@pytest.mark.parametrize("name", [*THREE, "deepseek_v3"])
+@pytest.mark.parametrize("name", [*THREE, "deepseek_v3", "llama4_chunks"])
 def test_every_policy(name, policy):
     certain(name, policy, 0.4)
 
@@ -120,12 +120,12 @@ def test_training_steps_inside_are_those_outside(name):
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("policy", ["roco", "critical_adakv"])
-@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("name", [*THREE, "llama4_chunks"])
 def test_gradients_agree_with_naive_autograd(name, policy, checkpointing):
     agrees_with_naive_autograd(functools.partial(make, name), policy, checkpointing)
 
 
-@pytest.mark.parametrize("name", [*THREE, "starcoder2", "exaone4", "opt", "gpt_bigcode"])
+@pytest.mark.parametrize("name", [*THREE, "starcoder2", "exaone4", "opt", "gpt_bigcode", "llama4", "llama4_chunks"])
 def test_prompts_in_blocks(name):
     certain(name, "h2o", 9, block=5)
     certain(name, "snapkv", 9, block=8)
@@ -179,7 +179,7 @@ def test_budgets_count_the_layers_that_see_all():
 
 
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "llama4_chunks", "llama4_tuned"])
 def test_schedules(name, schedule):
     certain(name, "h2o", 6, schedule=schedule, steps=9)
     certain(name, "roco", 20, schedule=schedule, steps=9)  # the cache fills up first, then evicts
@@ -205,7 +205,7 @@ def test_half_precision(name, dtype):
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
     chosen=sequences.settings_of_a_patch(),
-    name=st.sampled_from(THREE),
+    name=st.sampled_from((*THREE, "llama4", "llama4_chunks")),
     rows=st.integers(1, 3),
     n=st.integers(2, 30),
     deeds=sequences.DEEDS,
@@ -219,7 +219,7 @@ def test_any_sequence(tmp_path_factory, chosen, name, rows, n, deeds):
         sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
-@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("name", [*THREE, "llama4_tuned"])
 def test_a_prompt_in_chunks_and_assistance_change_nothing(name):
     model, ids = make(name), prompt(1, 23)
     for kind in ({"prefill_chunk_size": 5}, {"prompt_lookup_num_tokens": 3}):
@@ -246,7 +246,7 @@ def test_learned_positions(name):
             model(prompt(1, 513))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "exaone4"])
+@pytest.mark.parametrize("name", ["gemma2", "exaone4", "llama4"])
 def test_a_dynamic_cache_from_before_the_block(name):
     model, ids, fed = make(name), prompt(1, 20), prompt(1, 4, seed=2)
     with torch.no_grad():
@@ -301,7 +301,10 @@ def test_attention_dropout_is_refused_while_training(name):
         model(prompt(1, 12))
 
 
-@pytest.mark.parametrize("name", ["qwen2_mixed", "gemma2", "gpt_oss", "opt", "gpt_bigcode"])
+LLAMAS = ("llama4", "llama4_chunks", "llama4_tuned")
+
+
+@pytest.mark.parametrize("name", ["qwen2_mixed", "gemma2", "gpt_oss", "opt", "gpt_bigcode", *LLAMAS])
 def test_kvpatch_check(name):
     """The command's checks, which make masks of their own, know what the family does."""
     assert [result for result in Checks(make(name)).run() if not result.passed] == []

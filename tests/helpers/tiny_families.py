@@ -86,11 +86,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", {**BASE, **LATENT, "scale_emb": 1, "dim_model_base": None, "scale_depth": None}),
     "youtu": ("youtu", {**BASE, **LATENT}),
     "llama4": ("llama4_text", {**GQA, **CHUNKS, "no_rope_layers": [1, 0], "layer_types": PIECES}),
-    "llama4_chunks": ("llama4_text", {**GQA, **CHUNKS, "no_rope_layers": [1, 1]}),
+    "llama4_chunks": ("llama4_text", {**GQA, **CHUNKS, "no_rope_layers": [1, 1], "use_qk_norm": False}),
     "llama4_tuned": (
         "llama4_text",
         {**GQA, **CHUNKS, "num_hidden_layers": 4, "no_rope_layers": [1, 0] * 2, "layer_types": PIECES * 2}
-        | {"use_qk_norm": False, "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 1.5},
+        | {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 1.5},
     ),
 }
 _BERT = {**BASE, "is_decoder": True}
