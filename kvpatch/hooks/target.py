@@ -49,7 +49,7 @@ class Target:
 
     attentions: of the layers on the budget. readers: of layers without keys of their own, each with the index of the layer on
     the budget whose keys it uses. shell: a model around the decoder that makes its masks, or None. outer: the innermost model
-    around the decoder, or None.
+    around the decoder that knows tokens of images, else the innermost one, or None.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Target:
         indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
-        outer = holders[-2] if len(holders) > 1 else None
+        outer = next((holder for holder in reversed(holders[:-1]) if _image_tokens(holder)), ([None] + holders[:-1])[-1])
         return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
@@ -127,9 +127,7 @@ class Target:
 
     def image_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
-        config = getattr(self.outer, "config", None)
-        ids = (getattr(config, name, None) for name in IMAGE_TOKENS)
-        return tuple(dict.fromkeys(one for one in ids if one is not None))
+        return () if self.outer is None else _image_tokens(self.outer)
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
@@ -301,6 +299,11 @@ def _check_decoder(decoder: nn.Module) -> None:
             "past_key_values, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
             "attention modules."
         )
+
+
+def _image_tokens(model: Any) -> tuple[int, ...]:
+    ids = (getattr(model.config, name, None) for name in IMAGE_TOKENS)
+    return tuple(dict.fromkeys(one for one in ids if one is not None))
 
 
 def _contains(module: nn.Module, wanted: set[int]) -> bool:

@@ -134,8 +134,9 @@ def test_prompts_in_blocks(name):
         logits, cache = logits_of(model, ids, past_key_values=patch.new_cache()), patch.new_cache()
         without = logits_of(model, ids, use_cache=False)
         parts = [logits_of(model, ids[:, at : at + 6], past_key_values=cache) for at in range(0, 26, 6)]
-    torch.testing.assert_close(logits, torch.cat(parts, 1), atol=1e-9, rtol=0)
-    torch.testing.assert_close(logits, without, atol=1e-9, rtol=0)
+    atol = 2e-5 if name.startswith("llama4") else 1e-9  # it rotates in float32
+    torch.testing.assert_close(logits, torch.cat(parts, 1), atol=atol, rtol=0)
+    torch.testing.assert_close(logits, without, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
