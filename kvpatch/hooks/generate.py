@@ -315,10 +315,10 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
                 "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid, or "
                 "layers that use others' keys, cannot be read from: use generate()."
             )
-        if state.places_itself:
+        if state.places_itself is not None:
             raise KVPatchError(
                 "Continuous batching packs requests that are at different places of their texts, which this model's decoder "
-                "cannot be told, for it takes no position_ids: use generate()."
+                f"cannot be told, for {state.places_itself}: use generate()."
             )
         if state.settings.rereads:
             raise KVPatchError(

@@ -256,14 +256,14 @@ class Target:
             for module, adapter in self.attentions
         )
 
-    def places_itself(self) -> bool:
-        """Tell if the model counts positions by columns itself.
-
-        Its decoder takes no position_ids, and has no ALiBi in their stead, or attention counts whatever they say.
-        """
+    def places_itself(self) -> str | None:
+        """Return the reason that the model counts positions by columns itself and can be told no others, or None."""
         takes = inspect.signature(type(self.decoder).forward).parameters
-        untold = "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions)
-        return untold or any(adapter.counts_columns(module) for module, adapter in self.attentions)
+        if "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions):
+            return "it takes no position_ids"
+        if any(adapter.counts_columns(module) for module, adapter in self.attentions):
+            return "its attention counts columns, whatever position_ids say"
+        return None
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the attention modules, in the order of their layers."""
