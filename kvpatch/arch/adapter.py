@@ -23,7 +23,7 @@ class Adapter:
 
     Attributes:
         name: as listed by `list_architectures()`.
-        classes: qualified names of the attention classes, "package.module.ClassName".
+        classes: the attention classes, or their qualified names "package.module.ClassName".
         summary: one line for tables.
         projection: attribute of the output projection if it is a single module, else None.
         renumbers: whether keys can be cached without positions, which needs `plain`, `rotary_table` and `rotate`.
@@ -44,7 +44,7 @@ class Adapter:
     """
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str | type, ...]
     summary: str = ""
     projection: str | None = None
     renumbers: bool = False
@@ -205,6 +205,8 @@ def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
     if not isinstance(adapter, Adapter):
         raise KVPatchError("register_arch takes an instance of a kvpatch.arch.Adapter subclass, as in MyAdapter().")
     name, classes = getattr(adapter, "name", None), getattr(adapter, "classes", None)
+    if isinstance(classes, tuple | list):
+        classes = adapter.classes = tuple(class_name(one) if isinstance(one, type) else one for one in classes)
     if not isinstance(name, str) or not name:
         raise KVPatchError(
             f"{type(adapter).__name__} has no name: set name = 'my_architecture', which list_architectures() lists."
@@ -224,7 +226,7 @@ def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
             )
     if exist_ok and name in list_architectures():
         unregister_arch(name)
-    REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
+    REGISTRY.update(dict.fromkeys(classes, adapter))
 
 
 def unregister_arch(name: str) -> None:
@@ -253,7 +255,12 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 def qualified_name(module: nn.Module) -> str:
     """Return the name under which a module's class is registered, "package.module.ClassName"."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    return class_name(type(module))
+
+
+def class_name(cls: type) -> str:
+    """Return the qualified name of a class, "package.module.ClassName"."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

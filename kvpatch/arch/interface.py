@@ -9,6 +9,7 @@ arguments that its forward passes to attention are compared with the row.
 from __future__ import annotations
 
 import copy
+import inspect
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
-from .adapter import Adapter, Core, Forward, qualified_name, source_module
+from .adapter import Adapter, Core, Forward, class_name, qualified_name, source_module
 from .rotary import Rotary
 
 NAME = "kvpatch"
@@ -43,7 +44,7 @@ class InterfaceAdapter(Adapter):
 
     Args:
         name: as listed by `list_architectures()`.
-        attention: qualified name of the attention class, "package.module.ClassName".
+        attention: the attention class, or its qualified name "package.module.ClassName".
         summary: one line for tables.
         projection: attribute of the output projection; None if the module does more between attention and its output.
         scale: attribute of the logits' factor, or the factor itself.
@@ -66,7 +67,7 @@ class InterfaceAdapter(Adapter):
     def __init__(  # noqa: PLR0913 - a row of the families' table, by keyword
         self,
         name: str,
-        attention: str,
+        attention: str | type,
         summary: str = "",
         *,
         projection: str | None = "o_proj",
@@ -78,7 +79,8 @@ class InterfaceAdapter(Adapter):
         learned: bool = False,
         positions_from_mask: bool = False,
     ) -> None:
-        self.name, self.classes, self.summary = name, (attention,), summary
+        self.name, self.summary = name, summary
+        self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
         self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
 
@@ -94,7 +96,10 @@ class InterfaceAdapter(Adapter):
             attended = True
             return core(q, k, v).unflatten(-1, (q.shape[1], -1))
 
-        return own(hidden_BQE, **call, kvpatch=attend)
+        out = own(hidden_BQE, **call, kvpatch=attend)
+        if not attended:
+            raise _kept(attn)
+        return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         config = copy.copy(attn.config)
@@ -147,8 +152,13 @@ class InterfaceAdapter(Adapter):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
-            if qualified_name(module) in self.classes and attends_both_ways(module) and not crosses(name, module):
+            if qualified_name(module) not in self.classes or crosses(name, module):
+                continue
+            if attends_both_ways(module):
                 raise encoder_refused(model, module)
+            takes = inspect.signature(type(module).forward).parameters.values()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+                raise _kept(module)
         served = ATTENTION | OTHERS if getattr(config, "attention_chunk_size", None) else (ATTENTION | OTHERS) - {CHUNKED}
         others = set(getattr(config, "layer_types", None) or ()) - served
         if others:
@@ -175,9 +185,15 @@ class InterfaceAdapter(Adapter):
                 )
 
 
+def _kept(attn: nn.Module) -> KVPatchError:
+    return KVPatchError(
+        f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
+        "which kvpatch reaches by one of them: hand them on, or write an adapter (kvpatch.Adapter)."
+    )
+
+
 class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
     """InterfaceAdapter of a family whose rotations can be undone, for policies that read queries or keys without them."""
-
 
 
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:

@@ -112,7 +112,8 @@ class Target:
         indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
-        outer = next((holder for holder in reversed(holders[:-1]) if _image_tokens(holder)), ([None] + holders[:-1])[-1])
+        innermost = holders[-2] if len(holders) > 1 else None
+        outer = next((holder for holder in reversed(holders[:-1]) if _image_tokens(holder)), innermost)
         return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
