@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
+from transformers import Llama4ForCausalLM
 
 import kvpatch
 from kvpatch.backends import torch_backend
@@ -10,10 +11,12 @@ from kvpatch.backends.flash import flash_backend
 from kvpatch.backends.protocol import Case, Geometry, Keys
 from kvpatch.backends.triton import triton_backend
 from kvpatch.policies.windows import Chunk, end, oldest
+from tests.helpers.comparing import agrees
 from tests.helpers.joined import Loop, scenario
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, sound
-from tests.helpers.tiny_families import make
+from tests.helpers.tiny_families import FAMILIES, make
+from tests.oracle import reference_families
 
 TEXT = torch.arange(40)
 
@@ -131,3 +134,13 @@ def test_attention_to_chunks_behind_evicted_tokens():
     last, p = torch_backend.step(q[:, :, None, -1], keys, torch.tensor([[[16]]]), geometry, True)
     torch.testing.assert_close(last[:, :, 0], want[:, :, -1])
     assert (p[0, 0, 0] > 0).tolist() == (positions >= 15).tolist()
+
+
+def test_layers_that_count_columns_and_evict_together(monkeypatch):
+    """No layer attends in chunks, so that steps run on stacked layers, each of which says what it has seen."""
+    kind, given = FAMILIES["llama4_tuned"]
+    monkeypatch.setitem(FAMILIES, "llama4_whole", (kind, {**given, "no_rope_layers": [0] * 4, "layer_types": None}))
+    models = (make("llama4_whole", seed=weights, dtype=torch.float64) for weights in range(6))
+    found = (agrees("", "h2o", 9, pads=(0, 0), weights=weights, model=model) for weights, model in enumerate(models))
+    reference_families.learn(Llama4ForCausalLM)
+    assert any(found), "every draw was too close to call"

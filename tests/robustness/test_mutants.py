@@ -816,8 +816,8 @@ MUTANTS = {
         "attention/layer_call.py", "sliding >= T and not keys.past and task", "sliding >= T and task",
         f"{CHUNKS}_only_a_text_of_several_chunks_is_for_torch"),
     "chunks of a padded row begin at the batch's first column": (
-        "evaluation/masked.py", "torch.arange(seen_BHQT.shape[-1]) - pads_B[:, None]",
-        "torch.arange(seen_BHQT.shape[-1]) - 0 * pads_B[:, None]",
+        "evaluation/masked.py", "torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]",
+        "torch.arange(seen_BNQT.shape[-1]) - 0 * pads_B[:, None]",
         "tests/arch/test_families.py::test_kvpatch_check[llama4_tuned]"),
     "a chunk without a size": (
         "arch/interface.py", 'if getattr(config, "attention_chunk_size", None) else', "if True else",
