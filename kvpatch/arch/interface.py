@@ -19,6 +19,7 @@ from transformers import AttentionInterface, Cache
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from .adapter import Adapter, Core, Forward, class_name, qualified_name, source_module
+from .handover import Handover
 from .rotary import Rotary
 
 NAME = "kvpatch"
@@ -280,21 +281,6 @@ def _found(attn: Any, name: str | None) -> Any:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:
         return None
-
-
-class Handover:
-    """Stand-in for a module's cache: `update` returns keys and values unchanged, and the core writes them."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens that the cache has seen."""
-        return self.cache.get_seq_length(layer_idx)
 
 
 def attention(

@@ -238,8 +238,10 @@ class Target:
         for module, adapter in self.attentions:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            special = tuple(name for name in SPECIAL if name != "chunk" and getattr(adapter, name)(module) is not None)
-            special += ("chunk",) if isinstance(adapter.sliding(module), Chunk) else ()
+            chunked = isinstance(adapter.sliding(module), Chunk)
+            special = tuple(
+                name for name in SPECIAL if (chunked if name == "chunk" else getattr(adapter, name)(module) is not None)
+            )
             device = device_of(module, self.decoder).type
             layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
             yield replace(layer, fresh=fresh, renumbered=renumbered)

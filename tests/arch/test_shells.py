@@ -255,6 +255,25 @@ def test_tokens_of_images_are_protected_by_name_and_by_id(kind, protect):
         assert torch.isin(own, by_name[3][row, 0]).all()
 
 
+def test_the_model_that_merges_images_may_hold_a_causal_model():
+    """BLIP-2's own decoder is an OPTForCausalLM, whose configuration names no token of an image."""
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"word_embed_proj_dim": 32, "max_position_embeddings": 64, **IDS, "model_type": "opt"}
+    vision, query = {**VISION, "hidden_size": 16}, {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    query |= {"intermediate_size": 16, "encoder_hidden_size": 16, "cross_attention_frequency": 1, "vocab_size": 9}
+    config = {"text_config": text, "vision_config": vision, "qformer_config": query, "num_query_tokens": SOFT}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("blip-2", **config, image_token_index=IMAGE)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    ids = prompt(1, 24)
+    ids[ids == IMAGE] = 1
+    ids[:, 2 : 2 + SOFT] = IMAGE
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    with kvpatch.patched(model, "window", 8, protect="image") as patch, torch.no_grad():
+        model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        assert patch.report().positions[1].sort(-1).values[0, 0, -8:].tolist()[:SOFT] == [2, 3, 4, 5]
+
+
 def test_a_model_of_text_has_no_image_to_protect():
     model = make("gemma3").model.language_model
     with pytest.raises(kvpatch.KVPatchError, match="names no token of an image. Give token ids"):

@@ -345,7 +345,7 @@ def _refuse(config: VllmConfig, terms: Terms) -> None:
             "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
         ),
         (model.use_mla, "keys and values are one latent vector", "start without kvpatch's settings"),
-        (bool(model.attention_chunk_size), "vLLM makes several texts of one read in chunks", "start without kvpatch's settings"),
+        (bool(model.attention_chunk_size), "vLLM makes several texts of one in chunks", "start without kvpatch's settings"),
     )
     for found, why, instead in refused:
         if found:
