@@ -256,7 +256,7 @@ def test_tokens_of_images_are_protected_by_name_and_by_id(kind, protect):
 
 
 def test_the_model_that_merges_images_may_hold_a_causal_model():
-    """BLIP-2's own decoder is an OPTForCausalLM, whose configuration names no token of an image."""
+    """BLIP-2 holds an OPTForCausalLM, whose configuration names no token of an image; its generate() gives embeddings alone."""
     text = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"word_embed_proj_dim": 32, "max_position_embeddings": 64, **IDS, "model_type": "opt"}
     vision, query = {**VISION, "hidden_size": 16}, {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -270,8 +270,10 @@ def test_the_model_that_merges_images_may_hold_a_causal_model():
     ids[:, 2 : 2 + SOFT] = IMAGE
     pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     with kvpatch.patched(model, "window", 8, protect="image") as patch, torch.no_grad():
-        model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        model(input_ids=ids, pixel_values=pixels, use_cache=True)
         assert patch.report().positions[1].sort(-1).values[0, 0, -8:].tolist()[:SOFT] == [2, 3, 4, 5]
+        with pytest.raises(kvpatch.KVPatchError, match="needs input_ids; with inputs_embeds give a boolean mask"):
+            model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def test_a_model_of_text_has_no_image_to_protect():
