@@ -21,6 +21,7 @@ from .cache.snapshot import Snapshot
 from .errors import KVPatchError
 from .hooks.run_log import RunLog
 from .policies.budgets import Budget
+from .policies.windows import Chunk
 from .report_text import BLOCKS, block
 
 __all__ = ["BLOCKS", "Report", "block"]
@@ -239,9 +240,10 @@ class Report:
         rows = [("tokens seen", seen)]
         own = {layer: bound for layer, bound in enumerate(self.bounds) if bound is not None}
         if own:
-            windows = text.span(list(own.values()))
-            layers = f"{', '.join(map(str, own))} hold their own window of {windows}; the policy acts on the others"
-            rows.append(("sliding layers", layers))
+            chunked = any(isinstance(bound, Chunk) for bound in own.values())
+            kind, what = ("chunked", "chunks") if chunked else ("sliding", "window")
+            windows = f"{', '.join(map(str, own))} hold their own {what} of {text.span(list(own.values()))}"
+            rows.append((f"{kind} layers", f"{windows}; the policy acts on the others"))
         if self.part:
             rows.append(("counted here", self.part))
         held = [layer.flatten() for layer in self._held()]

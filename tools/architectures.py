@@ -65,7 +65,7 @@ CAUSES = {
     "no cache of keys and values": r"keeps no cache of keys and values",
     "attention to an encoder": r"attends to what an encoder read|encoder-decoder",
     "attention in both directions": r"in both directions|bidirectional|diffusion",
-    "layers that attend by an index, in chunks or in another way of their own": r"has layers of type|several classes",
+    "layers that attend by an index or in another way of their own": r"has layers of type|several classes",
     "layers that use the keys of others, nothing says whose": r"uses the keys and values of a layer before it",
     "several sets of keys per layer": r"attends more than once|share a layer_idx|layers more than once",
     "no twin to check an automatic row on: a row has to be registered": r"no tiny twin|its tiny twin does not run",

@@ -23,7 +23,7 @@ class Adapter:
 
     Attributes:
         name: as listed by `list_architectures()`.
-        classes: qualified names of the attention classes, "package.module.ClassName".
+        classes: the attention classes, or their qualified names "package.module.ClassName".
         summary: one line for tables.
         projection: attribute of the output projection if it is a single module, else None.
         renumbers: whether keys can be cached without positions, which needs `plain`, `rotary_table` and `rotate`.
@@ -44,7 +44,7 @@ class Adapter:
     """
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str | type, ...]
     summary: str = ""
     projection: str | None = None
     renumbers: bool = False
@@ -126,8 +126,18 @@ class Adapter:
         return None
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Return the number of tokens that a query sees, itself included, or None if it sees all."""
+        """Return the number of tokens that a query sees, itself included, or None if it sees all.
+
+        A Chunk stands for chunks of so many positions, of which a query sees its own (policies/windows.py).
+        """
         return None
+
+    def counts_columns(self, attn: nn.Module) -> bool:
+        """Tell if the module's own code works with columns of the batch, whatever position_ids say.
+
+        Rows of a cache that are at different places of their texts are then refused, as where a decoder takes no position_ids.
+        """
+        return False
 
     def softcap(self, attn: nn.Module) -> float | None:
         """Return c if logits x become c * tanh(x / c) before masking, else None."""
@@ -203,6 +213,8 @@ def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
     if not isinstance(adapter, Adapter):
         raise KVPatchError("register_arch takes an instance of a kvpatch.arch.Adapter subclass, as in MyAdapter().")
     name, classes = getattr(adapter, "name", None), getattr(adapter, "classes", None)
+    if isinstance(classes, tuple | list):
+        classes = adapter.classes = tuple(class_name(one) if isinstance(one, type) else one for one in classes)
     if not isinstance(name, str) or not name:
         raise KVPatchError(
             f"{type(adapter).__name__} has no name: set name = 'my_architecture', which list_architectures() lists."
@@ -222,7 +234,7 @@ def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
             )
     if exist_ok and name in list_architectures():
         unregister_arch(name)
-    REGISTRY.update(dict.fromkeys(adapter.classes, adapter))
+    REGISTRY.update(dict.fromkeys(classes, adapter))
 
 
 def unregister_arch(name: str) -> None:
@@ -251,7 +263,12 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 def qualified_name(module: nn.Module) -> str:
     """Return the name under which a module's class is registered, "package.module.ClassName"."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    return class_name(type(module))
+
+
+def class_name(cls: type) -> str:
+    """Return the qualified name of a class, "package.module.ClassName"."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

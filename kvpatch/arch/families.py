@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .interface import InterfaceAdapter, RotaryInterfaceAdapter
+from .llama4 import Llama4Adapter
 
 
 def _row(name: str, stem: str, summary: str, *, rotary: bool = False, **where: Any) -> InterfaceAdapter:
@@ -61,6 +62,7 @@ FAMILIES = (
     _row("youtu",       "Youtu",       "Youtu: latent attention"),
     _row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", rotary=True,
          projection="dense"),
+    Llama4Adapter(),
 )
 # fmt: on
 

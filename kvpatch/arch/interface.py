@@ -9,6 +9,7 @@ arguments that its forward passes to attention are compared with the row.
 from __future__ import annotations
 
 import copy
+import inspect
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
+from ..policies.windows import Chunk
 from . import latent as latents
-from .adapter import Adapter, Core, Forward, qualified_name, source_module
+from .adapter import Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
 from .rotary import Rotary
 
 NAME = "kvpatch"
-ATTENTION = frozenset(("full_attention", "sliding_attention"))
+CHUNKED = "chunked_attention"
+"""The kind of layers whose window begins anew after every config.attention_chunk_size tokens."""
+ATTENTION = frozenset(("full_attention", "sliding_attention", CHUNKED))
 """Kinds of layers whose cache is one set of keys and values of all tokens, or of those in a window."""
 STATES = frozenset(("linear_attention", "conv"))
 """Kinds of layers with a state of fixed size, which transformers' own cache layers hold."""
@@ -43,7 +47,7 @@ class InterfaceAdapter(Adapter):
 
     Args:
         name: as listed by `list_architectures()`.
-        attention: qualified name of the attention class, "package.module.ClassName".
+        attention: the attention class, or its qualified name "package.module.ClassName".
         summary: one line for tables.
         projection: attribute of the output projection; None if the module does more between attention and its output.
         scale: attribute of the logits' factor, or the factor itself.
@@ -66,7 +70,7 @@ class InterfaceAdapter(Adapter):
     def __init__(  # noqa: PLR0913 - a row of the families' table, by keyword
         self,
         name: str,
-        attention: str,
+        attention: str | type,
         summary: str = "",
         *,
         projection: str | None = "o_proj",
@@ -78,7 +82,8 @@ class InterfaceAdapter(Adapter):
         learned: bool = False,
         positions_from_mask: bool = False,
     ) -> None:
-        self.name, self.classes, self.summary = name, (attention,), summary
+        self.name, self.summary = name, summary
+        self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
         self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
 
@@ -102,7 +107,10 @@ class InterfaceAdapter(Adapter):
             attended = True
             return latents.attend(attn, core, q, k, v) if absorbs else core(q, k, v).unflatten(-1, (q.shape[1], -1))
 
-        return own(hidden_BQE, **call, kvpatch=attend)
+        out = own(hidden_BQE, **call, kvpatch=attend)
+        if not attended:
+            raise _kept(attn)
+        return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         config = copy.copy(attn.config)
@@ -118,7 +126,10 @@ class InterfaceAdapter(Adapter):
         types = getattr(config, "layer_types", None)
         slides = self._slides
         if types is not None:
-            slides = knows_number(attn) and types[attn.layer_idx] in SLIDING  # type: ignore[index]
+            kind = types[attn.layer_idx] if knows_number(attn) else None  # type: ignore[index]
+            if kind == CHUNKED:
+                return Chunk(config.attention_chunk_size)
+            slides = kind in SLIDING
         return getattr(config, "sliding_window", None) if slides else None
 
     def softcap(self, attn: nn.Module) -> float | None:
@@ -162,19 +173,25 @@ class InterfaceAdapter(Adapter):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
-            if qualified_name(module) in self.classes and attends_both_ways(module) and not crosses(name, module):
+            if qualified_name(module) not in self.classes or crosses(name, module):
+                continue
+            if attends_both_ways(module):
                 raise encoder_refused(model, module)
-        others = set(getattr(config, "layer_types", None) or ()) - ATTENTION - OTHERS
+            takes = inspect.signature(type(module).forward).parameters.values()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+                raise _kept(module)
+        served = ATTENTION | OTHERS if getattr(config, "attention_chunk_size", None) else (ATTENTION | OTHERS) - {CHUNKED}
+        others = set(getattr(config, "layer_types", None) or ()) - served
         if others:
             raise KVPatchError(
                 f"This {type(model).__name__} has layers of type {', '.join(sorted(others))}, whose state is no cache of all "
-                "keys and values: kvpatch serves full and sliding attention."
+                "keys and values: kvpatch serves full attention, and that in windows and chunks."
             )
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
         """Raise KVPatchError if the module's arguments to attention differ from what this adapter describes."""
         window = self.sliding(attn)
-        asked = {"sliding_window": window, **asked}  # some families pass it in the mask alone
+        asked = {"sliding_window": window, **asked}  # some families pass it in the mask alone, as all do with chunks
         for what, name, mine in (
             ("scale", "scaling", self.scale(attn)),
             ("slides", "sliding_window", window),
@@ -189,9 +206,15 @@ class InterfaceAdapter(Adapter):
                 )
 
 
+def _kept(attn: nn.Module) -> KVPatchError:
+    return KVPatchError(
+        f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
+        "which kvpatch reaches by one of them: hand them on, or write an adapter (kvpatch.Adapter)."
+    )
+
+
 class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
     """InterfaceAdapter of a family whose rotations can be undone, for policies that read queries or keys without them."""
-
 
 
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:

@@ -27,7 +27,7 @@ _LIMITS = (  # the first that fits; the last so that a layer that looks at few t
     (("lru_width",), _WIDTH),
     (("per_tok", "top_k", "topk", "moe_k"), 2),
     (("experts",), _EXPERTS),
-    (("window", "chunk", "block_size"), _WINDOW),
+    (("window", "chunk", "block_size", "floor_scale"), _WINDOW),
 )
 _READERS = "num_kv_shared_layers"
 _HEADS = ("decoder_attention_heads", "encoder_attention_heads")

@@ -32,6 +32,7 @@ from ..policies.context import (
 from ..policies.queries import Looks, Queries, Recent
 from ..policies.selection import TwoStage
 from ..policies.statistics import STATISTICS
+from ..policies.windows import oldest
 
 AHEAD = 64  # decode steps
 
@@ -63,7 +64,7 @@ class Call:
         """Start another pass; what does not change from pass to pass stays bound."""
         asked = now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None
         if asked and self.settings.bounds[self.layer] is not None:
-            # the user's policy options do not apply to a sliding window of the layer's own
+            # the user's policy options do not apply to a window of the layer's own
             now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.now = now
         self.positions_BQ = now.on(self.device)
@@ -184,13 +185,16 @@ class Call:
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
         """Describe the task to a backend."""
         T = keys.positions_BHT.shape[-1]
+        sliding, special = self.geometry.sliding, self.geometry.special
+        if sliding is not None and sliding >= T and not keys.past and task in ("prompt", "statistics"):
+            special = tuple(name for name in special if name != "chunk")  # the text is one chunk
         return Case(
             device=q_BHGQD.device.type,
             dtype=q_BHGQD.dtype,
             head_dim=q_BHGQD.shape[-1],
             group=self.group,
             alibi=self.geometry.slopes_HG is not None,
-            window=self.geometry.sliding is not None and (task != "prompt" or self.geometry.sliding < T),
+            window=sliding is not None and (task != "prompt" or sliding < T),
             padding=keys.holes and (task == "prompt" or keys.grown is None),
             past=keys.past > 0 and task in ("prompt", "statistics"),
             # gradient checkpointing runs a pass once without gradients and once with them: both by the same backend
@@ -199,7 +203,7 @@ class Call:
             statistics=self.policy.kernels if scores else (),
             fresh=self.evicts and self.score.fresh,
             renumbered=self.settings.renumbered,
-            special=self.geometry.special,
+            special=special,
             bits=keys.codecs[0].bits,
             value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
@@ -326,7 +330,7 @@ class Call:
         x = window_logits(q, k, positions, rows, geometry)
         seen = candidate[:, :, None, None]
         if geometry.sliding is not None:
-            seen = seen & (rows[:, None, None, :, None] - self._positions[:, :, None, None] < geometry.sliding)
+            seen = seen & (self._positions[:, :, None, None] >= oldest(geometry.sliding, rows[:, None, None, :, None]))
         # the least number rather than -inf: a query that sees no candidate is not NaN
         x = x.masked_fill(~seen, torch.finfo(x.dtype).min)
         return Looks(x, candidate)
@@ -340,7 +344,7 @@ class Call:
         """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""
         positions, sliding = self._positions, self.geometry.sliding
         live = positions >= 0
-        return live if sliding is None else live & (newest_B11 + 1 - positions < sliding)
+        return live if sliding is None else live & (positions >= oldest(sliding, newest_B11 + 1))
 
     @property
     def _positions(self) -> Tensor:

@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 
 from ..policies.context import Limits
+from ..policies.windows import Chunk
 from .entries import EXACT, FULL, Codecs
 from .head_offsets import HeadOffsets
 
 Task = Literal["prompt", "statistics", "replay", "decode", "ragged"]
-Special = Literal["softcap", "sinks", "coarse"]
+Special = Literal["softcap", "sinks", "coarse", "chunk"]
 SPECIAL: dict[Special, str] = {  # variants of attention that few kernels compute
     "softcap": "capped logits",
     "sinks": "attention sinks",
     "coarse": "ALiBi rounded to bfloat16",
+    "chunk": "attention in chunks",
 }
 TASKS: tuple[Task, ...] = ("prompt", "statistics", "replay", "decode", "ragged")
 
@@ -109,7 +111,7 @@ class Geometry:
     Attributes:
         scale: factor of the logits.
         slopes_HG: ALiBi slopes; key i's logit for the query at t gets slope * (i - t) added. None without ALiBi.
-        sliding: sliding window in tokens; None without one.
+        sliding: window in tokens, a Chunk if it begins anew instead of sliding (policies/windows.py); None without one.
         softcap: logits x become softcap * tanh(x / softcap) before masking [Gemma 2]; None for no cap.
         sinks_HG: a logit per query head in the softmax that belongs to no key [gpt-oss]; None without.
         coarse: if not None, ALiBi of key i is coarse * (slope / coarse * i), with slope, position and product rounded to
@@ -124,6 +126,11 @@ class Geometry:
     coarse: float | None = None
 
     @property
+    def chunk(self) -> Chunk | None:
+        """Return the window if it is one that begins anew."""
+        return self.sliding if isinstance(self.sliding, Chunk) else None
+
+    @property
     def plain(self) -> bool:
         """Tell whether the probabilities are a softmax over scaled products, biases and masks alone."""
         return self.softcap is None and self.sinks_HG is None
@@ -131,7 +138,7 @@ class Geometry:
     @property
     def special(self) -> tuple[Special, ...]:
         """Return the names of what the layer has that few kernels compute."""
-        own = (self.softcap, self.sinks_HG, self.coarse)
+        own = (self.softcap, self.sinks_HG, self.coarse, self.chunk)
         return tuple(name for name, value in zip(SPECIAL, own, strict=True) if value is not None)
 
 
@@ -145,7 +152,7 @@ class Case:
         head_dim: D, of queries and keys.
         group: G, query heads per KV head.
         alibi: positions are ALiBi biases.
-        window: there is a sliding window shorter than the text.
+        window: there is a window shorter than the text.
         padding: some keys are empty.
         past: there are keys before this piece of the prompt.
         gradients: the output must be differentiable.
@@ -154,7 +161,7 @@ class Case:
             torch computes it.
         fresh: noise is needed for every query and key.
         renumbered: positions are ranks among the held tokens, new at every step.
-        special: names of Geometry's variants: the cap of logits, attention sinks, coarse ALiBi.
+        special: names of Geometry's variants: the cap of logits, attention sinks, coarse ALiBi, chunks shorter than the text.
         bits: of the entries of keys and values: 16, or rounded to 8 or 4.
         value_dim: size of a value; None if it is D.
     """

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..policies.context import Observed, accumulator
+from ..policies.windows import oldest
 from .entries import dot, mix
 from .protocol import Case, Geometry, Keys, Task
 
@@ -285,7 +286,7 @@ def _weights(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tens
 def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
     """Return the range of key columns that rows [start, stop) can see."""
     lo = 0
-    if geometry.sliding is not None and keys.ordered:
+    if geometry.sliding is not None and keys.ordered:  # no window reaches further back, and a chunk's may reach less far
         lo = max(keys.past + start - geometry.sliding + 1, 0)
     return lo, keys.past + stop
 
@@ -298,7 +299,7 @@ def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: 
     row = keys.past + torch.arange(start, stop, device=rows.device)[:, None]
     visible = (column <= row) & (positions >= 0)
     if geometry.sliding is not None:
-        visible = visible & (rows - positions < geometry.sliding)
+        visible = visible & (positions >= oldest(geometry.sliding, rows))
     if keys.deaths_BHT is not None:
         visible = visible & (rows < keys.deaths_BHT[:, :, None, lo:hi])
     return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.holes else visible
@@ -423,7 +424,7 @@ class _Mask:
         if self.padded:
             x_NGRM.masked_fill_(positions < 0, -torch.inf)
         if self.geometry.sliding is not None:
-            gone = self.rows_NQ[n0:n1, None, start:stop, None] - positions >= self.geometry.sliding
+            gone = positions < oldest(self.geometry.sliding, self.rows_NQ[n0:n1, None, start:stop, None])
             x_NGRM.masked_fill_(gone, -torch.inf)
 
     def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
@@ -647,5 +648,5 @@ def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.
     if keys.holes:
         bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
     if geometry.sliding is not None:
-        bias = bias.masked_fill((newest_B11 - positions >= geometry.sliding)[:, :, None], -torch.inf)
+        bias = bias.masked_fill((positions < oldest(geometry.sliding, newest_B11))[:, :, None], -torch.inf)
     return bias

@@ -113,7 +113,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load a causal language model from a folder or the hub, in evaluation mode.
+    """Load a causal language model, or one that reads images too, from a folder or the hub, in evaluation mode.
 
     Args:
         name: a folder, or a name on the hub.
@@ -141,7 +141,10 @@ def load_model(
 
         quiet()
         mapped = {"device_map": place} if device_map is not None else {}
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+        model: Any = _auto_class(name, config).from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             revision=revision or "main",
@@ -149,8 +152,29 @@ def load_model(
             **mapped,
         )
         return (model if mapped else model.to(place)).eval()
+    except KVPatchError:
+        raise
     except Exception as error:  # transformers, the hub and safetensors have an error type each
         raise KVPatchError(f"--model {name} cannot be loaded: {_reason(error)}") from error
+
+
+def _auto_class(name: str, config: Any) -> Any:
+    """Return the class of transformers that loads a model of this configuration, one that reads images too if there is none.
+
+    Raises:
+        KVPatchError: it is an encoder-decoder.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    own, kind = getattr(config, "auto_map", None) or {}, config.model_type
+    if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or AutoModelForCausalLM.__name__ in own:
+        return AutoModelForCausalLM
+    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or AutoModelForImageTextToText.__name__ in own:
+        return AutoModelForImageTextToText
+    if getattr(config, "is_encoder_decoder", False):
+        raise KVPatchError(f"--model {name} is of type {kind}, an encoder-decoder: kvpatch serves decoder-only models.")
+    return AutoModelForCausalLM  # whose error names the types that it knows
 
 
 def quiet() -> None:

@@ -173,7 +173,7 @@ class Checks:
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
-        if not self._places():
+        if not self._places() or self.target.places_itself() is not None:
             own = self._feed(self.ids_BT, mask)[1:] - self._feed(self.ids_BT[1:, pads:], skipped=pads)
             if float(own.abs().max()) > 1000 * self.tolerance:
                 return self._padded(mask, pads)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arch.adapter import Adapter, query_heads
+from ..arch.adapter import Adapter
 from ..hooks.attention import parameters
 from ..hooks.target import Target
+from ..policies.windows import oldest
 from .teacher_forcing import feed, predictions, wide
 
 Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
@@ -23,16 +24,18 @@ class Evictions:
     def __init__(self, n: int, total: int, pads_B: Tensor | None = None) -> None:
         self.n, self.total, self.pads_B = n, total, pads_B
         self.passes: list[list[Tensor]] = []
+        self.groups: list[int] = []
 
     def note(self, cache: Any) -> None:
         """Note the positions that each layer holds after a pass."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
+        self.groups = [cache.calls[layer].group for layer in range(len(cache.layers))]
         if self.pads_B is not None and not cache.settings.by_columns:
             held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
         self.passes.append(held)
 
     def seen(self) -> list[Tensor]:
-        """Return what each query sees, bool [B,H,Q,T] per layer: all before it in the prompt, then what was held."""
+        """Return what each query sees, bool [B,H*G,Q,T] per layer: all before it in the prompt, then what was held."""
         causal = torch.ones(self.total, self.total, dtype=torch.bool).tril()
         return [self._layer(causal, index) for index in range(len(self.passes[0]))]
 
@@ -45,7 +48,7 @@ class Evictions:
             held.scatter_(-1, positions_BHT.clamp(min=-1) % (self.total + 1), True)  # -1, an empty slot, falls behind the end
             seen[:, :, self.n + step] &= held[..., :-1]
             seen[:, :, self.n + step, self.n + step] = True
-        return seen
+        return seen.repeat_interleave(self.groups[index], 1)
 
     def evicted(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that a head had evicted in the end."""
@@ -63,7 +66,7 @@ def masked_predictions(
     places: dict[str, Tensor],
     mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """Run the unpatched model; each layer's queries see what `seen` says, within the layer's sliding window.
+    """Run the unpatched model; each layer's queries see what `seen` says, within the layer's window.
 
     It runs in one pass; a hybrid reads the prompt and then token by token, since that is another computation for its states.
 
@@ -72,7 +75,7 @@ def masked_predictions(
         target: its parts.
         ids_BT: token ids.
         n: tokens of the prompt.
-        seen: bool [B,H,Q,T] per layer, with KV heads H or 1; B may be 1.
+        seen: bool [B,N,Q,T] per layer, for N query heads or 1; B may be 1.
         places: position_ids, if the model takes them.
         mask_BT: 0 for left padding.
 
@@ -81,21 +84,19 @@ def masked_predictions(
     """
     attentions = [pair for _, _, pair in target.modules()]
     seen = [seen[layer] for layer, _, _ in target.modules()]
-    heads = query_heads(model.config.get_text_config()) or 0
-    shared = ((module, heads // adapter.kv_shape(module)[0]) for module, adapter in attentions)
-    groups = [getattr(module, "num_key_value_groups", max(group, 1)) for module, group in shared]
-    with _masks(attentions, seen, groups):
+    pads_B = torch.zeros(1, dtype=torch.int64) if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
+    with _masks(attentions, seen, pads_B):
         if target.stack is not None and target.stack.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
         return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager
-def _masks(attentions: Attentions, seen: list[Tensor], groups: list[int]) -> Iterator[None]:
+def _masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
     hooks = []
     try:
-        for (module, adapter), seen_BHQT, group in zip(attentions, seen, groups, strict=True):
-            mask = _Masked(adapter.sliding(module), seen_BHQT, group, adapter.one_mask)
+        for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
+            mask = _Masked(adapter.sliding(module), seen_BNQT, pads_B, adapter.one_mask)
             hooks.append(module.register_forward_pre_hook(mask, with_kwargs=True))
         yield
     finally:
@@ -117,11 +118,10 @@ class _OneMask(Tensor):
 class _Masked:
     """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
 
-    def __init__(self, window: int | None, seen_BHQT: Tensor, group: int, disguised: bool = False) -> None:
-        at = torch.arange(seen_BHQT.shape[-1])
-        self.seen = seen_BHQT if window is None else seen_BHQT & (at > at[:, None] - window)
-        if self.seen.shape[1] > 1:  # what a KV head holds, for the query heads that share it
-            self.seen = self.seen.repeat_interleave(group, 1)
+    def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
+        at_BT = torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]
+        inside = None if window is None else at_BT[:, None, None] >= oldest(window, at_BT)[:, None, :, None]
+        self.seen = seen_BNQT if inside is None else seen_BNQT & inside
         self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,11 +139,11 @@ class _Masked:
         keys = own.shape[-1] if own is not None else self.window if Q == 1 else None
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
 
-    def _hidden(self, own: Tensor | None, seen_BHQT: Tensor, hidden_BQE: Tensor) -> Tensor:
+    def _hidden(self, own: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
         if own is not None and own.dtype == torch.bool:
-            return own & seen_BHQT if own[0, 0, -1, -1] else own | ~seen_BHQT  # a token sees itself: so it says what True means
-        own = torch.zeros_like(seen_BHQT, dtype=hidden_BQE.dtype) if own is None else own
-        mask = own.masked_fill(~seen_BHQT, torch.finfo(own.dtype).min)
+            return own & seen_BNQT if own[0, 0, -1, -1] else own | ~seen_BNQT  # a token sees itself: so it says what True means
+        own = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if own is None else own
+        mask = own.masked_fill(~seen_BNQT, torch.finfo(own.dtype).min)
         return mask.expand(len(hidden_BQE), -1, -1, -1)
 
 

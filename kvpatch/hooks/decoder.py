@@ -108,7 +108,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
     if cache.rows.joined and not renumbered:
-        inputs.place(call, cache, Q, mask, state.decoder_parameters)
+        inputs.place(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
     if not renumbered:
         _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
     if cache.settings.rereads and state.max_positions is not None and Q > 1:
@@ -196,7 +196,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.rows.joined and not cache.settings.renumbered:
-        inputs.place(call, cache, 1, mask, state.decoder_parameters)
+        inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
     compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask)
     mask = pass_mask(tokens.device)
     call.update(past_key_values=cache, use_cache=True, attention_mask=mask)

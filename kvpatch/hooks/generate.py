@@ -23,6 +23,7 @@ from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier
@@ -315,10 +316,15 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
                 "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid, or "
                 "layers that use others' keys, cannot be read from: use generate()."
             )
-        if state.places_itself:
+        if state.places_itself is not None:
             raise KVPatchError(
                 "Continuous batching packs requests that are at different places of their texts, which this model's decoder "
-                "cannot be told, for it takes no position_ids: use generate()."
+                f"cannot be told, for {state.places_itself}: use generate()."
+            )
+        if any(isinstance(shape.sliding, Chunk) for shape in state.shapes):
+            raise KVPatchError(
+                "transformers' continuous batching knows no layers that attend in chunks, in this model's own code either: use "
+                "generate()."
             )
         if state.settings.rereads:
             raise KVPatchError(

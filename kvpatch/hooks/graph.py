@@ -184,10 +184,10 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
             "Steps of a hybrid, or of layers that use others' keys, are not captured, for not all of it is the cache's own: "
             "call the model itself."
         )
-    if state.places_itself:
+    if state.places_itself is not None:
         raise KVPatchError(
-            "Steps of this model are not captured, for its decoder takes no position_ids and counts positions on the host: "
-            "call the model itself."
+            "Steps of this model are not captured, for its decoder counts positions on the host "
+            f"({state.places_itself}): call the model itself."
         )
     if not torch.cuda.is_available():
         raise KVPatchError(NO_DEVICE.format("torch finds no CUDA device here"))

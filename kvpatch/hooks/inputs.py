@@ -194,21 +194,23 @@ def file_path(path: object) -> Path:
     return Path(path)
 
 
-def place(call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, known: tuple[str, ...]) -> None:
+def place(
+    call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, known: tuple[str, ...], untold: str | None
+) -> None:
     """Give a decoder the position_ids of Q new tokens per row, because its own are equal for all rows.
 
-    call: the decoder's arguments, which are updated. known: names of its parameters.
+    call: the decoder's arguments, which are updated. known: names of its parameters. untold: the reason that it can be told
+    no positions, or None.
 
     Raises:
-        KVPatchError: the caller gave other position_ids, or the decoder needs some and takes none.
+        KVPatchError: the caller gave other position_ids, or the decoder needs some and cannot be told.
     """
-    geometry = cache.layers[0].geometry
+    if untold is not None:
+        raise KVPatchError(
+            "Rows of a concatenated cache are at different places of their texts, which this model's decoder cannot be told, "
+            f"for {untold}: continue the caches one by one."
+        )
     if "position_ids" not in known:
-        if geometry is None or geometry.slopes_HG is None:
-            raise KVPatchError(
-                "Rows of a concatenated cache are at different places of their texts, which this model's decoder cannot be "
-                "told, for it takes no position_ids: continue the caches one by one."
-            )
         return
     given, wanted = call.get("position_ids"), cache.next_positions(Q)
     real = None if mask_BT is None else mask_BT[:, -Q:].to(wanted.device).bool()

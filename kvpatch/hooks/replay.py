@@ -22,10 +22,10 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             "A replay reads whole texts without a cache: leave out past_key_values, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
-    if state.places_itself:
+    if state.places_itself is not None:
         raise KVPatchError(
-            "A replay gives each token the position that it had, which this model's decoder cannot be told, for it takes no "
-            "position_ids: compute logits in the rollout."
+            "A replay gives each token the position that it had, which this model's decoder cannot be told, for "
+            f"{state.places_itself}: compute logits in the rollout."
         )
     inputs.refuse_encoder(call)
     tokens = inputs.tokens(call, decoder)

@@ -74,7 +74,7 @@ class PatchState:
     during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a step for a graph
     (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed texts that others begin
     with. identity: describes the model. merged: what a pass was given in front of the decoder, in each thread. places_itself:
-    the decoder counts positions by columns, and can be told no others.
+    the reason that the decoder counts positions by columns and can be told no others, or None.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PatchState:
         shapes: list[LayerShape],
         decoder_parameters: tuple[str, ...],
         identity: Callable[[], dict[str, Any]],
-        places_itself: bool,
+        places_itself: str | None,
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)

@@ -23,6 +23,7 @@ from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
+from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
 from .accelerate import device_of, weights
 from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
@@ -48,7 +49,7 @@ class Target:
 
     attentions: of the layers on the budget. readers: of layers without keys of their own, each with the index of the layer on
     the budget whose keys it uses. shell: a model around the decoder that makes its masks, or None. outer: the innermost model
-    around the decoder, or None.
+    around the decoder that knows tokens of images, else the innermost one, or None.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Target:
         indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
-        outer = holders[-2] if len(holders) > 1 else None
+        innermost = holders[-2] if len(holders) > 1 else None
+        outer = next((holder for holder in reversed(holders[:-1]) if _image_tokens(holder)), innermost)
         return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
@@ -120,7 +122,7 @@ class Target:
         yield from ((layer, True, pair) for layer, pair in self.readers)
 
     def bounds(self) -> tuple[int | None, ...]:
-        """Return the sliding window of each layer that has one; None for others, and for all if every layer slides."""
+        """Return the window of each layer that has one; None for others, and for all if every layer has one."""
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
 
@@ -130,9 +132,7 @@ class Target:
 
     def image_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
-        config = getattr(self.outer, "config", None)
-        ids = (getattr(config, name, None) for name in IMAGE_TOKENS)
-        return tuple(dict.fromkeys(one for one in ids if one is not None))
+        return () if self.outer is None else _image_tokens(self.outer)
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
@@ -243,7 +243,10 @@ class Target:
         for module, adapter in self.attentions:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
-            special = tuple(name for name in SPECIAL if getattr(adapter, name)(module) is not None)
+            chunked = isinstance(adapter.sliding(module), Chunk)
+            special = tuple(
+                name for name in SPECIAL if (chunked if name == "chunk" else getattr(adapter, name)(module) is not None)
+            )
             device = device_of(module, self.decoder).type
             layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
             yield replace(layer, fresh=fresh, renumbered=renumbered)
@@ -255,16 +258,20 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if attention measures distances in columns of the batch: for sliding windows, and for ALiBi by default."""
+        """Tell if attention measures distances in columns of the batch: for windows, and for ALiBi by default."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions
         )
 
-    def places_itself(self) -> bool:
-        """Tell if the decoder counts positions by columns itself: it takes no position_ids, and has no ALiBi in their stead."""
+    def places_itself(self) -> str | None:
+        """Return the reason that the model counts positions by columns itself and can be told no others, or None."""
         takes = inspect.signature(type(self.decoder).forward).parameters
-        return "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions)
+        if "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions):
+            return "it takes no position_ids"
+        if any(adapter.counts_columns(module) for module, adapter in self.attentions):
+            return "its attention counts columns, whatever position_ids say"
+        return None
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the attention modules, in the order of their layers."""
@@ -300,6 +307,11 @@ def _check_decoder(decoder: nn.Module) -> None:
             "past_key_values, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
             "attention modules."
         )
+
+
+def _image_tokens(model: Any) -> tuple[int, ...]:
+    ids = (getattr(model.config, name, None) for name in IMAGE_TOKENS)
+    return tuple(dict.fromkeys(one for one in ids if one is not None))
 
 
 def _contains(module: nn.Module, wanted: set[int]) -> bool:

@@ -16,6 +16,7 @@ from ..errors import KVPatchError
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
 from .queries import Looks, Queries
+from .windows import end
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +70,7 @@ class EvictionContext:
         state: the policy's statistics and entries by name, [B,H,T] or [B,H,T,G].
         limits: protected sizes of each batch row.
         group: G, query heads per KV head.
-        sliding: sliding window of the layer in tokens; None without one.
+        sliding: window of the layer in tokens, a Chunk if it begins anew instead of sliding; None without one.
         empty: whether some slots may be empty.
         aligned: whether heads with equal scores hold the same tokens in the same slots.
         parallel: the share of this process in the layer's heads.
@@ -116,8 +117,9 @@ class EvictionContext:
     def rows_seen(self) -> Tensor:
         """Number of query rows that could see each token so far, its own included: c [B,H,T], in the sums' dtype."""
         if self._rows_seen is None:
-            seen = (self.newest_B11 + 1 - self.positions_BHT).to(self.state["sum"].dtype)
-            self._rows_seen = seen if self.sliding is None else seen.clamp(max=self.sliding)
+            next_B11, positions = self.newest_B11 + 1, self.positions_BHT
+            until = next_B11 if self.sliding is None else torch.minimum(next_B11, end(self.sliding, positions))
+            self._rows_seen = (until - positions).to(self.state["sum"].dtype)
         return self._rows_seen
 
     @property

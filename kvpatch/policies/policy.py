@@ -17,6 +17,7 @@ from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
 from .statistics import check_names, kernel_of
+from .windows import oldest
 
 SCHEDULES = ("prompt", "decode", "both")
 
@@ -189,8 +190,8 @@ class Policy:
             context.watch(value)
         dead = None
         if context.sliding is not None:
-            # outside the sliding window of every later query, so never attended to again
-            dead = context.newest_B11 + 1 - position >= context.sliding
+            # outside the window of every later query, so never attended to again
+            dead = position < oldest(context.sliding, context.newest_B11 + 1)
         keys = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
         if self.selection is None:
             return keys

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 from typer.testing import CliRunner
 
 import kvpatch
@@ -24,6 +33,7 @@ from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.patching import SETTINGS
 from kvpatch.policies.budgets import Size
+from tests.arch.test_shells import make as reader
 from tests.helpers import tiny
 from tests.test_layers import imports
 
@@ -271,6 +281,31 @@ def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
     result = run("check", "--model", folder)
     assert result.exit_code == 1
     assert "FAIL" in result.stdout
+
+
+def test_check_of_a_model_that_reads_images(tmp_path):
+    reader("mistral3").save_pretrained(tmp_path)
+    result = run("check", "--model", tmp_path, "-k", "0.4")
+    assert result.exit_code == 0 and result.stdout.count("pass ") == 6, result.output
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "pad_token_id": 0, "eos_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MambaConfig(**SMALL, state_size=4), "MambaForCausalLM keeps a recurrent state, not keys and values: there is nothing"),
+        (BertConfig(**SMALL, num_attention_heads=2, intermediate_size=16), "BertLMHeadModel attends in both directions"),
+        (T5Config(**SMALL, d_model=16, d_ff=16, num_layers=1, num_heads=2), "is of type t5, an encoder-decoder"),
+    ],
+    ids=lambda one: getattr(one, "model_type", ""),
+)
+def test_check_says_why_a_type_is_refused(tmp_path, config, words):
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path)
+    result = run("check", "--model", tmp_path)
+    assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], result.output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

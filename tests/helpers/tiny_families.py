@@ -22,6 +22,9 @@ MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 FOUR = {**SLIDING, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24, "experts_implementation": "eager"}
+CHUNKS = {"attention_chunk_size": 7, "intermediate_size_mlp": 48, "head_dim": 8, "attn_temperature_tuning": False}
+CHUNKS |= {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+PIECES = ["chunked_attention", "full_attention"]
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 16}
 LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
@@ -82,6 +85,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minicpm3": ("minicpm3", {**BASE, **LATENT, "scale_emb": 1, "dim_model_base": None, "scale_depth": None}),
     "youtu": ("youtu", {**BASE, **LATENT}),
+    "llama4": ("llama4_text", {**GQA, **CHUNKS, "no_rope_layers": [1, 0], "layer_types": PIECES}),
+    "llama4_chunks": ("llama4_text", {**GQA, **CHUNKS, "no_rope_layers": [1, 1], "use_qk_norm": False}),
+    "llama4_tuned": (
+        "llama4_text",
+        {**GQA, **CHUNKS, "num_hidden_layers": 4, "no_rope_layers": [1, 0] * 2, "layer_types": PIECES * 2}
+        | {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 1.5},
+    ),
 }
 _BERT = {**BASE, "is_decoder": True}
 _BART = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 3, "encoder_layers": 4, "max_position_embeddings": 512}
@@ -107,7 +117,8 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {  # attention code of their own, t
         | {"moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 16, "experts_implementation": "eager"},
     ),
 }
-ONE_WINDOW = ("phi3_sliding", "starcoder2", "mixtral")  # all layers slide alike: the policy acts on all
+BY_COLUMNS = ("llama4_tuned",)  # padding counts, so that a padded row is not as it is alone
+ONE_WINDOW = ("phi3_sliding", "starcoder2", "mixtral", "llama4_chunks")  # all layers slide alike: the policy acts on all
 
 
 def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

@@ -505,7 +505,7 @@ class Oracle:
                 size, begin = self.options["chunk"], self.options["sinks"]
                 self.local[l][g] |= local_attention(positions.tolist(), queries, k[g], begin, size)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
-        window, cap = self.decoder.reach(l), self.decoder.softcap(l)
+        cap, oldest = self.decoder.softcap(l), torch.tensor([self.decoder.oldest(l, t) for t in positions.tolist()])
         for g in range(self.decoder.kv_heads):
             heads = range(g * self.G, (g + 1) * self.G)
             for index, t in enumerate(positions.tolist()):
@@ -519,7 +519,7 @@ class Oracle:
             held = sorted(self.keys[l][g])  # whose last tokens are the new ones
             places, new = torch.tensor(held), len(held) - len(positions)
             distance = places - positions[:, None]  # [T, S]
-            seen = (distance <= 0) & (distance > (-math.inf if window is None else -window))
+            seen = (distance <= 0) & (places >= oldest[:, None])
             keys = torch.stack([self.keys[l][g][i] for i in held])
             values = torch.stack([self.values[l][g][i] for i in held])
             query = q[heads.start : heads.stop]
@@ -569,7 +569,7 @@ class Oracle:
         them, over the query heads too, a being a softmax over the span, the sinks before it and the rows' own tokens."""
         q, k, v = self.decoder.project(l, h_TE, positions)
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
-        reach, cap = self.decoder.reach(l), self.decoder.softcap(l)
+        cap, oldest = self.decoder.softcap(l), torch.tensor([self.decoder.oldest(l, t) for t in positions.tolist()])
         for h in range(self.H):
             g = h // self.G
             held = sorted(self.keys[l][g])
@@ -581,7 +581,7 @@ class Oracle:
                 distance = tokens_S - positions[:, None]
                 x = q[h] @ keys.T * self.decoder.scale(l) + self.decoder.slope(h) * distance
                 x = x if cap is None else cap * torch.tanh(x / cap)
-                a = torch.softmax(torch.where((distance <= 0) & (distance > -(reach or math.inf)), x, -math.inf), -1)
+                a = torch.softmax(torch.where((distance <= 0) & (tokens_S >= oldest[:, None]), x, -math.inf), -1)
                 if among is held:
                     y[h] = a @ values
                     continue
@@ -788,10 +788,10 @@ class Oracle:
             cos, sin = self.decoder.tables(l, torch.arange(len(held)))
             return self.decoder.rotate(vector[None], cos[[place[i]]], sin[[place[i]]])[0]
 
-        window, cap, x = self.decoder.reach(l), self.decoder.softcap(l), []
+        cap, x = self.decoder.softcap(l), []
         for h in range(g * self.G, (g + 1) * self.G):
             query, own = placed(self.asked[l][h][t], t), {}
-            for i in [i for i in older if window is None or t - i < window]:
+            for i in [i for i in older if i >= self.decoder.oldest(l, t)]:
                 product = float(placed(self.keys[l][g][i], i) @ query) * self.decoder.scale(l)
                 product += self.decoder.slope(h) * (place[i] - place[t])
                 own[i] = product if cap is None else cap * math.tanh(product / cap)
@@ -897,9 +897,8 @@ class Oracle:
         return result
 
     def dead(self, l: int, i: int) -> bool:
-        """No query from the next one on can see i in layer l: it has left the sliding window for good."""
-        window = self.decoder.reach(l)
-        return window is not None and self.newest + 1 - i >= window
+        """No query from the next one on can see i in layer l: it has left the window for good."""
+        return i < self.decoder.oldest(l, self.newest + 1)
 
     def slide(self, l: int) -> None:
         """A layer that bounds itself holds its window's newest tokens, whatever policy, budget and schedule are."""

@@ -44,6 +44,19 @@ def nothing(module: Any, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tenso
     return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 
+class Before:
+    """In place of a module's cache: what it asks for is how many tokens came before."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_seq_length(self, layer_idx: int) -> int:
+        return self.count
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
 def same_kind(output: Any, x: Tensor) -> Any:
     """x in the place of the hidden states that a layer returned."""
     return (x, *output[1:]) if isinstance(output, tuple) else x
@@ -123,9 +136,15 @@ class Routed(Decoder):
         """As the configuration says, for some families slide by their mask alone."""
         config = self.attentions[l].config
         kinds = getattr(config, "layer_types", None)
+        if self.chunked(l):
+            return config.attention_chunk_size
         if kinds is not None and kinds[l] != "sliding_attention":
             return None
         return getattr(config, "sliding_window", None)
+
+    def chunked(self, l: int) -> bool:
+        kinds = getattr(self.attentions[l].config, "layer_types", None)
+        return kinds is not None and kinds[l] == "chunked_attention"
 
     # Everything but attention
 
@@ -171,6 +190,8 @@ class Routed(Decoder):
         rest, kwargs = self.inner[l]
         module = self.attentions[l]
         kwargs = {**kwargs, "past_key_values": cache} if cache is not None else kwargs
+        if getattr(module, "attn_temperature_tuning", False):
+            kwargs = {**kwargs, "past_key_values": Before(int(self.positions[0]))}
         with self.answering(answer):
             return type(module).forward(module, h_TE[None], *rest, **kwargs)[0][0]
 

@@ -54,8 +54,19 @@ class Decoder:
         return None
 
     def reach(self, l: int) -> int | None:
-        """The window of layer l."""
+        """The window of layer l: how many tokens a row sees at most, itself included."""
         return self.window
+
+    def chunked(self, l: int) -> bool:
+        """Layer l cuts the text into pieces of `reach` tokens, and a row sees its own piece; else its window goes along."""
+        return False
+
+    def oldest(self, l: int, t: int) -> int:
+        """The first token that row t of layer l could see."""
+        size = self.reach(l)
+        if size is None:
+            return 0
+        return t - t % size if self.chunked(l) else max(t - size + 1, 0)
 
     def embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         raise NotImplementedError

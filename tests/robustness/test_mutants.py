@@ -26,6 +26,7 @@ ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 BUDGETS = "tests/oracle/test_oracle_budgets.py::test_kept_tokens_and_logits"
 RHYTHM = "tests/attention/test_rhythm.py"
 OWN = "tests/arch/test_own_attention.py::test"
+CHUNKS = "tests/arch/test_chunks.py::test"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
 PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa-tri_attention"
@@ -318,8 +319,8 @@ MUTANTS = {
         "        return\n    if call.score.notes",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
-        "backends/torch_backend.py", "newest_B11 - positions >= geometry.sliding", "newest_B11 - positions > geometry.sliding",
-        f"{ORACLE}[mistral_sliding-full]"),
+        "backends/torch_backend.py", "(positions < oldest(geometry.sliding, newest_B11))",
+        "(positions < oldest(geometry.sliding, newest_B11) - 1)", f"{ORACLE}[mistral_sliding-full]"),
     "queries of the sinks counted": (
         "attention/prefill.py", "counted = positions >= call.policy.scope.sinks", "counted = positions >= 0",
         f"{ORACLE}[llama-expected_attention]"),
@@ -448,7 +449,7 @@ MUTANTS = {
         "arch/refusals.py", 'return "encoder_hidden_states" in inspect', 'return True or "encoder_hidden_states" in inspect',
         "tests/arch/test_automatic.py::test_refused_with_what_it_is[mllama]"),
     "a decoder is told positions that it does not take": (
-        "hooks/target.py", 'return "position_ids" not in takes and any', "return False and any",
+        "hooks/target.py", 'if "position_ids" not in takes and any', "if False and any",
         f"{OWN}_what_needs_positions_of_our_own_is_refused[roformer]"),
     "GPT-Neo without windows": (
         "arch/separate.py", 'return attn.config.window_size if attn.attention_type == "local" else None', "return None",
@@ -876,6 +877,31 @@ MUTANTS = {
     "numbers that the host knows are read from the device": (
         "attention/compress.py", "held_B = now.n_B if now.padding is None else now.padding.real_B", "held_B = None",
         "tests/attention/test_host_waits.py::test_a_prompt_of_tokens_alone_waits_for_nothing[h2o-torch]"),
+    "chunks slide": (
+        "policies/windows.py", "return t // int(window) * int(window) if isinstance(window, Chunk) else t - window + 1",
+        "return t - window + 1", f"{CHUNKS}_attention_to_chunks_behind_evicted_tokens"),
+    "a chunk's tokens are seen for as long as a window's": (
+        "policies/windows.py", "return (i // int(window) + 1) * int(window) if isinstance(window, Chunk) else i + window",
+        "return i + window", f"{CHUNKS}_a_window_by_its_mask[Chunk5]"),
+    "a kernel takes chunks of a text that goes on": (
+        "attention/layer_call.py", "sliding >= T and not keys.past and task", "sliding >= T and task",
+        f"{CHUNKS}_only_a_text_of_several_chunks_is_for_torch"),
+    "chunks of a padded row begin at the batch's first column": (
+        "evaluation/masked.py", "torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]",
+        "torch.arange(seen_BNQT.shape[-1]) - 0 * pads_B[:, None]",
+        "tests/arch/test_families.py::test_kvpatch_check[llama4_tuned]"),
+    "a chunk without a size": (
+        "arch/interface.py", 'if getattr(config, "attention_chunk_size", None) else', "if True else",
+        "tests/arch/test_families.py::test_layers_of_other_kinds_are_refused"),
+    "attention that counts columns is told places": (
+        "hooks/target.py", "if any(adapter.counts_columns(module) for module, adapter in self.attentions):", "if False:",
+        f"{OWN}_what_needs_positions_of_our_own_is_refused[llama4_tuned]"),
+    "the tokens of an image are those of the innermost model": (
+        "hooks/target.py", "in reversed(holders[:-1]) if _image_tokens(holder)", "in reversed(holders[:-1])",
+        f"{SHELLS}[image-llama4]"),
+    "attention that kvpatch does not reach passes": (
+        "arch/interface.py", "        if not attended:", "        if False:",
+        "tests/arch/test_remote_code.py::test_a_forward_that_hands_nothing_on_is_refused[keeps them]"),
     "a CPU gets the interpreter's kernels": (
         "backends/dispatch.py", 'if name == "triton" and self.wanted != name and case.device == "cpu":', "if False:",
         "tests/backends/test_backends.py::test_a_cpu_gets_torch_and_the_report_says_why"),

@@ -18,7 +18,7 @@ from ...policies.numbers import on_device
 from .. import refusals
 from ..device import capability
 from ..entries import FULL
-from ..protocol import Case, Geometry, Keys, Task
+from ..protocol import SPECIAL, Case, Geometry, Keys, Task
 from .kernels import ANY, Kernel, Mask, Packing, kernels
 
 NAME = "flash"
@@ -36,7 +36,7 @@ class Refused(RuntimeError):
 def reason(task: Task, case: Case) -> str | None:
     """Return an error message if no flash kernel can perform the task, or None if one can."""
     if case.special:
-        return "it has neither capped logits, nor attention sinks, nor ALiBi rounded to bfloat16"
+        return f"it has no {' and no '.join(SPECIAL[name] for name in case.special)}"
     if case.bits != FULL:
         return "its kernels read keys and values in the model's own precision, not entries rounded to bits="
     if task in ("statistics", "decode"):

@@ -39,7 +39,8 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 def reason(task: Task, case: Case) -> str | None:
     """Return the reason that the kernels do not support a task, or None."""
-    unknown = [SPECIAL[name] for name in case.special if task not in PROMPTS[:2] or name == "coarse"]
+    served = ("softcap", "sinks") if task in PROMPTS[:2] else ()
+    unknown = [SPECIAL[name] for name in case.special if name not in served]
     if unknown:
         return f"its {task} kernels have no {' and no '.join(unknown)}"
     if find_spec("triton") is None:

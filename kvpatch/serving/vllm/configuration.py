@@ -49,6 +49,7 @@ def check(config: VllmConfig, terms: Terms) -> None:
             "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
         ),
         (model.use_mla, "this model's keys and values are one latent vector", "start without kvpatch's settings"),
+        (bool(model.attention_chunk_size), "vLLM makes several texts of one in chunks", "start without kvpatch's settings"),
         (model.is_hybrid, "some layers of this model keep a state in place of keys", "use kvpatch.patched() in transformers"),
     )
     for found, why, instead in refused:
