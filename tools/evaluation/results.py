@@ -4,7 +4,7 @@
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --sinks            its section on models with sinks alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
-    python -m tools.evaluation.results --pictures         its pictures alone, from docs/results/means.jsonl
+    python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
 One process per model and task, one thread each: the same figures on any number of cores. Lines go to
 out/results/MODEL/TASK.jsonl; without --fresh a run goes on where another stopped.
@@ -26,7 +26,9 @@ import typer
 from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
 from tools.evaluation import page, pictures, runs, sinks
+from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
+from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, PYTHON, WALKS, Request
 from tools.evaluation.tasks import TASKS, get_task
@@ -72,6 +74,40 @@ def sunk(models: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {name: SIZES[name] | {"models": tuple(models), "policies": chosen} for name, chosen in sinks.POLICIES.items()}
 
 
+def claimed(count: int = 8) -> dict[str, dict[str, Any]]:
+    """The sizes that the claims need: their policies or families alone, and `count` samples at most."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in (claim for said in CLAIMS.values() for claim in said):
+        names = found.setdefault(one.task, {})
+        names |= {name: None for name in (one.a, one.b) if name not in ("", "full")}
+    sizes = {}
+    for name, names in found.items():
+        own = SIZES[name] | {"count": min(count, SIZES[name].get("count", get_task(name).count))}
+        families = dict.fromkeys(label.partition(": ")[0] for label in names)
+        chosen = {"options": {"families": ",".join(families)}} if name == "ablate" else {"policies": tuple(names)}
+        sizes[name] = own | (chosen if names else {"policies": ("window",)})  # the full cache is always there
+    return sizes
+
+
+def run(todo: Sequence[tuple[str, Request]], jobs: int, fresh: bool = False) -> None:
+    """Every task on every model, `jobs` at a time."""
+    # spawned: a forked torch may hang on locks of threads that are not there
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
+        for i, one in enumerate(as_completed(waiting), 1):
+            print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+
+
+def claims(out: Path, models: Sequence[str] | None = None, count: int = 8, jobs: int = 2, fresh: bool = False) -> str:
+    """The papers' claims on the shipped models, from samples of its own, fewer than the page's. models: those of them alone."""
+    sizes = claimed(count)
+    if models:
+        sizes = {name: size | {"models": tuple(m for m in size["models"] if m in models)} for name, size in sizes.items()}
+    run(requests(out, sizes), jobs, fresh)
+    tables = collect(out, sizes)
+    return "\n".join(f"## {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())
+
+
 def measure(name: str, request: Request, fresh: bool = False) -> str:
     """One task on one model; what is there already is not made again, unless `fresh`."""
     torch.set_num_threads(1)
@@ -108,7 +144,9 @@ def main(
 ) -> None:
     """Measure every task on the shipped models and write docs/results.md."""
     if pictures_only:
-        pictures.draw(pictures.read(docs / "results/means.jsonl"), docs / "results")
+        means = pictures.read(docs / "results/means.jsonl")
+        page.draw(means, docs / "results")
+        page.open_with(means, docs)
         return
     with short_errors():
         chosen = list(SIZES) if only is None else only.split(",")
@@ -118,11 +156,7 @@ def main(
         wanted = [] if sinks_only else requests(out)
         wanted += requests(out, sunk((*sinks.PLAIN, *sinks.MODELS) if sinks_only else sinks.MODELS))
         todo = [] if page_only else [(name, request) for name, request in wanted if name in chosen]
-        # spawned: a forked torch may hang on locks of threads that are not there
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
-            for i, one in enumerate(as_completed(waiting), 1):
-                print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+        run(todo, jobs, fresh)
         section = sinks.section(*(collect(out, sunk(models)) for models in (sinks.PLAIN, sinks.MODELS)))
         tables = {} if sinks_only else collect(out)
         if not (tables or section):
