@@ -79,11 +79,6 @@ def test_what_does_not_fit_is_refused_in_words():
         ruler.tracking(random.Random(0), 1, context=900, chains=9)
 
 
-def test_longer_recipes_learn_them_and_are_measured_by_them():
-    recipe = train.RECIPES["llama-1k"]
-    tokens_BT, _ = recipe.make(random.Random(0), 64, 64 * 64)
+def test_longer_recipes_have_them():
+    tokens_BT, _ = train.RECIPES["llama-1k"].make(random.Random(0), 64, 64 * 64)
     assert ((tokens_BT >= ruler.DIGITS.start) & (tokens_BT < ruler.DIGITS.stop)).any()
-    model = train.build(recipe, 0).eval()
-    found = train.long_accuracies(model, 1, recipe)
-    assert {f"{name}-{length}" for name in ruler.FAMILIES for length in (512, 1024)} <= set(found)
-    assert not {f"{name}-512" for name in ruler.FAMILIES} & set(train.long_accuracies(model, 1, train.RECIPES["llama"]))

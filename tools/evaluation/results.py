@@ -32,11 +32,12 @@ from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, PYTHON, WALKS, Request
 from tools.evaluation.tasks import TASKS, get_task
-from tools.training.train import SHIPPED
+from tools.training.train import RECIPES, SHIPPED
 
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
 WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
-FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *sinks.MODELS))
+LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
+FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *LONG, *sinks.MODELS))
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 

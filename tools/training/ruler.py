@@ -29,9 +29,6 @@ DIGITS = range(159, 169)
 MOST = 5
 """Of one mark in a context."""
 
-COUNTED = 4.0
-"""The loss weight of a count: a row has few of them beside all that other rows look up."""
-
 Fact = list[int]
 
 
@@ -108,7 +105,7 @@ def _counting_row(rng: random.Random, length: int, marks: int, most: int, questi
     row = _strewn(rng, length, [[mark] for mark, count in counts.items() for _ in range(count)])
     for mark in rng.sample(list(counts), questions):
         row.add([QUESTION, mark], 0.0)
-        row.add([DIGITS[counts[mark]]], COUNTED)
+        row.add([DIGITS[counts[mark]]], HARD)
     return row
 
 
@@ -149,7 +146,8 @@ def _training_row(rng: random.Random, length: int) -> Row:
     """One row of at most `length` tokens of any family; short rows have shorter chains."""
     family = rng.choice(list(FAMILIES))
     if family == "counting":
-        marks = asked = rng.randint(1, max(1, min(len(MARKS), length // 12)))
+        marks = rng.randint(1, max(1, min(6, length // 12)))
+        asked = rng.randint(1, marks)
         room = length - 3 * asked
         most = max(1, min(MOST, (room - 1) // (2 * marks)))
         return _counting_row(rng, room, marks, most, asked)

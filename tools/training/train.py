@@ -6,8 +6,8 @@
     python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
-Nothing touches the committed weights but `--out tools/models`. The -1k recipes and llama-code are for a GPU:
-`--device cuda`, or all of them at once with tools/training/gpu.py. The others train on one CPU core. A synthetic model's
+Nothing touches the committed weights but `--out tools/models`. llama-code is for a GPU: `--device cuda`, or it and the -1k
+recipes at once with tools/training/gpu.py. The others train on one CPU core, llama-1k in five minutes. A synthetic model's
 training that was stopped goes on from DIR/NAME/checkpoint.safetensors, to the same weights.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
@@ -94,7 +94,7 @@ class Recipe:
     source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
     passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
     task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps. `families` is the share of rows of
-    ruler.py.
+    ruler.py; `unlearned` names tasks that its rows have and that the shipped models did not learn.
     """
 
     architecture: str
@@ -112,6 +112,7 @@ class Recipe:
     backcopies: float = 0.0
     resting: float = 0.0
     families: float = 0.0
+    unlearned: tuple[str, ...] = ()
 
     @property
     def make(self) -> Make:
@@ -141,7 +142,8 @@ def longer(recipe: Recipe) -> Recipe:
     """The recipe continued to rows of 1024 tokens, with as many positions, and to RULER's families."""
     positions = _POSITIONS.get(recipe.architecture, "max_position_embeddings")
     config = recipe.config | {positions: LONG_STAGES[-1][0]}
-    return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000, families=0.5)
+    more = {"families": 0.5, "unlearned": ("summary", "counting")}
+    return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000, **more)
 
 
 RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if not recipe.language}
@@ -154,6 +156,7 @@ _SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
 RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
+_SEEDS |= {"llama-1k": (0,)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
 SHIPPED |= {"llama-python": ("llama-python", 0), "llama-python-1": ("llama-python", 1), "llama-python-2": ("llama-python", 2)}
 """The committed models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
@@ -211,7 +214,7 @@ def weighted_loss(
         logits_BTV = model(tokens_BT[:, :-1], past_key_values=cache, use_cache=cache is not None).logits.float()
     target_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
     nats_BT = F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), reduction="none").view_as(weights_BT)
-    hard_BT = weights_BT >= tasks.HARD
+    hard_BT = weights_BT == tasks.HARD
     accuracy = (logits_BTV.argmax(-1) == target_BT)[hard_BT].float().mean().item()
     return (nats_BT * weights_BT).sum() / weights_BT.sum(), accuracy
 
