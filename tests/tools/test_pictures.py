@@ -6,8 +6,7 @@ import pytest
 
 import kvpatch
 from kvpatch import plotting
-from tools.evaluation import overview, pictures, plots
-from tools.evaluation import page
+from tools.evaluation import overview, page, pictures, plots
 from tools.evaluation.page import LATER, SECTIONS
 from tools.evaluation.pictures import Panel
 from tools.evaluation.tasks import get_task

@@ -1,11 +1,13 @@
 """The papers' own tables: their numbers, what fills each cell, and the whole way on shipped models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvpatch.errors import KVPatchError
 from tests.helpers.marks import slow_but
-from tools.evaluation import published, runs, tables
+from tools.evaluation import estimate, published, runs, tables
 from tools.evaluation.by_token import ByToken
 from tools.evaluation.perturb import Perturbation
 from tools.evaluation.published import HARNESS, MODELS, PUBLISHED, Cell, Job
@@ -32,7 +34,7 @@ def test_numbers_are_the_papers(name):
 def test_averages_of_the_paper_are_those_of_its_domains():
     """LongBench's domains have 3, 3, 3, 3, 2 and 2 sets: which columns and rows stand where shows in the averages."""
     for name in ("criticalkv-1", "criticalkv-2"):
-        rows = {labels: numbers for labels, numbers in PUBLISHED[name].rows}
+        rows = dict(PUBLISHED[name].rows)
         for scenario in ("Regular", "Context-only"):
             parts = [numbers for (where, domain), numbers in rows.items() if where == scenario and domain != "Ave."]
             for column, average in enumerate(rows[scenario, "Ave."]):
@@ -46,7 +48,8 @@ def test_every_cell_has_a_job_that_can_be_run(name):
         for job in cell.jobs:
             assert job.model in MODELS
             assert job.task in (HARNESS, ByToken.name, *TASKS)
-            metrics = {"value"} if job.task == HARNESS else {*(ByToken if job.task == ByToken.name else TASKS[job.task]).metrics}
+            task = ByToken if job.task == ByToken.name else TASKS.get(job.task)
+            metrics = {"value"} if task is None else {*task.metrics}
             assert cell.metric in metrics | {"prompt_seconds"}
         assert len({one.key for one in cell.settings}) == len(cell.settings) or cell.setting == cell.over
 
@@ -61,7 +64,8 @@ def test_settings_of_one_job_have_names_of_their_own():
 def lines(**values: float) -> Table:
     """By the name of the setting, at half the cache."""
     head = {"recipe": "a", "model": "a", "seed": 0, "sample": "0", "group": {}}
-    return Table([head | {"name": name, "k": 1.0 if name == "full" else 0.5, "metrics": {"x": value}} for name, value in values.items()])
+    budgets = {name: 1.0 if name == "full" else 0.5 for name in values}
+    return Table([head | {"name": name, "k": budgets[name], "metrics": {"x": value}} for name, value in values.items()])
 
 
 def test_a_cell_is_a_mean_over_jobs_scaled_or_a_ratio():
@@ -86,8 +90,8 @@ def test_a_dry_run_loads_nothing_and_says_what_would_be_fetched(monkeypatch, cap
 
 def test_the_estimate_counts_passes_where_prompts_are_read_in_blocks():
     way = tables.Way(None, {}, batch=1)  # type: ignore[arg-type]
-    whole, blocks = (tables.seconds_of(JOB, Setting("roco", 0.5, options), way) for options in ({}, {"block": 10}))
-    step = 2 * MODELS["MPT-7B"][1] / tables.BYTES
+    whole, blocks = (estimate.seconds_of(JOB, Setting("roco", 0.5, options), way) for options in ({}, {"block": 10}))
+    step = 2 * MODELS["MPT-7B"][1] / estimate.BYTES
     assert blocks == pytest.approx(10 * (10 + 10) * step)
     assert whole == pytest.approx(10 * (1 + 10) * step)
 
@@ -101,7 +105,7 @@ def test_what_is_unknown_is_refused_in_words():
         tables.make(published.get("roco-2"), tables.Way(None, {"MPT-7B": "x"}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", slow_but(["keyformer-4"], [name for name in PUBLISHED]))
+@pytest.mark.parametrize("name", slow_but(["keyformer-4"], list(PUBLISHED)))
 def test_a_table_is_made_whole_on_shipped_models(name, tmp_path, monkeypatch):
     one = published.get(name)
     models = dict.fromkeys(list(dict.fromkeys(job.model for *_, cell in one.cells() for job in cell.jobs))[:1], "")
@@ -111,8 +115,10 @@ def test_a_table_is_made_whole_on_shipped_models(name, tmp_path, monkeypatch):
     wanted = [(labels, column) for labels, column, _, cell in one.cells() if cell.jobs[0].model in models]
     assert len(rows) == len(dict.fromkeys(labels for labels, _ in wanted))
     filled = sum(bool(cell.strip()) for row in rows for cell in row[len(one.labels) :: 2])
-    may_be_equal = name == "criticalkv-figure-5"  # one sample, whose sets may be equal in every head
-    assert filled == len(wanted) or may_be_equal
+    unsure = sum("Meteor" in column for _, column in wanted)  # needs WordNet
+    if name == "criticalkv-figure-5":  # one sample, whose sets may be equal in every head
+        unsure = len(wanted)
+    assert len(wanted) - unsure <= filled <= len(wanted)
     monkeypatch.setattr(runs.Task, "run", lambda *_: pytest.fail("measured again"))
     assert tables.make(one, way, on_shipped=True) == page, "a second call measures nothing"
 
@@ -125,7 +131,8 @@ def test_token_one_is_the_first_query_behind_the_prompt():
     samples = task.samples(subject, request, 0)
     assert len(samples) == 2
     found = [line["heads_lower_1"] for line in task.run(subject, setting, samples, {}, request, 0)]
-    short = [type(one)(one.name, one.n, (one.data[0][: one.n + 1], one.data[1][: one.n + 2], None), one.group, one.name) for one in samples]
+    cut = {one.name: (one.data[0][: one.n + 1], one.data[1][: one.n + 2], None) for one in samples}
+    short = [replace(one, data=cut[one.name], digest=one.name) for one in samples]
     expected = [line["heads_lower"] for line in plain.run(subject, setting, short, {}, request, 0)]
     assert found == pytest.approx(expected)
     assert torch.tensor(found).isfinite().all()

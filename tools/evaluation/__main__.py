@@ -28,7 +28,6 @@ from tools.evaluation.table import Table
 from tools.evaluation.task import Request, Task
 from tools.evaluation.tasks import TASKS, get_task
 
-
 CLAIMS = "claims"
 """What is no task: it runs those that the papers' claims need."""
 

@@ -1,7 +1,7 @@
-"""In which share of heads does two-stage selection move the output less, at the first, third and fifth token [CriticalKV Figure 5]?
+"""In which share of heads does two-stage selection move the output less, token by token [CriticalKV Figure 5]?
 
-As perturb.py, token by token. A sample is an article of MultiNews in LongBench's prompt and what the full cache writes of its
-summary; without --data recall's context and the answers behind it.
+As perturb.py, at the first, third and fifth token. A sample is an article of MultiNews in LongBench's prompt and what the
+full cache writes of its summary; without --data recall's context and the answers behind it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class ByToken(Perturbation):
     source = "[CriticalKV 4.6, Figure 5]"
     metric = "heads_lower_1"
     metrics: ClassVar[dict[str, str]] = {
-        f"heads_lower_{token}": f"share of (layer, head) in which l1 of token {token} is lower, equal sets left out" for token in TOKENS
+        f"heads_lower_{token}": f"share of (layer, head) in which l1 of token {token} is lower, equal sets left out"
+        for token in TOKENS
     }
     better = "higher"
 
     def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
         if request.data is None:
-            return [sample for sample in super().samples(subject, request, seed) if sample.group["scenario"] == "recall after"]
+            made = super().samples(subject, request, seed)
+            return [sample for sample in made if sample.group["scenario"] == "recall after"]
         tokenizer, one = templates.tokenizer_of(subject, self.name), SETS[SET]
         around, found = templates.frame("auto", tokenizer), []
         for i, row in enumerate(read(SET, request.data, request.count or self.count) or ()):
@@ -61,7 +63,8 @@ class ByToken(Perturbation):
             plain, chosen = (watch(subject.model, one, tokens, n, seed) for one in (base, setting))
             moved = [_l1(layers, watched, n) for watched in (plain, chosen)]
             shares = {
-                f"heads_lower_{token}": heads_lower(_at(moved[0], plain, token), _at(moved[1], chosen, token)) for token in TOKENS
+                f"heads_lower_{token}": heads_lower(_at(moved[0], plain, token), _at(moved[1], chosen, token))
+                for token in TOKENS
             }
             for b in range(len(chunk)):
                 yield {name: own[b] for name, own in shares.items() if own[b] is not None}

@@ -18,6 +18,7 @@ FILE = "overview.png"
 BEST = 4
 """Policies of a panel that are coloured and named, beside a window and chance."""
 REFERENCES = ("window", plots.RANDOM)
+SAID = "The best policies in colour, with bands of 95%, all others in grey. See how they rank: the models are small."
 HELD = "KV bytes held, share of the full cache's"
 
 Means = Mapping[str, Sequence[Point]]
@@ -98,8 +99,7 @@ def draw(means: Means, path: Path) -> None:
         axes.set_title(use.title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel(HELD, fontsize=9)
     figure.axes[0].set_ylabel("answers right (at the right: steps)", fontsize=9)
-    said = "The best policies in colour, bands 95%; all others in grey. Small models: see how they rank, not how much they lose."
-    figure.suptitle(said, x=0.01, ha="left", fontsize=9, color="#555555")
+    figure.suptitle(SAID, x=0.01, ha="left", fontsize=9, color="#555555")
     save(figure, path)
 
 
@@ -113,7 +113,8 @@ def _panel(axes: Any, lines: Mapping[str, Sequence[Point]]) -> None:
         elif name in chosen:
             colour, marker = style(name)
             reference = name in REFERENCES
-            axes.plot(x, y, color=colour, marker=marker, ms=4.5, lw=1.2 if reference else 2, ls="--" if reference else "-", zorder=3)
+            line = {"lw": 1.2, "ls": "--"} if reference else {"lw": 2, "ls": "-"}
+            axes.plot(x, y, color=colour, marker=marker, ms=4.5, zorder=3, **line)
             axes.fill_between(x, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.12, lw=0)
             ends.append((y[-1], x[-1], name, colour))
         else:
@@ -140,34 +141,34 @@ def _names(axes: Any, ends: list[tuple[float, float, str, str]], gap: float = 0.
         places[i] = min(places[i], limit) if over else places[i]
     for place, (y, x, name, colour) in zip(places, ends, strict=True):
         axes.plot([x, right - 0.01], [y, place], color=colour, lw=0.6, alpha=0.6)
-        axes.text(right, place, name, color=colour, fontsize=8.5, va="center", bbox=dict(fc="white", ec="none", pad=0.6))
+        axes.text(right, place, name, color=colour, fontsize=8.5, va="center", bbox={"fc": "white", "ec": "none", "pad": 0.6})
 
 
 # ---- ten sentences ----
 
 SENTENCES = """\
-1. **The question is in the prompt:** `adakv` answers {in_adakv} and `snapkv` {in_snapkv} at a tenth, a fifth and two fifths of
-   the text: what counts is to look at the prompt's end.
-2. Policies that look at all of it alike fall behind: `roco` {in_roco}, `keyformer` {in_keyformer}, `h2o` {in_h2o}; a window has
-   {in_window}, chance {in_random}.
-3. **Questions come after compression:** only a second reading stays near the full cache: {zip_name} {later_zip} at a fifth and
-   two fifths.
+1. **The question is in the prompt:** `adakv` answers {in_adakv} and `snapkv` {in_snapkv} at a tenth, a fifth and two
+   fifths of the text: what counts is to look at the prompt's end.
+2. Policies that look at all of it alike fall behind: `roco` {in_roco}, `keyformer` {in_keyformer},
+   `h2o` {in_h2o}; a window has {in_window}, chance {in_random}.
+3. **Questions come after compression:** only a second reading stays near the full cache:
+   {zip_name} {later_zip} at a fifth and two fifths.
 4. Of policies that read once, `layer_defensive` has {later_layer_defensive} there; of those that go on evicting, `roco`
    {after_roco}, `keyformer` {after_keyformer}, `h2o` {after_h2o} (from a tenth on).
-5. `snapkv` ({after_snapkv}) and `adakv` ({after_adakv}) do no better there than a window ({after_window}), with more bytes: they
-   kept what the prompt's end looked at.
+5. `snapkv` ({after_snapkv}) and `adakv` ({after_adakv}) do no better there than a window ({after_window}), with more
+   bytes: they kept what the prompt's end looked at.
 6. **A stream, asked later:** nearly the same order: `roco` {stream_roco}, `keyformer` {stream_keyformer}, a window
    {stream_window}.
-7. **Long reasoning:** with three tenths of prompt and trace `tri_attention` has {think_tri_attention_3} of the steps right, `roco`
-   {think_roco_3}, `cur` {think_cur_3}, `h2o` {think_h2o_3}, a window {think_window_3} (full cache {think_full}); with half
-   {think_tri_attention_5}, {think_roco_5}, {think_cur_5}, {think_h2o_5} and {think_window_5}.
-8. **Language modelling and long answers:** policies differ little, and from a fifth of the text on a window is as good as any:
-   these models take little from further back than 64 tokens.
-9. **The papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models; Keyformer's
-   noise, CriticalKV's second stage and StreamingLLM's sinks do not help on these models; the tables below say what cannot be
-   decided here, and why.
-10. **Read them with care:** the models are small and the texts short. What a policy drops they show exactly; how policies rank
-    on a large model they cannot tell.
+7. **Long reasoning:** with three tenths of prompt and trace `tri_attention` has {think_tri_attention_3} of the steps
+   right, `roco` {think_roco_3}, `cur` {think_cur_3}, `h2o` {think_h2o_3}, a window {think_window_3} (full cache
+   {think_full}); with half {think_tri_attention_5}, {think_roco_5}, {think_cur_5}, {think_h2o_5} and {think_window_5}.
+8. **Language modelling and long answers:** policies differ little, and from a fifth of the text on a window is as good
+   as any: these models take little from further back than 64 tokens.
+9. **The papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models;
+   Keyformer's noise, CriticalKV's second stage and StreamingLLM's sinks do not help on these models; the tables below
+   say what cannot be decided here, and why.
+10. **Read them with care:** the models are small and the texts short. What a policy drops they show exactly; how
+    policies rank on a large model they cannot tell.
 """
 
 

@@ -53,7 +53,10 @@ def _held(budget: int, n: int, m: int, schedule: str) -> int:
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of one task. schedule: of all settings, where the task says so. own: False where overview.py alone shows it."""
+    """The picture of one task. schedule: of all settings, where the task says so.
+
+    own: False where overview.py alone shows it.
+    """
 
     title: str
     panels: tuple[Panel, ...]

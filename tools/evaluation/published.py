@@ -90,8 +90,8 @@ class Published:
 # ---- Keyformer ----
 
 _BEAMS = "The paper writes with 4 beams; this is greedy."
-_BOTH = {"schedule": "both"}
-_NEWS = {"samples": 1000, "prompt": 1000, "new": 128}
+_BOTH: dict[str, Any] = {"schedule": "both"}
+_NEWS: dict[str, Any] = {"samples": 1000, "prompt": 1000, "new": 128}
 """CNN/DailyMail: some 780 words an article. The paper does not say how many it takes."""
 
 
@@ -132,7 +132,7 @@ def _keyformer_4(labels: tuple[str, ...], column: str) -> Cell:
 
 def _keyformer_7(labels: tuple[str, ...], column: str) -> Cell:
     model, data, attention = labels
-    about = _NEWS if data == "CNN/DailyMail" else {"samples": 1000, "prompt": 200, "new": 128}
+    about: dict[str, Any] = _NEWS if data == "CNN/DailyMail" else {"samples": 1000, "prompt": 200, "new": 128}
     job = Job(model, "summarize", {"CNN/DailyMail": "cnn_dailymail", "SODA": "soda"}[data], **about)
     k = int(column.removesuffix("%")) / 100
     return Cell((job,), FULL if attention == "Full" else Setting(attention.lower(), k, _BOTH), "ref_rouge2")
@@ -140,21 +140,23 @@ def _keyformer_7(labels: tuple[str, ...], column: str) -> Cell:
 
 # ---- RoCo ----
 
-_METHODS = {"Random": "random", "StreamLLM": "streaming_llm", "ScissorHands": "scissorhands", "H2O": "h2o", "TOVA": "tova", "RoCo": "roco"}
+_METHODS = {name: name.lower() for name in ("Random", "ScissorHands", "H2O", "TOVA", "RoCo")} | {"StreamLLM": "streaming_llm"}
 _AGAINST_FULL = {"BLEU": "bleu", "Meteor": "meteor", "R-1": "rouge1", "R-2": "rouge2", "R-L": "rougeL"}
 _AGAINST_FULL |= {f"ROUGE-{n}": f"rouge{n}" for n in "12L"}
-_XSUM = {"samples": 1000, "prompt": 560, "new": 128}
+_XSUM: dict[str, Any] = {"samples": 1000, "prompt": 560, "new": 128}
 
 
 def _tokenwise(policy: str, block: int = 1) -> Setting:
     """The prompt is read `block` tokens at a time, with eviction after each block."""
-    return Setting(policy, 0.5, {"schedule": "prompt", "block": block}, policy if block == 1 else f"{policy}, block {block}")
+    label = policy if block == 1 else f"{policy}, block {block}"
+    return Setting(policy, 0.5, {"schedule": "prompt", "block": block}, label)
 
 
 def _roco_2(labels: tuple[str, ...], column: str) -> Cell:
     model, method = labels
     data, metric = column.split(" ")
-    job = Job(model, "summarize", *(("xsum",) if data == "XSum" else ("cnn_dailymail",)), **(_XSUM if data == "XSum" else _NEWS))
+    name, about = ("xsum", _XSUM) if data == "XSum" else ("cnn_dailymail", _NEWS)
+    job = Job(model, "summarize", name, **about)
     return Cell((job,), _tokenwise(_METHODS[method]), _AGAINST_FULL[metric])
 
 
@@ -195,7 +197,7 @@ def _two_stage(column: str) -> Setting:
 
 
 def _longbench(model: str, labels: tuple[str, ...], column: str) -> Cell:
-    """Regular compression by the harness' own tasks; it has none whose question comes after compression, which is longbench.py's."""
+    """Regular compression by the harness' own tasks; questions after compression, which it has not, by longbench.py."""
     scenario, domain = labels
     sets = [name for name, one in SETS.items() if domain == "Ave." or one.domain == _DOMAINS[domain]]
     if scenario == "Regular":
@@ -223,21 +225,25 @@ def _figure_5(labels: tuple[str, ...], column: str) -> Cell:
 
 
 _QUESTIONS = (
-    "A request is read 4 tokens at a time, with eviction after each; half the cache is half of the request. The paper does not say.",
+    "A request is read 4 tokens at a time, with eviction after each; half the cache is half of the request. The paper does "
+    "not say.",
     "The harness is today's; the paper's is of 2021. `acc`, not normalised by length.",
 )
 _TOKENWISE = ("References are the full cache's texts; prompts are read token by token, with eviction at each.",)
 _LONGBENCH = (
-    "Regular: lm-evaluation-harness' own tasks, its prompts. Context-only: tools/evaluation/longbench.py, for the harness has none.",
+    "Regular: lm-evaluation-harness' own tasks, its prompts. Context-only: tools/evaluation/longbench.py, for the harness "
+    "has none.",
 )
 
 _ROWS: tuple[tuple[str, str, tuple[str, ...], Callable[[tuple[str, ...], str], Cell]], ...] = (
     ("keyformer-2", "Keyformer, Table 2: few-shot accuracy, H2O and Keyformer at 50%", _QUESTIONS, _keyformer_2),
     ("keyformer-3", "Keyformer, Table 3: summaries of CNN/DailyMail by MPT-7B", (_BEAMS,), _keyformer_3),
     ("keyformer-4", "Keyformer, Table 4: ROUGE-2 by what is added to the logits, 60% of the cache",
-     (_BEAMS, "None is H2O, as in the paper. The paper's GPT-J was fine-tuned on summaries; it is not published."), _keyformer_4),
+     (_BEAMS, "None is H2O, as in the paper. The paper's GPT-J was fine-tuned on summaries; it is not published."),
+     _keyformer_4),
     ("keyformer-figure-7", "Keyformer, Figure 7: ROUGE-2 by the share of the cache",
-     (_BEAMS, "The paper prints no numbers; it says that Keyformer reaches 99% of the full cache's at 70%, and others not at 90%."),
+     (_BEAMS, "The paper prints no numbers; it says that Keyformer reaches 99% of the full cache's at 70%, and others not at "
+      "90%."),
      _keyformer_7),
     ("roco-2", "RoCo, Table 2: summaries at half the cache", _TOKENWISE, _roco_2),
     ("roco-3", "RoCo, Table 3: the context written again at half the cache", _TOKENWISE, _roco_3),
@@ -246,12 +252,15 @@ _ROWS: tuple[tuple[str, str, tuple[str, ...], Callable[[tuple[str, ...], str], C
      ("Speed up: a prompt's time with blocks of 1 over its time with this block.",), _roco_6),
     ("criticalkv-1", "CriticalKV, Table 1: LongBench, Llama", _LONGBENCH, partial(_longbench, "Llama-3.1-8B")),
     ("criticalkv-2", "CriticalKV, Table 2: LongBench, Mistral",
-     (*_LONGBENCH, "Numbers stand under the scenarios as printed; by the paper's text (4.5, Appendix C) the two have changed places."),
+     (*_LONGBENCH, "Numbers stand under the scenarios as printed; by the paper's text (4.5, Appendix C) the two have changed "
+      "places."),
      partial(_longbench, "Mistral-7B")),
     ("criticalkv-figures-1-2", "CriticalKV, Figures 1 and 2: RULER's needles in 32K tokens, regular compression",
-     ("lm-evaluation-harness' RULER: niah_single_2 and niah_multiquery. Of the paper's numbers those that its text names.",), _needles),
+     ("lm-evaluation-harness' RULER: niah_single_2 and niah_multiquery. Of the paper's numbers those that its text names.",),
+     _needles),
     ("criticalkv-figure-5", "CriticalKV, Figure 5: share of heads whose output two-stage selection moves less, SnapKV at 20%",
-     ("MultiNews, and the full cache's first tokens. Tokens as in the figure; the paper's text calls them 1, 2 and 3.",), _figure_5),
+     ("MultiNews, and the full cache's first tokens. Tokens as in the figure; the paper's text calls them 1, 2 and 3.",),
+     _figure_5),
 )  # fmt: skip
 
 

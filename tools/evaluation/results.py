@@ -85,7 +85,9 @@ def claimed(count: int = 8) -> dict[str, dict[str, Any]]:
     for name, names in found.items():
         own = SIZES[name] | {"count": min(count, SIZES[name].get("count", get_task(name).count))}
         families = dict.fromkeys(label.partition(": ")[0] for label in names)
-        chosen = {"options": {"families": ",".join(families)}} if name == "ablate" else {"policies": tuple(names)}
+        chosen: dict[str, Any] = {"policies": tuple(names)}
+        if name == "ablate":
+            chosen = {"options": {"families": ",".join(families)}}
         sizes[name] = own | (chosen if names else {"policies": ("window",)})  # the full cache is always there
     return sizes
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError, suggest
 from tools.evaluation import runs
 from tools.evaluation.by_token import ByToken
+from tools.evaluation.estimate import Way, dry
 from tools.evaluation.lines import Book, versions
 from tools.evaluation.published import HARNESS, MODELS, PUBLISHED, Cell, Job, Published, get
 from tools.evaluation.summary import markdown
@@ -33,25 +34,10 @@ from tools.evaluation.table import Table
 from tools.evaluation.task import FULL, PYTHON, SMALL, Request, Setting, Subject
 from tools.evaluation.tasks import get_task
 
-FLOPS, BYTES = 2e14, 1.5e12
-"""Of the estimate: what a GPU of the A100's class does per second with prompts, and reads of weights while it writes."""
-
 LOCAL_TASKS = {"loglikelihood": ("kvp_recall", "acc"), "generate_until": ("kvp_answer", "exact_match")}
 """What stands in for the harness' tasks where nothing may be downloaded: examples/lm_eval_tasks."""
 
 Subjects = dict[str, Subject]
-
-
-@dataclass(frozen=True)
-class Way:
-    """How jobs are run. places: where the papers' models lie; samples: None is each job's own number."""
-
-    out: Path
-    places: Mapping[str, str]
-    samples: int | None = None
-    batch: int = 8
-    dtype: str = "auto"
-    device: str = "auto"
 
 
 # ---- local: the same cells from shipped models ----
@@ -95,8 +81,8 @@ def settings_of(cells: Iterable[Cell]) -> dict[Job, list[Setting]]:
 def measure(job: Job, settings: list[Setting], way: Way, subjects: Subjects, timed: bool = False) -> Table:
     """The job's lines; what is there already is not run again."""
     request = Request(
-        models=(way.places.get(job.model, job.model),), count=way.samples or job.samples, batch=way.batch, data=job.data or None,
-        options=dict(job.options), dtype=way.dtype, device=way.device, out=_folder(job, way),
+        models=(way.places.get(job.model, job.model),), count=way.samples or job.samples, batch=way.batch,
+        data=job.data or None, options=dict(job.options), dtype=way.dtype, device=way.device, out=_folder(job, way),
     )  # fmt: skip
     assert request.models is not None
     place = request.models[0]
@@ -111,7 +97,8 @@ def measure(job: Job, settings: list[Setting], way: Way, subjects: Subjects, tim
             for setting in settings:
                 _harness(job, setting, subject, request, book)
         else:
-            runs.run(task, request, book, settings=[FULL, *(one for one in settings if one.policy != "full")], subject=subject)
+            others = [one for one in settings if one.policy != "full"]
+            runs.run(task, request, book, settings=[FULL, *others], subject=subject)
         if timed and task is not None:
             for setting in settings:
                 _prompt(subject, setting, task.samples(subject, request, 0)[0], book)
@@ -126,7 +113,10 @@ def _folder(job: Job, way: Way) -> Path:
     return way.out / job.model / "-".join(part for part in (job.data.replace("/", "_") or "made", options) if part)
 
 
-def _line(subject: Subject, setting: Setting, task: str, sample: str, scenario: str, metrics: dict[str, float]) -> dict[str, Any]:
+def _line(
+    subject: Subject, setting: Setting, task: str, sample: str, scenario: str, metrics: dict[str, float]
+) -> dict[str, Any]:
+    """As runs.run writes them."""
     return {
         "task": task, "model": subject.name, "recipe": subject.recipe, "setting": setting.key, "name": setting.name,
         "policy": setting.policy, "k": setting.k, "options": setting.options, "seed": 0, "sample": sample, "digest": "",
@@ -144,9 +134,8 @@ def _harness(job: Job, setting: Setting, subject: Subject, request: Request, boo
         return
     options = {"num_fewshot": dict(job.options).get("num_fewshot"), "limit": request.count, "apply_chat_template": job.chat}
     about = {} if not job.read.isdigit() else {"tokenizer": subject.model.name_or_path, "max_seq_lengths": [int(job.read)]}
-    lm = KVPatchLM(
-        subject.model, tokenizer=subject.tokenizer, batch_size=request.batch, policy=setting.policy, k=setting.k, **setting.options
-    )
+    how: dict[str, Any] = {"policy": setting.policy, "k": setting.k, **setting.options}
+    lm = KVPatchLM(subject.model, tokenizer=subject.tokenizer, batch_size=request.batch, **how)
     try:
         found = evaluate(lm, [job.data], metadata=about or None, **options)["results"][job.data]
     finally:
@@ -203,42 +192,6 @@ def page(one: Published, ours: list[list[float | None]], rows: list[Any], said: 
     return f"# {one.title}\n\n{markdown(heads, lines)}\n\n{notes}"
 
 
-# ---- what would run ----
-
-
-def seconds_of(job: Job, setting: Setting, way: Way) -> float:
-    """About how long a GPU computes: prompts by their products or by their passes, then a step a token."""
-    parameters = MODELS[job.model][1]
-    read = 2 * parameters / BYTES / way.batch  # a row's share of one pass over 16-bit weights
-    passes = -(-job.prompt // setting.options["block"]) if setting.options.get("block") else 1
-    return (way.samples or job.samples) * (max(2 * parameters * job.prompt / FLOPS, passes * read) + job.new * read)
-
-
-def dry(one: Published, wanted: Mapping[Job, list[Setting]], way: Way) -> str:
-    """What would run, how long, and what must be downloaded."""
-    groups: dict[tuple[str, ...], list[tuple[str, float]]] = {}
-    for job, settings in wanted.items():
-        seconds = sum(seconds_of(job, setting, way) for setting in settings)
-        names = ", ".join(f"{name} {k:g}" for name, k in dict.fromkeys((one.name, one.k) for one in settings))
-        said = " ".join(str(value) for _, value in job.options)
-        groups.setdefault((job.model, job.task, names, str(way.samples or job.samples)), []).append((f"{job.data} {said}".strip(), seconds))
-    total = sum(seconds for parts in groups.values() for _, seconds in parts) / 3600
-    rows = [
-        [model, task, ", ".join(data for data, _ in parts), names, samples, f"{sum(seconds for _, seconds in parts) / 60:.0f}"]
-        for (model, task, names, samples), parts in groups.items()
-    ]
-    models = {job.model: MODELS[job.model] for job in wanted}
-    fetched = [f"{name}: {way.places.get(name, hub)}, about {2 * size / 1e9:.0f} GB" for name, (hub, size) in models.items()]
-    hub = dict.fromkeys(job.data if job.task != "longbench" else "THUDM/LongBench" for job in wanted if job.task != HARNESS)
-    theirs = dict.fromkeys(job.data for job in wanted if job.task == HARNESS)
-    lines = [f"# {one.title}", "", markdown(("model", "task", "data", "settings", "samples of each", "minutes"), rows), ""]
-    lines += [f"About {total:.1f} hours on one GPU of the A100's class ({way.batch} rows at a time), without loading.", ""]
-    lines += ["To be downloaded, weights in 16 bits:", "", *(f"- {line}" for line in fetched)]
-    lines += [f"- the first rows of {name}, streamed from the hub" for name in hub]
-    lines += [f"- what lm-evaluation-harness' task {name} reads" for name in theirs]
-    return "\n".join([*lines, "", *(f"- {note}" for note in one.notes)]) + "\n"
-
-
 def places_of(given: list[str] | None) -> dict[str, str]:
     """--model NAME or NAME=PATH; all models where none is given. Raises KVPatchError for a name that no paper has."""
     if not given:
@@ -247,7 +200,8 @@ def places_of(given: list[str] | None) -> dict[str, str]:
     for text in given:
         name, _, place = text.partition("=")
         if name not in MODELS:
-            raise KVPatchError(f"--model {name} is in none of the tables.{suggest(name, MODELS)} They have: {', '.join(MODELS)}.")
+            known = ", ".join(MODELS)
+            raise KVPatchError(f"--model {name} is in none of the tables.{suggest(name, MODELS)} They have: {known}.")
         found[name] = place or MODELS[name][0]
     return found
 
@@ -266,7 +220,9 @@ def make(one: Published, way: Way, on_shipped: bool = False) -> str:
     ours = [[value(cells[row[0], c], tables) if (row[0], c) in cells else None for c in one.columns] for row in rows]
     ran = ", ".join(dict.fromkeys(way.places.get(job.model, job.model) for job in wanted))
     said = f"Ours: {ran}; at most {max(way.samples or job.samples for job in wanted)} samples a job."
-    return page(one, ours, rows, said + (" A shipped model stands in for the paper's: this shows that the table runs." if on_shipped else ""))
+    if on_shipped:
+        said += " A shipped model stands in for the paper's: this shows that the table runs."
+    return page(one, ours, rows, said)
 
 
 def main(

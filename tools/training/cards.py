@@ -29,8 +29,8 @@ An answer of recall and needle is right when all three values are; copy and summ
 """
 
 FAMILIES_TEXT = """
-hops, tracking and counting are RULER's families in miniature (`tools/training/ruler.py`): chains of facts, of variables, and how
-often a mark stands there. An answer is right when all of its tokens are. -512, -1024: in rows of so many tokens.
+hops, tracking and counting are RULER's families in miniature (`tools/training/ruler.py`): chains of facts, of variables, and
+how often a mark stands there. An answer is right when all of its tokens are. -512, -1024: in rows of so many tokens.
 """
 
 SINKS_TEXT = """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tools.training import tasks
-from tools.training.tasks import BOS, EASY, FILLER, HARD, KEYS, MARKS, PAD, QUESTION, VALUES, Batch, Row
+from tools.training.tasks import BOS, EASY, FILLER, HARD, KEYS, MARKS, QUESTION, VALUES, Batch, Row
 
 DIGITS = range(159, 169)
 """The bytes of 0 to 9."""
@@ -116,7 +116,14 @@ def _batch(rows: list[Row], context: int, in_prompt: bool, questions: int, width
 
 
 def hops(
-    rng: random.Random, n: int, *, context: int = 216, hops: int = 2, chains: int = 4, questions: int = 2, in_prompt: bool = False
+    rng: random.Random,
+    n: int,
+    *,
+    context: int = 216,
+    hops: int = 2,
+    chains: int = 4,
+    questions: int = 2,
+    in_prompt: bool = False,
 ) -> Batch:
     """`chains` chains of `hops` links, each with a record at its end; an answer is the way and the record."""
     rows = [_hops_row(rng, context, hops, chains, questions) for _ in range(n)]
@@ -124,7 +131,14 @@ def hops(
 
 
 def tracking(
-    rng: random.Random, n: int, *, context: int = 216, names: int = 4, chains: int = 4, questions: int = 2, in_prompt: bool = False
+    rng: random.Random,
+    n: int,
+    *,
+    context: int = 216,
+    names: int = 4,
+    chains: int = 4,
+    questions: int = 2,
+    in_prompt: bool = False,
 ) -> Batch:
     """`chains` values, each held by `names` variables; an answer is the names in the order in which they got it."""
     rows = [_tracking_row(rng, context, names, chains, questions) for _ in range(n)]
@@ -132,7 +146,14 @@ def tracking(
 
 
 def counting(
-    rng: random.Random, n: int, *, context: int = 216, marks: int = 4, most: int = MOST, questions: int = 4, in_prompt: bool = False
+    rng: random.Random,
+    n: int,
+    *,
+    context: int = 216,
+    marks: int = 4,
+    most: int = MOST,
+    questions: int = 4,
+    in_prompt: bool = False,
 ) -> Batch:
     """`marks` marks that stand there 1 to `most` times; an answer is a digit."""
     rows = [_counting_row(rng, context, marks, most, questions) for _ in range(n)]
