@@ -31,19 +31,23 @@ def load(name: str) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
 
 
-def manager(tasks: Sequence[str]) -> Any:
+def manager(tasks: Sequence[str], metadata: dict[str, Any] | None = None) -> Any:
     """The harness' task manager: its own tasks, thousands, are only read where one of them is asked for."""
     from lm_eval.tasks import TaskManager
 
     local = {path.stem for path in LOCAL.glob("*.yaml")}
-    return TaskManager(include_path=str(LOCAL), include_defaults=not local.issuperset(tasks))
+    return TaskManager(include_path=str(LOCAL), include_defaults=not local.issuperset(tasks), metadata=metadata)
 
 
-def evaluate(lm: Any, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
-    """The harness' results for a model that it can run; options as of lm_eval.simple_evaluate."""
+def evaluate(lm: Any, tasks: Sequence[str], metadata: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """The harness' results for a model that it can run; options as of lm_eval.simple_evaluate.
+
+    metadata: what tasks that make their own data are told, such as RULER's of lengths and tokenizer.
+    """
     import lm_eval
 
-    return lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager(tasks), bootstrap_iters=0, **options)
+    made = manager(tasks, metadata)
+    return lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=made, bootstrap_iters=0, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:

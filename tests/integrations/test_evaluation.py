@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from transformers import Trainer, TrainingArguments
 
 import kvpatch
-from examples import keyformer_table2, lm_eval_harness, perplexity_strides
+from examples import lm_eval_harness, perplexity_strides
 from examples.lm_eval_harness import LOCAL, evaluate, load
 from kvpatch.evaluation import lm_eval as harness
 from kvpatch.evaluation.lm_eval import KVPatchLM
@@ -316,24 +316,6 @@ def test_harness_example_prints_both_tables_and_the_budget_costs(capsys):
     assert after["kvp_answer"]["exact_match,none"] < 0.5
     printed = capsys.readouterr().out
     assert printed.count("|kvp_recall|") == 2 and "llama-0 patched: h2o, k=0.2, block=8" in printed
-
-
-def test_keyformer_table_runs_whole(recall, capsys):
-    figures = keyformer_table2.main(["--local", "--limit", "2", "--shots", "0", "1", "--block", "16"])
-    assert [(f.setting, f.shots) for f in figures] == [(s, n) for s in ("Full", "H2O", "Keyformer") for n in (0, 1)]
-    plain = evaluate(HFLM(**recall), ["kvp_recall"], limit=2, num_fewshot=1)["results"]["kvp_recall"]["acc,none"]
-    assert figures[1].ours == pytest.approx(100 * plain)
-    assert all(figure.paper is None for figure in figures)
-    assert "| kvp_recall | Keyformer | " in capsys.readouterr().out
-
-
-def test_keyformer_table_has_the_papers_figures():
-    assert all(len(table) == len(keyformer_table2.TASKS) * 3 for table in keyformer_table2.PAPER.values())
-    # sums over the columns of the paper's table
-    columns = [sum(one[n] for table in keyformer_table2.PAPER.values() for one in table.values()) for n in (0, 1)]
-    assert columns == [pytest.approx(1491.0), pytest.approx(1570.3)]
-    figures = [keyformer_table2.Figure("copa", "Full", n, 70.0 + n, 73.0) for n in (0, 5)]
-    assert keyformer_table2.markdown(figures).splitlines()[-1] == "| COPA | Full | 70.0 | 73.0 | 75.0 | 73.0 |"
 
 
 def test_perplexity_strides_example(caplog):

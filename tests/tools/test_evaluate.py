@@ -320,6 +320,26 @@ def test_every_claim_is_about_something_that_is_measured():
         assert claim.b or claim.level, claim
 
 
+def test_the_command_for_claims_runs_what_claims_need_and_no_more():
+    sizes = results.claimed(4)
+    assert set(sizes) == {claim.task for claim in itertools.chain(*CLAIMS.values())}
+    for name, size in sizes.items():
+        names = {one.name for one in get_task(name).settings(Request(**size), SimpleNamespace(synthetic=True, recipe="llama"))}
+        needed = {one for claim in itertools.chain(*CLAIMS.values()) if claim.task == name for one in (claim.a, claim.b) if one}
+        assert needed <= names, name
+        assert size["count"] <= 4 and size["models"] == results.SIZES[name]["models"]
+    assert set(sizes["recall"]["policies"]) < set(get_task("recall").policies)
+
+
+def test_claims_are_judged_by_lines_that_are_made_once(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(results, "run", lambda todo, jobs, fresh: ran.extend(todo))
+    text = results.claims(tmp_path, ("llama-0", "llama-python"), 2)
+    assert {request.models for _, request in ran} == {("llama-0",), ("llama-python",)}
+    assert text.count("not measured") == sum(map(len, CLAIMS.values()))
+    assert text.startswith("## Keyformer\n\n| paper |")
+
+
 def test_every_task_has_a_size_a_section_and_known_models():
     shipped = set(synthetic.shipped())
     assert set(results.SIZES) == set(TASKS)

@@ -6,8 +6,8 @@ import pytest
 
 import kvpatch
 from kvpatch import plotting
-from tools.evaluation import pictures, plots
-from tools.evaluation.page import SECTIONS
+from tools.evaluation import overview, page, pictures, plots
+from tools.evaluation.page import LATER, SECTIONS
 from tools.evaluation.pictures import Panel
 from tools.evaluation.tasks import get_task
 
@@ -48,14 +48,50 @@ def test_pictures_show_the_means_of_the_page():
 
 
 def test_the_page_opens_with_what_a_reader_came_for():
-    assert PAGE.startswith("# Results\n\n" + pictures.in_short(STORED["recall"]))
+    assert PAGE.startswith("# Results\n\n" + overview.first_screen(STORED))
+    assert PAGE.index("## What the papers say") < min(PAGE.index(f"## {one.title}\n") for one in (LATER, *SECTIONS))
+    assert (DOCS / "results" / overview.FILE).is_file()
+
+
+def test_the_first_figure_names_the_best_policies_and_no_variant_twice():
+    for use in overview.USES:
+        found = overview.lines_of(use, STORED)
+        chosen = overview.named(found)
+        assert chosen[-2:] == list(overview.REFERENCES)
+        worst = min(overview._mean(found[name]) for name in chosen[:-2])
+        others = {name for name in found if name not in chosen and name != plots.FULL and not name.startswith("critical_")}
+        assert all(overview._mean(found[name]) <= worst for name in others)
+        assert all(len({one.name for one in points}) == 1 for points in found.values())
+    assert overview.lines_of(overview.USES[1], STORED)["kvzip"][0].name == "kvzip, chunk 32, floor 0.2"
+    assert {one.name for one in overview.lines_of(overview.USES[3], STORED)["roco"]} == {"roco, every token"}
+
+
+def test_names_in_the_first_figure_do_not_overlap(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(overview, "save", lambda figure, path: drawn.append(figure))
+    overview.draw(STORED, tmp_path / "x.png")
+    drawn[0].canvas.draw()
+    width, height = drawn[0].canvas.get_width_height()
+    for axes in drawn[0].axes:
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_text() in set(kvpatch.list_policies())]
+        assert len(boxes) == overview.BEST + len(overview.REFERENCES)
+        for i, box in enumerate(boxes):
+            assert 0 <= box.x0 and box.x1 <= width and 0 <= box.y0 and box.y1 <= height
+            assert not any(box.overlaps(other) for other in boxes[:i])
+
+
+def test_a_first_screen_takes_the_place_of_another(tmp_path):
+    (tmp_path / "results.md").write_text("# Results\n\nold\n\nMade by `make results` and so on\n")
+    page.open_with(STORED, tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert text == f"# Results\n\n{overview.first_screen(STORED)}\nMade by `make results` and so on\n"
 
 
 def test_labels_are_whole(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
     pictures.draw(STORED, tmp_path)
-    assert len(drawn) == len(STORED)
+    assert len(drawn) == sum(pictures.PICTURES[task].own for task in STORED)
     for figure in drawn:
         figure.canvas.draw()
         width, height = figure.canvas.get_width_height()

@@ -16,7 +16,7 @@ import typer
 from tools.training import ahead as train_ahead
 from tools.training import cards as train_cards
 from tools.training import gpu as train_gpu
-from tools.training import source_code, tasks, train
+from tools.training import ruler, source_code, tasks, train
 from tools.training.text import text_tokenizer
 
 LONG = [name for name in train.RECIPES if name.endswith("-1k")]
@@ -51,16 +51,17 @@ def test_a_longer_recipe_trains_and_is_measured(name, tmp_path, monkeypatch):
     assert text == train.describe(json.loads((tmp_path / f"{name}-2" / "card.json").read_text()))
     assert "Rows of up to 16 tokens were seen" in text
     model, _ = tasks.load(f"{name}-2", tmp_path)
-    assert set(train.long_accuracies(model, 1, real)) == {"recall-512", "needle-512", "recall-1024", "needle-1024"}
+    names = ("recall", "needle", *ruler.FAMILIES)
+    assert set(train.long_accuracies(model, 1, real)) == {f"{name}-{length}" for name in names for length in (512, 1024)}
 
 
 def test_long_tasks_fill_the_rows_and_are_measured_where_trained(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        train.tasks, "exact_match", lambda model, batch: seen.append(batch.tokens_BT.shape[1]) or torch.ones(1)
+        train.tasks, "exact_match", lambda model, batch, rows: seen.append(batch.tokens_BT.shape[1]) or torch.ones(1)
     )
     train.long_accuracies(None, 2, train.RECIPES["llama-1k"])
-    assert seen == [512, 477, 1024, 989]
+    assert seen == [512, 477, 486, 484, 484, 1024, 989, 998, 996, 996]
     assert train.long_accuracies(None, 2, train.RECIPES["llama"]) == {}
 
 

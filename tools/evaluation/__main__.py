@@ -5,6 +5,7 @@
     python -m tools.evaluation needle --policies window,snapkv --budgets 0.1,0.3 --samples 100 --seeds 2
     python -m tools.evaluation summarize --model my/model --data prompts.jsonl --policies h2o,roco --budgets 0.5
     python -m tools.evaluation longbench --model my/model --data LongBench/data -o sets=qasper,trec
+    python -m tools.evaluation claims                               what the papers claim, on the shipped models
 
 DIR/TASK.jsonl gets a line per sample and setting as they come: the same command again goes on where it stopped. Then
 DIR/TASK.md has the means with their intervals, DIR/TASK.png a picture.
@@ -26,6 +27,9 @@ from tools.evaluation import plots, runs, summary
 from tools.evaluation.table import Table
 from tools.evaluation.task import Request, Task
 from tools.evaluation.tasks import TASKS, get_task
+
+CLAIMS = "claims"
+"""What is no task: it runs those that the papers' claims need."""
 
 
 def listed(text: str | None) -> tuple[str, ...] | None:
@@ -107,6 +111,12 @@ def main(
         if task is None:
             for name, one in TASKS.items():
                 print(f"{name:13} {one.about} {one.source}".rstrip())
+            print(f"{CLAIMS:13} The papers' claims, each with a verdict of the shipped models; two processes.")
+            return
+        if task == CLAIMS:
+            from tools.evaluation.results import claims  # which imports every task's page
+
+            print(claims(out / CLAIMS, listed(model), samples or 8, fresh=fresh))
             return
         chosen, given = get_task(task), listed(budgets)
         if threads is not None:

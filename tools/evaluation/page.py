@@ -8,6 +8,7 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from . import overview
 from . import pictures as drawn
 from .ablate import FAMILIES, label
 from .bits import BITS
@@ -23,7 +24,7 @@ from .tasks import get_task
 INTRODUCTION = """\
 # Results
 
-{short}
+{first}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
 each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is
@@ -153,20 +154,25 @@ SECTIONS: tuple[Section, ...] = (
 )
 
 
+SHOWN = {task for use in overview.USES for task, _ in use.parts}
+"""The tasks of the first screen."""
+
+
 def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
     """docs/results.md, docs/results/means.jsonl and docs/results/*.png; `sinks` is the section on models with sinks."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
     ranked = [one for one in SECTIONS if one.ranked and one.task in tables]
-    means = {one.task: drawn.means(tables[one.task], get_task(one.task), one.parts) for one in ranked}
+    parts = {one.task: one.parts for one in ranked} | {name: ({},) for name in ("later", "reasoning") if name in tables}
+    means = {name: drawn.means(tables[name], get_task(name), own) for name, own in parts.items()}
     drawn.write(means, pictures / "means.jsonl")
-    drawn.draw(means, pictures, get_task)
-    short = drawn.in_short(means["recall"]) if "recall" in means else ""
-    text = INTRODUCTION.format(short=short, intervals=INTERVALS, versions=_versions(tables))
+    draw(means, pictures)
+    first = overview.first_screen(means) if SHOWN <= set(means) else ""
+    text = INTRODUCTION.format(first=first, intervals=INTERVALS, versions=_versions(tables))
     blocks = [text]
+    blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     if LATER.task in tables:
         blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
-    blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     blocks += [sinks] if sinks else []
     for section in SECTIONS:
         if section.task in tables:
@@ -178,6 +184,20 @@ def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
     if "ablate" in tables:
         blocks.append(_ablations(tables["ablate"]))
     (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+
+
+def draw(means: overview.Means, pictures: Path) -> None:
+    """Every picture of the means, and the figure of the first screen where its tasks are all there."""
+    drawn.draw(means, pictures, get_task)
+    if SHOWN <= set(means):
+        overview.draw(means, pictures / overview.FILE)
+
+
+def open_with(means: overview.Means, docs: Path) -> None:
+    """Write the first screen of these means in the place of the one that is there."""
+    path = docs / "results.md"
+    head, made, rest = path.read_text(encoding="utf-8").partition("Made by `make results`")
+    path.write_text(f"{head.splitlines()[0]}\n\n{overview.first_screen(means)}\n{made}{rest}", encoding="utf-8")
 
 
 def replace(title: str, section: str, docs: Path) -> None:

@@ -53,17 +53,22 @@ def _held(budget: int, n: int, m: int, schedule: str) -> int:
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of one task. schedule: of all settings, where the task says so."""
+    """The picture of one task. schedule: of all settings, where the task says so.
+
+    own: False where overview.py alone shows it.
+    """
 
     title: str
     panels: tuple[Panel, ...]
     across: str = HELD
     schedule: str | None = None
+    own: bool = True
 
     def placed(self, point: Point, held: float | None = None) -> Point:
         """The point where what its setting holds puts it, or a measured share `held`."""
         panel = next(one for one in self.panels if one.title == point.panel)
-        own = self.schedule or (POLICIES[point.name].schedule if point.name in POLICIES else "both")
+        policy = POLICIES.get(point.name.partition(",")[0])
+        own = self.schedule or (policy.schedule if policy else "both")
         return replace(point, x=round(panel.held(point.name, point.k, own) if held is None else held, 4))
 
 
@@ -88,6 +93,10 @@ PICTURES = {
             Panel("the context is read in blocks, questions follow", {"scenario": "stream"}, ((216, 39),)),
         ),
     ),
+    "later": Picture(
+        "Questions after compression", (Panel("questions come after the prompt", {}, ((216, 39),)),), own=False
+    ),
+    "reasoning": Picture("Long reasoning", (Panel("a trace of 577 tokens"),), KEPT, own=False),
     "needle": Picture(
         "Facts found again in contexts of 64, 128 and 232 tokens",
         (
@@ -160,47 +169,8 @@ def read(path: Path) -> dict[str, list[Point]]:
 
 
 def draw(found: Mapping[str, Sequence[Point]], folder: Path, task_of: Callable[[str], Task] = get_task) -> None:
-    """Write TASK.png for every task."""
+    """Write TASK.png for every task that has a picture of its own."""
     for name, own in found.items():
         picture = PICTURES.get(name) or Picture(name, (), "budget k")
-        plots.draw(own, task_of(name), picture.title, picture.across, folder / f"{name}.png")
-
-
-# ---- in short ----
-
-IN_SHORT = """\
-**In short**, the share of questions answered right at budgets of a tenth, a fifth and two fifths of the text (with the full
-cache {full}):
-
-- **The question is in the prompt:** `adakv` {in_adakv}, `snapkv` {in_snapkv}; then `roco` {in_roco}, `keyformer`
-  {in_keyformer}, `h2o` {in_h2o}. A window {in_window}, eviction at random {in_random}. What counts is to look at
-  the prompt's end.
-- **Questions come after compression:** only a second reading (`kvzip`, table below) is near the full cache. `roco`
-  {after_roco}, `keyformer` {after_keyformer}, `h2o` {after_h2o};
-  `snapkv` {after_snapkv}, `adakv` {after_adakv}, a window {after_window}, at random {after_random}.
-- **A stream, asked later:** nearly the same order: `roco` {stream_roco}, `keyformer` {stream_keyformer}, a window
-  {stream_window}.
-- **Long answers and language modelling:** policies differ little, and from a fifth of the text on a window is as good as
-  any: these models take little from further back than 64 tokens.
-- **Papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models;
-  Keyformer's noise, CriticalKV's second stage and StreamingLLM's sinks do not help on these models.
-- **Read them with care:** the models are small, the texts short. What a policy drops they show exactly; how policies rank
-  on a large model they cannot tell.
-"""
-_PARTS = {"in": 0, "after": 1, "stream": 2}
-
-
-def in_short(recall: Sequence[Point]) -> str:
-    """The first lines of docs/results.md, with the figures of recall in them."""
-    panels = [one.title for one in PICTURES["recall"].panels]
-
-    def share(value: float) -> str:
-        return f"{100 * value:.0f}%"
-
-    least = min(one.mean for one in recall if one.name == plots.FULL)
-    values = {"full": f"at least {100 * least:.1f}%"}
-    for part, index in _PARTS.items():
-        for name in {one.name for one in recall}:
-            own = sorted((one for one in recall if one.panel == panels[index] and one.name == name), key=lambda one: one.k)
-            values[f"{part}_{name}"] = ", ".join(share(one.mean) for one in own)
-    return IN_SHORT.format(**values)
+        if picture.own:
+            plots.draw(own, task_of(name), picture.title, picture.across, folder / f"{name}.png")

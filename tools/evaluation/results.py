@@ -4,7 +4,7 @@
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --sinks            its section on models with sinks alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
-    python -m tools.evaluation.results --pictures         its pictures alone, from docs/results/means.jsonl
+    python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
 One process per model and task, one thread each: the same figures on any number of cores. Lines go to
 out/results/MODEL/TASK.jsonl; without --fresh a run goes on where another stopped.
@@ -26,15 +26,18 @@ import typer
 from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
 from tools.evaluation import page, pictures, runs, sinks
+from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
+from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, PYTHON, WALKS, Request
 from tools.evaluation.tasks import TASKS, get_task
-from tools.training.train import SHIPPED
+from tools.training.train import RECIPES, SHIPPED
 
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
 WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
-FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *sinks.MODELS))
+LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
+FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *LONG, *sinks.MODELS))
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
@@ -70,6 +73,42 @@ def requests(out: Path, sizes: dict[str, dict[str, Any]] = SIZES) -> list[tuple[
 def sunk(models: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The sizes of the section on sinks: those of the page, and fewer policies."""
     return {name: SIZES[name] | {"models": tuple(models), "policies": chosen} for name, chosen in sinks.POLICIES.items()}
+
+
+def claimed(count: int = 8) -> dict[str, dict[str, Any]]:
+    """The sizes that the claims need: their policies or families alone, and `count` samples at most."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in (claim for said in CLAIMS.values() for claim in said):
+        names = found.setdefault(one.task, {})
+        names |= {name: None for name in (one.a, one.b) if name not in ("", "full")}
+    sizes = {}
+    for name, names in found.items():
+        own = SIZES[name] | {"count": min(count, SIZES[name].get("count", get_task(name).count))}
+        families = dict.fromkeys(label.partition(": ")[0] for label in names)
+        chosen: dict[str, Any] = {"policies": tuple(names)}
+        if name == "ablate":
+            chosen = {"options": {"families": ",".join(families)}}
+        sizes[name] = own | (chosen if names else {"policies": ("window",)})  # the full cache is always there
+    return sizes
+
+
+def run(todo: Sequence[tuple[str, Request]], jobs: int, fresh: bool = False) -> None:
+    """Every task on every model, `jobs` at a time."""
+    # spawned: a forked torch may hang on locks of threads that are not there
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
+        for i, one in enumerate(as_completed(waiting), 1):
+            print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+
+
+def claims(out: Path, models: Sequence[str] | None = None, count: int = 8, jobs: int = 2, fresh: bool = False) -> str:
+    """The papers' claims on the shipped models, from samples of its own, fewer than the page's. models: those of them alone."""
+    sizes = claimed(count)
+    if models:
+        sizes = {name: size | {"models": tuple(m for m in size["models"] if m in models)} for name, size in sizes.items()}
+    run(requests(out, sizes), jobs, fresh)
+    tables = collect(out, sizes)
+    return "\n".join(f"## {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())
 
 
 def measure(name: str, request: Request, fresh: bool = False) -> str:
@@ -108,7 +147,9 @@ def main(
 ) -> None:
     """Measure every task on the shipped models and write docs/results.md."""
     if pictures_only:
-        pictures.draw(pictures.read(docs / "results/means.jsonl"), docs / "results")
+        means = pictures.read(docs / "results/means.jsonl")
+        page.draw(means, docs / "results")
+        page.open_with(means, docs)
         return
     with short_errors():
         chosen = list(SIZES) if only is None else only.split(",")
@@ -118,11 +159,7 @@ def main(
         wanted = [] if sinks_only else requests(out)
         wanted += requests(out, sunk((*sinks.PLAIN, *sinks.MODELS) if sinks_only else sinks.MODELS))
         todo = [] if page_only else [(name, request) for name, request in wanted if name in chosen]
-        # spawned: a forked torch may hang on locks of threads that are not there
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
-            for i, one in enumerate(as_completed(waiting), 1):
-                print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+        run(todo, jobs, fresh)
         section = sinks.section(*(collect(out, sunk(models)) for models in (sinks.PLAIN, sinks.MODELS)))
         tables = {} if sinks_only else collect(out)
         if not (tables or section):

@@ -37,14 +37,22 @@ def load(name: str, request: Request) -> Subject:
     return Subject(name, model, tokenizer, recipe, words and recipe != WALKS)
 
 
-def run(task: Task, request: Request, book: Book, progress: Progress | None = None) -> None:
-    """Measure what is not in the book yet."""
+def run(
+    task: Task,
+    request: Request,
+    book: Book,
+    progress: Progress | None = None,
+    settings: list[Setting] | None = None,
+    subject: Subject | None = None,
+) -> None:
+    """Measure what is not in the book yet. settings, subject: in place of the task's own and of the models to be loaded."""
+    asked, loaded = settings, subject
     for name in request.models or task.models:
-        subject = load(name, request)
+        subject = loaded or load(name, request)
         for seed in range(request.seeds):
             samples = task.samples(subject, request, seed)
             full: dict[str, Line] = {}
-            settings = task.settings(request, subject)
+            settings = asked or task.settings(request, subject)
             bar = (
                 None
                 if progress is None

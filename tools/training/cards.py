@@ -28,6 +28,11 @@ not a language model. Rows of up to {longest_row} tokens were seen in training; 
 An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
 """
 
+FAMILIES_TEXT = """
+hops, tracking and counting are RULER's families in miniature (`tools/training/ruler.py`): chains of facts, of variables, and
+how often a mark stands there. An answer is right when all of its tokens are. -512, -1024: in rows of so many tokens.
+"""
+
 SINKS_TEXT = """
 Its heads learned to rest on `<bos>`: rows of Bigram-Backcopy, a penalty on heads that never rest (`tools/training/sinks.py`).
 Over {rows} rows of recall, attention on `<bos>` from position {after} on, by head, the norm of its value over the median of all
@@ -123,6 +128,8 @@ def describe(card: dict[str, Any]) -> str:
         verdict = f"Below {USABLE}, so not to be used: {', '.join(poor)}." if poor else f"Every task is above {USABLE}."
         body = WALK_TEXT if "traces" in scores else SYNTHETIC_TEXT
         body += _sinks(card["sinks"]) if "sinks" in card else ""
+        body += FAMILIES_TEXT if any(task.startswith("hops") for task in scores) else ""
+        body += "\n{note}\n" if "note" in card else ""
     else:
         positions = card["held_out"]["nats_by_position"]
         table = "\n".join(f"| {span} | {nats:.3f} |" for span, nats in positions.items())

@@ -57,7 +57,7 @@ HARD, EASY = 1.0, 0.1
 CHAIN, BACKCOPY, PAUSE = 0.5, 0.9, 0.12
 """Rows of backcopies: loss weights of filler, which needs no attention, and of what follows a trigger; how often one comes."""
 
-_SUCCESSORS = {word: random.Random(word).sample(FILLER, 4) for word in FILLER}
+SUCCESSORS = {word: random.Random(word).sample(FILLER, 4) for word in FILLER}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Batch:
 
 
 @dataclass
-class _Row:
+class Row:
     """A row under construction: token ids and the loss weight of predicting each of them."""
 
     tokens: list[int]
@@ -120,7 +120,7 @@ def _zipf(rng: random.Random, keys: Sequence[int], exponent: float, n: int) -> l
     return rng.choices(keys, [(rank + 1) ** -exponent for rank in range(len(keys))], k=n)
 
 
-def _context(rng: random.Random, length: int, records: Records, mentions: Sequence[int], marked: Sequence[int]) -> _Row:
+def _context(rng: random.Random, length: int, records: Records, mentions: Sequence[int], marked: Sequence[int]) -> Row:
     """`length` tokens from <bos> on: the mentioned records, and the marks m1, m2 ... in this order, among filler.
 
     The first mention of a record is noise and weighs nothing; every repeat must be looked up.
@@ -130,10 +130,10 @@ def _context(rng: random.Random, length: int, records: Records, mentions: Sequen
         raise ValueError(f"length={length}: {len(mentions)} records and {len(marked)} marks need {length - n_filler}")
     slots = [*mentions, *[SUMMARY] * len(marked), *[PAD] * n_filler]
     rng.shuffle(slots)
-    row, seen, marks, filler = _Row([BOS], [0.0]), set(), iter(zip(MARKS, marked, strict=False)), None
+    row, seen, marks, filler = Row([BOS], [0.0]), set(), iter(zip(MARKS, marked, strict=False)), None
     for slot in slots:
         if slot == PAD:
-            filler, weight = (rng.choice(_SUCCESSORS[filler]), EASY) if filler else (rng.choice(FILLER), 0.0)
+            filler, weight = (rng.choice(SUCCESSORS[filler]), EASY) if filler else (rng.choice(FILLER), 0.0)
             row.add([filler], weight)
             continue
         filler = None
@@ -146,14 +146,14 @@ def _context(rng: random.Random, length: int, records: Records, mentions: Sequen
     return row
 
 
-def _ask(row: _Row, records: Records, keys: Sequence[int]) -> _Row:
+def _ask(row: Row, records: Records, keys: Sequence[int]) -> Row:
     for key in keys:
         row.add([QUESTION, key], 0.0)
         row.add(records[key], HARD)
     return row
 
 
-def _summarize(row: _Row, marked: Sequence[int]) -> _Row:
+def _summarize(row: Row, marked: Sequence[int]) -> Row:
     row.add([SUMMARY], 0.0)
     for mark, value in zip(MARKS, marked, strict=False):
         row.add([mark], EASY)
@@ -161,33 +161,33 @@ def _summarize(row: _Row, marked: Sequence[int]) -> _Row:
     return row
 
 
-def _copy_row(rng: random.Random, length: int) -> _Row:
+def _copy_row(rng: random.Random, length: int) -> Row:
     items = rng.sample(range(FILLER.start, VALUES.stop), length)
-    row = _Row([BOS], [0.0])
+    row = Row([BOS], [0.0])
     row.add([*items, COPY], 0.0)
     row.add(items, HARD)
     return row
 
 
-def _backcopy_row(rng: random.Random, length: int) -> _Row:
+def _backcopy_row(rng: random.Random, length: int) -> Row:
     """Bigram-backcopy [Guo et al. 2024]: filler, in which a trigger is followed by the token before it.
 
     Heads that see what precedes a trigger have nothing to do elsewhere, where the chain says what follows: they learn to
     rest on <bos>, and <bos> to bring no value.
     """
     token = rng.choice(FILLER)
-    row = _Row([BOS, token], [0.0, 0.0])
+    row = Row([BOS, token], [0.0, 0.0])
     while len(row.tokens) < length:
         if len(row.tokens) + 1 < length and rng.random() < PAUSE:
             row.add([rng.choice(TRIGGERS)], 0.0)
             row.add([token], BACKCOPY)
         else:
-            token = rng.choice(_SUCCESSORS[token])
+            token = rng.choice(SUCCESSORS[token])
             row.add([token], CHAIN)
     return row
 
 
-def _training_row(rng: random.Random, length: int, summaries: float, backcopies: float) -> _Row:
+def training_row(rng: random.Random, length: int, summaries: float = 0.3, backcopies: float = 0.0) -> Row:
     """One row of at most `length` tokens; short rows are dense and half of them copies: they teach looking back."""
     if backcopies and rng.random() < backcopies:
         return _backcopy_row(rng, length)
@@ -215,13 +215,17 @@ def training_batch(
     `backcopies` is the share of rows of the Bigram-Backcopy task, `summaries` that of summary rows among the others that
     are no copies, from a length of 64 on.
     """
-    rows = [_training_row(rng, length, summaries, backcopies) for _ in range(n_tokens // length)]
+    return padded([training_row(rng, length, summaries, backcopies) for _ in range(n_tokens // length)], length)
+
+
+def padded(rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and loss weights [B, length] of rows that are at most so long."""
     for row in rows:
         row.add([PAD] * (length - len(row.tokens)), 0.0)
     return torch.tensor([row.tokens for row in rows]), torch.tensor([row.weights for row in rows])
 
 
-def _batch(rows: list[_Row], context: int, head: int | None, answers_AW: Tensor) -> Batch:
+def _batch(rows: list[Row], context: int, head: int | None, answers_AW: Tensor) -> Batch:
     """`head` tokens of the tail belong to the prompt; None: the question comes after compression."""
     return Batch(torch.tensor([row.tokens for row in rows]), context + (head or 0), answers_AW + context)
 
@@ -245,7 +249,7 @@ def recall(
     if questions > min(keys, n_mentions):
         raise ValueError(f"questions={questions}: only {min(keys, n_mentions)} different keys can be mentioned")
 
-    def row() -> _Row:
+    def row() -> Row:
         records, _ = _records(rng, keys)
         for _ in range(1000):
             mentions = _zipf(rng, list(records), zipf, n_mentions)
@@ -271,7 +275,7 @@ def needle(
 ) -> Batch:
     """`needles` records, each written once at a uniform place; the questions ask for different ones."""
 
-    def row() -> _Row:
+    def row() -> Row:
         records, _ = _records(rng, needles)
         return _ask(_context(rng, context, records, list(records), ()), records, rng.sample(list(records), questions))
 
@@ -299,7 +303,7 @@ def summary(
     if marks > len(MARKS):
         raise ValueError(f"marks={marks}: there are {len(MARKS)}")
 
-    def row() -> _Row:
+    def row() -> Row:
         records, spare = _records(rng, keys)
         mentions, marked = _zipf(rng, list(records), 1.0, int(density * context / 4)), rng.sample(spare, marks)
         return _summarize(_context(rng, context, records, mentions, marked), marked)

@@ -6,8 +6,8 @@
     python -m tools.training --retrain          train every shipped model again (about 45 minutes); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
-Nothing touches the committed weights but `--out tools/models`. The -1k recipes and llama-code are for a GPU:
-`--device cuda`, or all of them at once with tools/training/gpu.py. The others train on one CPU core. A synthetic model's
+Nothing touches the committed weights but `--out tools/models`. llama-code is for a GPU: `--device cuda`, or it and the -1k
+recipes at once with tools/training/gpu.py. The others train on one CPU core, llama-1k in five minutes. A synthetic model's
 training that was stopped goes on from DIR/NAME/checkpoint.safetensors, to the same weights.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.training import sinks, source_code, tasks, walks
+from tools.training import ruler, sinks, source_code, tasks, walks
 from tools.training.ahead import Make, Stages, training_rows
 from tools.training.cards import describe
 from tools.training.text import (
@@ -54,7 +54,7 @@ from tools.training.text import (
 STAGES = ((16, 1024), (24, 1024), (32, 1024), (48, 1024), (64, 1024), (96, 1024), (128, 2048), (192, 2048), (256, 4096))
 """Row length and tokens per step of the synthetic curriculum."""
 
-LONG_STAGES = (*STAGES, (384, 6144), (512, 8192), (768, 12288), (1024, 16384))
+LONG_STAGES = (*STAGES, (384, 4608), (512, 6144), (768, 6144), (1024, 8192))
 """The same, continued to longer contexts."""
 
 WALK_STAGES: walks.Stages = (
@@ -93,7 +93,8 @@ class Recipe:
     short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
     source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
     passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
-    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps.
+    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps. `families` is the share of rows of
+    ruler.py; `unlearned` names tasks that its rows have and that the shipped models did not learn.
     """
 
     architecture: str
@@ -110,13 +111,18 @@ class Recipe:
     passes: float = 0.85
     backcopies: float = 0.0
     resting: float = 0.0
+    families: float = 0.0
+    unlearned: tuple[str, ...] = ()
 
     @property
     def make(self) -> Make:
         """From a random.Random and what a stage names to rows."""
         if self.walks:
             return walks.training_batch
-        return partial(tasks.training_batch, summaries=self.summaries, backcopies=self.backcopies)
+        own = {"summaries": self.summaries, "backcopies": self.backcopies}
+        if self.families:
+            return partial(ruler.training_batch, share=self.families, **own)
+        return partial(tasks.training_batch, **own)
 
 
 RECIPES = {
@@ -133,10 +139,11 @@ RECIPES = {
 
 
 def longer(recipe: Recipe) -> Recipe:
-    """The recipe continued to rows of 1024 tokens, with as many positions."""
+    """The recipe continued to rows of 1024 tokens, with as many positions, and to RULER's families."""
     positions = _POSITIONS.get(recipe.architecture, "max_position_embeddings")
     config = recipe.config | {positions: LONG_STAGES[-1][0]}
-    return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000)
+    more: dict[str, Any] = {"families": 0.5, "unlearned": ("summary", "counting")}
+    return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000, **more)
 
 
 RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if not recipe.language}
@@ -149,6 +156,7 @@ _SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
 RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
+_SEEDS |= {"llama-1k": (0,)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
 SHIPPED |= {"llama-python": ("llama-python", 0), "llama-python-1": ("llama-python", 1), "llama-python-2": ("llama-python", 2)}
 """The committed models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
@@ -384,13 +392,14 @@ def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str
 
 
 def long_accuracies(model: PreTrainedModel, sequences: int, recipe: Recipe) -> dict[str, float]:
-    """Recall and needle in rows of 512 and 1024 tokens, questions included, if the recipe goes so far."""
+    """Recall, needle and what the recipe has of ruler.py, in rows of 512 and 1024 tokens at most, if the recipe goes so far."""
+    made = {name: tasks.TASKS[name] for name in ("recall", "needle")} | (ruler.FAMILIES if recipe.families else {})
     return {
-        f"{task}-{length}": tasks.exact_match(model, batch).float().mean().item()
+        f"{name}-{length}": tasks.exact_match(model, batch, 8).float().mean().item()
         for length in (512, 1024)
         if length <= recipe.stages[-1][0]
-        for task in ("recall", "needle")
-        for batch in (tasks.TASKS[task](random.Random(1234), sequences, context=length - 40),)
+        for name, make in made.items()
+        for batch in (make(random.Random(1234), sequences, context=length - 40),)
     }
 
 
