@@ -254,8 +254,6 @@ def test_refused_at_start(answers, policy, options, words):
 
 
 def test_latent_vectors_are_refused(answers):
-    """Their attention is another of vLLM's backends, which starts as it does without kvpatch."""
+    """Their attention is another of vLLM's backends."""
     (answer,) = answers.of([{"model": "DeepseekV2", "settings": {"policy": "h2o", "k": K}, "prompts": TEXTS[:1]}])
     assert "this model's keys and values are one latent vector" in answer["error"] and "KVPatchError" in answer["error"], answer
-    (answer,) = answers.of([{"model": "DeepseekV2", "prompts": TEXTS[:1]}])
-    assert len(first(answer)[0]) == NEW
