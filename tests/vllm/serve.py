@@ -65,13 +65,13 @@ def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     for ids in job.get("first", ()):
         try:
             engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-        except ValueError as error:
+        except Exception as error:
             refused.append(str(error))
     refused = []
     for ids in job.get("first", ()):
         try:
             engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-        except ValueError as error:
+        except Exception as error:
             refused.append(str(error))
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
     return {"tokens": [[list(one.token_ids) for one in output.outputs] for output in outputs], "refused": refused}
