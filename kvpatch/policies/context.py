@@ -121,6 +121,11 @@ class EvictionContext:
         return self._rows_seen
 
     @property
+    def dead_BHT(self) -> Tensor | None:
+        """Tokens outside the sliding window of every later query, which nothing will attend to; None without a window."""
+        return None if self.sliding is None else self.newest_B11 + 1 - self.positions_BHT >= self.sliding
+
+    @property
     def mean(self) -> Tensor:
         """Mean attention probability [B,H,T] of each token over the query rows that could see it."""
         if self._mean is None:

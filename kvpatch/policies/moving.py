@@ -214,6 +214,8 @@ def _possible(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
 def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
     """Return the scores [B,H,T] that are added up; 0 for tokens that do not count (see Mass)."""
     counted = keys_BHT >= 0
+    if (dead := context.dead_BHT) is not None:  # protected ones too
+        counted = counted & ~dead
     if context.limits.any_prompt:
         counted = counted & (context.positions_BHT >= context.limits.prompt)
     if score.protects_window:

@@ -187,10 +187,7 @@ class Policy:
         context.value = value
         if context.watch is not None:
             context.watch(value)
-        dead = None
-        if context.sliding is not None:
-            # outside the sliding window of every later query, so never attended to again
-            dead = context.newest_B11 + 1 - position >= context.sliding
+        dead = context.dead_BHT
         keys = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
         if self.selection is None:
             return keys
