@@ -155,7 +155,7 @@ def test_whole_heads_as_the_oracle_has_it(model, calibration, k, more):
 
 @pytest.mark.parametrize("name", ["llama_gqa", "bloom", "mistral"])
 def test_areas_are_those_under_the_cumulated_attention(name):
-    """Row by row from the oracle's probabilities, as literal cumulated sums."""
+    """Row by row from the oracle's probabilities and values, as literal cumulated sums."""
     model, cumulated = of_kind(name), {}
     with torch.no_grad():
         layers = calibrate(model, [prompt(1, 30, seed=3), prompt(1, 17, seed=4), prompt(1, 3, seed=5)]).layers
@@ -164,9 +164,11 @@ def test_areas_are_those_under_the_cumulated_attention(name):
         oracle.forward(prompt(1, n, seed=seed)[0].tolist())
         for l, heads in enumerate(oracle.rows):
             for g, rows in enumerate(heads):
+                given = [oracle.decoder.output_rows(l, g * oracle.G + h) for h in range(oracle.G)]
+                size = {i: sum(float((v @ w).norm()) for w in given) / oracle.G for i, v in oracle.values[l][g].items()}
                 for row in rows[4:]:
                     for h in range(oracle.G):
-                        a = [row.a[i][h] if i in row.a and i >= 4 else 0.0 for i in range(row.t + 1)]
+                        a = [row.a[i][h] * size[i] if i in row.a and i >= 4 else 0.0 for i in range(row.t + 1)]
                         cumulated.setdefault((l, g), []).append(sum(sum(a[: i + 1]) for i in range(len(a))) / len(a))
     assert len(cumulated) == sum(len(own["area"]) for own in layers.values())
     for (l, g), areas in cumulated.items():

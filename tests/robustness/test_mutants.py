@@ -143,6 +143,9 @@ MUTANTS = {
     "areas of tokens, not of shares of the text": (
         "policies/statistics.py", "/ (row_NR[..., None] + 1).clamp(min=1)", "/ 1",
         "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
+    "areas of attention alone": (
+        "evaluation/calibrate.py", " * projected_norms(v_BHTD, rows, 2)[0]", "",
+        "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
     "heads that look near are whole": (
         "policies/calibration.py", "argsort(descending=True, stable=True)", "argsort(descending=False, stable=True)",
         "tests/policies/test_peer_scores.py::test_heads_that_stream_keep_the_peer_s_tokens"),
@@ -328,6 +331,9 @@ MUTANTS = {
         "policies/moving.py", "count = torch.maximum(enough, least)", "count = enough", f"{BUDGETS}[h2o-mass-floor]"),
     "tokens of the window add to the mass": (
         "policies/moving.py", "if score.protects_window:", "if False:", f"{BUDGETS}[snapkv-mass]"),
+    "a protected token outside the sliding window adds to the mass": (
+        "policies/moving.py", "counted = counted & ~dead", "counted = counted & (dead | ~dead)",
+        "tests/oracle/test_oracle_mechanisms.py::test_found_by_random_runs"),
     "a text that ended is measured again": (
         "attention/compress.py", "mine if rows else held for", "mine for", f"{BUDGETS}[snapkv-mass-block]"),
     "a threshold of summed query heads": (

@@ -6,7 +6,7 @@ layers and samples. Sizes that are protected are tokens, since a mass gives no s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,6 @@ import kvpatch
 from kvpatch.evaluation.teacher_forcing import feed
 
 from .perplexity import Perplexity
-from .pictures import title
 from .recall import Recall
 from .stats import Estimate
 from .summary import markdown, shown
@@ -130,17 +129,21 @@ as many tokens on average over heads, layers and samples. h2o with 16 recent tok
 with a window of 8. held: {HELD} under the mass."""
 
 
-def section(tables: dict[str, Table]) -> str:
-    """What a mass takes of each policy and text, what it costs, and what a fixed budget of the same size costs."""
+def section(tables: dict[str, Table], title: Callable[[str, dict[str, Any]], str]) -> str:
+    """What a mass takes of each policy and text, what it costs, and what a fixed budget of the same size costs.
+
+    title: of a part of a task's samples.
+    """
     parts = [(Mass(), {"scenario": "in"}), (Mass(), {"scenario": "after"}), (MassOfText(), {"way": "token"})]
     lines = [f"## {TITLE}", "", INTRODUCTION, ""]
     for task, part in parts:
         if task.name in tables:
-            lines += _part(tables[task.name].where(**part), task, part)
+            name = title(Recall.name if isinstance(task, Recall) else Perplexity.name, part)
+            lines += _part(tables[task.name].where(**part), task, name)
     return "\n".join(lines) if len(lines) > 4 else ""
 
 
-def _part(table: Table, task: Task, part: dict[str, Any]) -> list[str]:
+def _part(table: Table, task: Task, name: str) -> list[str]:
     samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
     rows = []
     for policy in task.policies:
@@ -149,7 +152,6 @@ def _part(table: Table, task: Task, part: dict[str, Any]) -> list[str]:
             gain = table.difference(own, fixed, task.metric)
             means = (table.mean(own, "held"), table.mean(own, task.metric), table.mean(fixed, task.metric))
             rows.append([f"`{policy}`", f"{mass:g}", *map(shown, means), shown(gain, signed=True), _better(gain, task)])
-    name = title(Recall.name if isinstance(task, Recall) else Perplexity.name, part)
     head = ("", "mass", "held", f"{task.metric}, mass", "as many tokens", "mass - fixed", "models that a mass is better on")
     return [
         f"### {name[0].upper()}{name[1:]}: mass", "",

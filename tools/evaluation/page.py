@@ -168,7 +168,7 @@ def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
     if LATER.task in tables:
         blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
     blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
-    blocks += [one for one in (mass.section(tables), sinks) if one]
+    blocks += [one for one in (mass.section(tables, drawn.title), sinks) if one]
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
