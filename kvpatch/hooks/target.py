@@ -132,7 +132,8 @@ class Target:
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
-        instead = "the policy without critical" if policy.weighs_values else "'kvzip'" if policy.score.rereads else "'streaming_llm'"
+        other = "'kvzip'" if policy.score.rereads else "'streaming_llm'"
+        instead = "the policy without critical" if policy.weighs_values else other
         for module, adapter in self.attentions:
             if isinstance(adapter, AutomaticAdapter):
                 raise KVPatchError(

@@ -179,15 +179,15 @@ class WholeHeads(CalibratedScore, Recency):
 
     sum over i from 4 to t of a[t,i] * |v_i W_O| * (t - i + 1) / (t + 1),
 
-    the area under the row's cumulated attention, each token weighed by what its value adds to the layer's output (W_O: the output
-    projection; |.|: length, averaged over the group). It is what a window of the newest r tokens would miss, on average over r
-    from none to all. Attention to the first four tokens, which any head may fall back on, is left out.
+    the area under the row's cumulated attention, each token weighed by what its value adds to the layer's output (W_O: the
+    output projection; |.|: length, averaged over the group). It is what a window of the newest r tokens would miss, on
+    average over r from none to all. Attention to the first four tokens, which any head may fall back on, is left out.
     The share `k` of the heads of all layers, those of the largest area, at least one, keeps everything. The others keep
     `sinks` first and `recent` newest tokens.
 
     Differs from the paper: it learns by gradients which heads need everything. The area is that of kvpress'
-    `duo_attention_on_the_fly`, but weighed by values, and under the attention of real rows; there it is of a text's mean query to
-    its mean key at all positions.
+    `duo_attention_on_the_fly`, but weighed by values, and under the attention of real rows; there it is of a text's mean
+    query to its mean key at all positions.
 
     Attributes:
         calibration: what `load_calibration` returns.

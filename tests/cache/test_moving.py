@@ -192,7 +192,8 @@ def test_refused(policy, k, options, message):
 
 
 @pytest.mark.parametrize("make_it", [
-    lambda: Mass(0.0), lambda: Mass(1.5), lambda: Mass("0.9"), lambda: Mass(True), lambda: Mass(float("nan")),
+    lambda: Mass(0.0), lambda: Mass(-0.5), lambda: Share(-0.5), lambda: Share(True), lambda: Share("0.5"),
+    lambda: Mass(1.5), lambda: Mass("0.9"), lambda: Mass(True), lambda: Mass(float("nan")),
     lambda: Mass(0.9, floor=0), lambda: Mass(0.9, floor=None), lambda: Mass(0.9, ceiling="1GiB"),
     lambda: Mass(0.9, floor=9, ceiling=8), lambda: Share(0), lambda: Share(1.01), lambda: Share(0.5, of="text"),
     lambda: Threshold(-0.1), lambda: Threshold(float("inf")), lambda: Threshold("1"),

@@ -124,9 +124,9 @@ class MassOfText(_Paired, Perplexity):
 
 TITLE = "Budgets by mass"
 INTRODUCTION = f"""\
-`k=kvpatch.Mass(0.9)` lets each head hold the fewest tokens whose scores sum to 0.9 of all scores. Beside it the fixed `k` that holds
-as many tokens on average over heads, layers and samples. h2o with 16 recent tokens, roco with 10 and none of high deviation, snapkv
-with a window of 8. held: {HELD} under the mass."""
+`k=kvpatch.Mass(0.9)` lets each head hold the fewest tokens whose scores sum to 0.9 of all scores. Beside it the fixed `k`
+that holds as many tokens on average over heads, layers and samples. h2o with 16 recent tokens, roco with 10 and none of high
+deviation, snapkv with a window of 8. held: {HELD} under the mass."""
 
 
 def section(tables: dict[str, Table], title: Callable[[str, dict[str, Any]], str]) -> str:
