@@ -99,7 +99,7 @@ class Mass(_Paired, Recall):
     about = "Recall under budgets by mass, and under fixed ones of the same mean size."
     metrics: ClassVar[dict[str, str]] = Recall.metrics | {"held": HELD}
     count = 24
-    options: ClassVar[dict[str, Any]] = Recall.options | {"scenarios": "in,after"}
+    options: ClassVar[dict[str, Any]] = Recall.options | {"scenarios": "in"}
 
     def text(self, sample: Sample) -> tuple[Tensor, int]:
         rows = sample.data.rows
@@ -134,7 +134,7 @@ def section(tables: dict[str, Table], title: Callable[[str, dict[str, Any]], str
 
     title: of a part of a task's samples.
     """
-    parts = [(Mass(), {"scenario": "in"}), (Mass(), {"scenario": "after"}), (MassOfText(), {"way": "token"})]
+    parts: list[tuple[Task, dict[str, Any]]] = [(Mass(), {"scenario": "in"}), (MassOfText(), {"way": "token"})]
     lines = [f"## {TITLE}", "", INTRODUCTION, ""]
     for task, part in parts:
         if task.name in tables:

@@ -1,0 +1,43 @@
+"""Scores of keys and values, on contexts small enough to count by hand."""
+
+import dataclasses
+
+import torch
+
+from kvpatch.policies.content import LagKV
+from kvpatch.policies.context import EvictionContext, Limits
+
+
+def of_tokens(k_TD, v_TD, positions, sinks):
+    """A context of one head whose slots hold these tokens."""
+    held = torch.tensor(k_TD)[None, None], torch.tensor(v_TD)[None, None]
+    return EvictionContext(
+        layer=0, seed=0, positions_BHT=torch.tensor([[positions]]), newest_B11=torch.tensor([[[max(positions)]]]),
+        recent_B11=torch.tensor([[[max(positions)]]]), state={}, limits=Limits.of([(sinks, 0, 0, 2, 0, 0)], torch.device("cpu")),
+        group=1, sliding=None, empty=-1 in positions, held=lambda: held,
+    )  # fmt: skip
+
+
+# one sink, two whole partitions of two tokens, a token behind them: the first partition alone is ranked, the rest has 1
+KEYS = [[9.0, 9.0], [0.0, 3.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [7.0, 0.0]]
+
+
+def test_partitions_by_hand():
+    context = of_tokens(KEYS, KEYS, [0, 1, 2, 3, 4, 5], sinks=1)
+    # scaled by the next partition, from 0 to 1 in both channels: token 1 deviates, token 2 does not
+    assert LagKV(lag=2).value(context)[0, 0].tolist() == [1.0, 0.5, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_slots_in_any_order_and_empty_ones():
+    order = [4, 0, 5, 2, 1, 3]
+    keys = [KEYS[i] for i in order[:3]] + [[50.0, -50.0]] + [KEYS[i] for i in order[3:]]
+    context = of_tokens(keys, keys, [4, 0, 5, -1, 2, 1, 3], sinks=1)
+    score = LagKV(lag=2).value(context)[0, 0]
+    assert [score[i].item() for i in (1, 5, 4, 6, 0, 2)] == [1.0, 0.5, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_fewer_than_two_partitions_are_ranked_by_age():
+    context = of_tokens(KEYS[:4], KEYS[:4], [0, 1, 2, 3], sinks=1)
+    assert LagKV(lag=2).value(context)[0, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    whole = dataclasses.replace(of_tokens(KEYS[:5], KEYS[:5], [0, 1, 2, 3, 4], sinks=1))
+    assert LagKV(lag=2).value(whole)[0, 0].tolist() == [1.0, 0.5, 0.0, 1.0, 1.0]
