@@ -181,6 +181,16 @@ def test_texts_too_short_for_an_area(model):
     assert all(torch.equal(found["area"], torch.zeros(2)) for found in own.values())
 
 
+def test_an_output_projection_that_is_not_known_gives_no_areas():
+    model = make_family("bitnet", dtype=torch.float64)  # a norm stands before it
+    with torch.no_grad():
+        own = calibrate(model, [prompt(1, 20)])
+    assert all("direction" in found and "area" not in found for found in own.layers.values())
+    with pytest.raises(KVPatchError, match="'duo' weighs values by the output projection, but in .* use 'streaming_llm'"):
+        kvpatch.patch(model, "duo", 0.5, calibration=own)
+    kvpatch.patch(model, "q_filter", 0.5, calibration=own).remove()
+
+
 AREAS = [[0.2, 0.5], [0.4, 0.2]]
 
 

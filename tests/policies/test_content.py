@@ -1,20 +1,18 @@
 """Scores of keys and values, on contexts small enough to count by hand."""
 
-import dataclasses
-
 import torch
 
-from kvpatch.policies.content import LagKV
+from kvpatch.policies.content import KeyDiff, LagKV
 from kvpatch.policies.context import EvictionContext, Limits
 
 
 def of_tokens(k_TD, v_TD, positions, sinks):
     """A context of one head whose slots hold these tokens."""
     held = torch.tensor(k_TD)[None, None], torch.tensor(v_TD)[None, None]
+    newest, limits = torch.tensor([[[max(positions)]]]), Limits.of([(sinks, 0, 0, 2, 0, 0)], torch.device("cpu"))
     return EvictionContext(
-        layer=0, seed=0, positions_BHT=torch.tensor([[positions]]), newest_B11=torch.tensor([[[max(positions)]]]),
-        recent_B11=torch.tensor([[[max(positions)]]]), state={}, limits=Limits.of([(sinks, 0, 0, 2, 0, 0)], torch.device("cpu")),
-        group=1, sliding=None, empty=-1 in positions, held=lambda: held,
+        layer=0, seed=0, positions_BHT=torch.tensor([[positions]]), newest_B11=newest, recent_B11=newest, state={},
+        limits=limits, group=1, sliding=None, empty=-1 in positions, held=lambda: held,
     )  # fmt: skip
 
 
@@ -39,5 +37,13 @@ def test_slots_in_any_order_and_empty_ones():
 def test_fewer_than_two_partitions_are_ranked_by_age():
     context = of_tokens(KEYS[:4], KEYS[:4], [0, 1, 2, 3], sinks=1)
     assert LagKV(lag=2).value(context)[0, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
-    whole = dataclasses.replace(of_tokens(KEYS[:5], KEYS[:5], [0, 1, 2, 3, 4], sinks=1))
+    whole = of_tokens(KEYS[:5], KEYS[:5], [0, 1, 2, 3, 4], sinks=1)
     assert LagKV(lag=2).value(whole)[0, 0].tolist() == [1.0, 0.5, 0.0, 1.0, 1.0]
+
+
+def test_likeness_to_the_mean_direction_by_hand():
+    keys = [[5.0, 0.0], [0.0, 0.1], [2.0, 0.0]]  # directions (1, 0), (0, 1), (1, 0), whose sum is along (2, 1)
+    score = KeyDiff().value(of_tokens(keys, keys, [0, 1, 2], sinks=0))[0, 0]
+    torch.testing.assert_close(score, -torch.tensor([2.0, 1.0, 2.0]) / 5**0.5)
+    score = KeyDiff().value(of_tokens([*keys, [-9.0, 9.0]], [*keys, [0.0, 0.0]], [0, 1, 2, -1], sinks=0))[0, 0, :3]
+    torch.testing.assert_close(score, -torch.tensor([2.0, 1.0, 2.0]) / 5**0.5)
