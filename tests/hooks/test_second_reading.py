@@ -179,6 +179,8 @@ def test_the_instruction_of_a_tokenizer():
     talks.chat_template = "..."
     talks.apply_chat_template = lambda turns, **_: f"<user>{turns[0]['content']}<end><model>"
     assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end><model>"
+    talks.apply_chat_template = lambda turns, **_: f"{turns[0]['content']}: <user>{turns[0]['content']}<end>"  # said twice
+    assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end>"
     pieces = list(Repeated(instruction=((1, 2), (3,), (4,)), chunk=10).pieces(list(range(100, 125))))
     assert [(start, stop) for start, stop, _ in pieces] == [(0, 10), (10, 20), (20, 25)]
     assert pieces[0][2] == [1, 2, 4, *range(100, 110)]
