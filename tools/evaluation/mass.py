@@ -145,11 +145,13 @@ def section(tables: dict[str, Table], title: Callable[[str, dict[str, Any]], str
 
 def _part(table: Table, task: Task, name: str) -> list[str]:
     samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
-    rows = []
+    rows, sides = [], [0, 0]
     for policy in task.policies:
         for mass in table.budgets:
             own, fixed = ((f"{policy}, {way}", mass) for way in WAYS)
             gain = table.difference(own, fixed, task.metric)
+            sides[0] += _side(gain, task) > 0
+            sides[1] += _side(gain, task) < 0
             means = (table.mean(own, "held"), table.mean(own, task.metric), table.mean(fixed, task.metric))
             rows.append([f"`{policy}`", f"{mass:g}", *map(shown, means), shown(gain, signed=True), _better(gain, task)])
     head = ("", "mass", "held", f"{task.metric}, mass", "as many tokens", "mass - fixed", "models that a mass is better on")
@@ -158,7 +160,15 @@ def _part(table: Table, task: Task, name: str) -> list[str]:
         f"`python -m tools.evaluation {task.name}`. {samples:,} samples, {len(table.models)} models. `{task.metric}`: "
         f"{task.metrics[task.metric]}. Full cache: {shown(table.mean(('full', 1.0), task.metric))}.", "",
         markdown(head, rows), "",
+        f"A mass is better in {sides[0]} of {len(rows)} rows and worse in {sides[1]}: in these the interval leaves zero out.", "",
     ]  # fmt: skip
+
+
+def _side(gain: Estimate | None, task: Task) -> int:
+    """1 where the mass is better, -1 where it is worse, 0 where the interval holds zero."""
+    if gain is None or gain.low <= 0 <= gain.high:
+        return 0
+    return 1 if (gain.mean > 0) == (task.better == "higher") else -1
 
 
 def _better(gain: Estimate | None, task: Task) -> str:
