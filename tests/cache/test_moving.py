@@ -220,3 +220,10 @@ def test_tables_of_numpy_and_torch():
             cache = force(model, prompt(1, 30), prompt(1, 2))[1]
             assert "layer by layer: [4 tokens, 9 tokens], [7 tokens, 5 tokens]" in str(patch.report())
         assert [cache.held(layer).tolist() for layer in range(2)] == [[[4, 9]], [[7, 5]]]
+
+
+def test_the_fewest_tokens_that_a_head_may_keep():
+    assert [Threshold(0.1).least(n) for n in (1, 2, 9)] == [1, 1, 1]
+    assert [Mass(0.9).least(n) for n in (1, 9)] == [1, 1]
+    assert [Mass(0.9, floor=0.5).least(n) for n in (1, 9)] == [1, 4]
+    assert Mass(0.9, floor=6, ceiling=0.5).least(8) == 4

@@ -160,7 +160,7 @@ def _part(table: Table, task: Task, name: str) -> list[str]:
         f"`python -m tools.evaluation {task.name}`. {samples:,} samples, {len(table.models)} models. `{task.metric}`: "
         f"{task.metrics[task.metric]}. Full cache: {shown(table.mean(('full', 1.0), task.metric))}.", "",
         markdown(head, rows), "",
-        f"A mass is better in {sides[0]} of {len(rows)} rows and worse in {sides[1]}: in these the interval leaves zero out.", "",
+        f"A mass is better in {sides[0]} of {len(rows)} rows, worse in {sides[1]}: there the interval leaves zero out.", "",
     ]  # fmt: skip
 
 
