@@ -299,7 +299,8 @@ BAD = [
     (lambda about, t: about.update(format="kvpatch cache 4"), f"not of this version of kvpatch ..{FORMAT}"),
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
-    (lambda about, t: about.update(layers=[0, 0]), "its layers are"),
+    *((lambda about, t, layers=layers: about.update(layers=layers), "its layers are") for layers in (
+        [0, 0], [], [-1], ["0"], 1, None)),
     (lambda about, t: t.pop("1.direction"), "of layer 1 it holds mean, norm, pairs, turn, area where direction, mean"),
     (lambda about, t: t.pop("0.norm"), "of layer 0 it holds direction, mean, pairs, turn, area where"),
     (lambda about, t: t.update(more=torch.zeros(2)), "it holds more, which are no statistics of its layers"),

@@ -25,6 +25,14 @@ def test_moments_of_pieces_are_those_of_the_whole():
         torch.testing.assert_close(found.spread_BHGDD[b] / counted[b].sum(), wanted)
 
 
+def test_rows_are_chosen_with_their_spread():
+    q, counted = torch.randn(2, 1, 2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
+    both, turned = Moments.of(q, counted, True), Moments.of(q.flip(0), counted, True)
+    found = both.map_rows(lambda rows: rows.flip(0))
+    assert all(torch.equal(vars(found)[name], part) for name, part in vars(turned).items())
+    assert Moments.of(q, counted, False).map_rows(lambda rows: rows[:1]).spread_BHGDD is None
+
+
 def test_nothing_counted_is_zero():
     found = Moments.of(torch.randn(1, 1, 2, 3, 4), torch.zeros(1, 3, dtype=torch.bool), True).rotated(None, 1.0)
     assert not found.mean_BHGD.any()
