@@ -47,6 +47,15 @@ def test_the_prompt_is_read_twice_and_nothing_of_the_second_reading_stays(model)
     assert snapshot(model).keys() == before.keys()
 
 
+def test_a_token_of_id_zero_is_a_token(model):
+    ids = prompt(1, 20)
+    ids[0, 7] = 0
+    seen = lengths_of(model)
+    with kvpatch.patched(model, "kvzip", 0.3, **OPTIONS):
+        model(ids)
+    assert seen == [20, 3 + 16, 3 + 8 + 4]
+
+
 def test_generate_keeps_what_each_row_alone_would_keep(model):
     ids = prompt(3, 50)
     mask = left_pad(ids, [50, 33, 12])

@@ -10,7 +10,7 @@ from kvpatch.policies.budgets import Budget
 
 
 def test_sizes():
-    units = {"B": 1, "KB": 1000, "MB": 10**6, "GB": 10**9, "KiB": 1024, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    units = {"B": 1, "KB": 1000, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1024, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
     for unit, size in units.items():
         assert budgets.parse_bytes(f"2{unit}") == 2 * size
         assert budgets.parse_bytes(f" 1.5 {unit.lower()} ") == int(1.5 * size)

@@ -98,7 +98,7 @@ MUTANTS = {
         "policies/measures.py", "(angle + 2 * math.pi * whole)", "angle",
         "tests/policies/test_calibration.py::test_angles_of_a_rounded_table"),
     "mean queries are not lengthened": (
-        "evaluation/calibrate.py", "rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)", "plain",
+        "evaluation/calibrate.py", "turning.adapter.rotate(plain, torch.zeros_like(places), turning.table)", "plain",
         "tests/policies/test_calibration.py::test_mean_queries_without_their_rotation[yarn]"),
     "sinks teach": (
         "evaluation/calibrate.py", "positions_BHT[0, 0] >= sinks", "positions_BHT[0, 0] >= 0",
