@@ -475,7 +475,7 @@ MUTANTS = {
         "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score",
         f"{ORACLE}[llama-snapkv]"),
     "tokens out of the window are kept": (
-        "policies/policy.py", "if context.sliding is not None:", "if False:", f"{ORACLE}[mistral_sliding-key_attention]"),
+        "policies/policy.py", "dead = context.dead_BHT", "dead = None", f"{ORACLE}[mistral_sliding-key_attention]"),
     "resampled noise is not": (
         "policies/scores.py", "row, key = head[:, :, None, None], row[:, None, :, None]",
         "row, key = head[:, :, None, None], -1",
