@@ -97,6 +97,11 @@ class Adapter:
         """Undo `rotate` exactly, also where its table scales."""
         return x_BHTD
 
+    @property
+    def projects(self) -> bool:
+        """Whether the output projection is known, so that it can be applied to values."""
+        return self.projection is not None or type(self).output is not Adapter.output
+
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
         """Apply the output projection to attention's output [B,Q,H*G*D]."""
         if self.projection is None:

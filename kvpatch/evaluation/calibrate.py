@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arch.adapter import Adapter
 from ..arch.bound import BoundAdapter
+from ..backends.value_norms import projected_norms
 from ..cache.layer import SlotLayer
 from ..errors import KVPatchError
 from ..hooks.target import Target
@@ -18,6 +19,7 @@ from ..patching import patched
 from ..policies import get_policy, learned
 from ..policies.calibration import Calibration, Recall
 from ..policies.measures import MEASURES, Rotation, Sample, Sums, names
+from ..policies.parallel import Parallel
 from ..policies.policy import Policy
 from ..policies.queries import Recent
 from ..policies.repeated import repeat_instruction
@@ -46,7 +48,7 @@ def calibrate(
     if teacher is not None and longest <= teacher.scope.sinks:
         raise KVPatchError(f"The text has {longest} tokens, of which {teacher.scope.sinks} are sinks: give a longer one.")
     with patched(model, teacher or Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
-        rotations = [_Rotations.of(target, module, adapter, longest) for module, adapter in target.attentions]
+        parts = [_Parts.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
             cache = patch.new_cache()
             model(piece, past_key_values=cache)
@@ -54,7 +56,7 @@ def calibrate(
                 if "repeated" in layer.state and teacher is not None:
                     _add(_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))
                 elif layer.recent is not None:
-                    _add(_sample(layer.recent, _areas(layer), rotations[index]), sums.setdefault(index, {}))
+                    _add(parts[index].sample(layer, layer.recent), sums.setdefault(index, {}))
             on_piece()
     layers = {
         index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
@@ -99,21 +101,44 @@ class _Rotations:
         return None if rotation is None else cls(rotation, bound, table)
 
 
-def _areas(layer: SlotLayer) -> Tensor:
-    """Return the sums "area" [H,T] of a piece of text, in its order."""
-    return layer.statistic("area")[0, :, : layer.used]
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a layer that tell what its sums mean.
 
+    Attributes:
+        turning: its rotation; None as in _Rotations.of.
+        bound: its adapter.
+        parallel: the share of this process in its heads.
+    """
 
-def _sample(recent: Recent, area_HT: Tensor, rotations: _Rotations | None) -> Sample:
-    """Return a piece's queries of a layer, and what they look at."""
-    known = recent.positions_BW[0] >= 0
-    q_HGQD = recent.q_BHGWD[0][:, :, known]
-    if rotations is None:
-        return Sample(q_HGQD, area_HT)
-    q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
-    plain = rotations.adapter.rotate_back(q, places, rotations.table)
-    plain = rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)
-    return Sample(q_HGQD, area_HT, rotations.rotation, plain[0].view(q_HGQD.shape))
+    turning: _Rotations | None
+    bound: BoundAdapter
+    parallel: Parallel
+
+    @classmethod
+    def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _Parts:
+        bound = BoundAdapter(adapter, module, adapter.kv_shape(module)[0])
+        return cls(_Rotations.of(target, module, adapter, count), bound, target.parallel)
+
+    def sample(self, layer: SlotLayer, recent: Recent) -> Sample:
+        """Return a piece's queries, and what they look at."""
+        known = recent.positions_BW[0] >= 0
+        q_HGQD, turning = recent.q_BHGWD[0][:, :, known], self.turning
+        area_HT = self._areas(layer, q_HGQD.shape[1])
+        if turning is None:
+            return Sample(q_HGQD, area_HT)
+        q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
+        plain = turning.adapter.rotate_back(q, places, turning.table)
+        plain = turning.adapter.rotate(plain, torch.zeros_like(places), turning.table)
+        return Sample(q_HGQD, area_HT, turning.rotation, plain[0].view(q_HGQD.shape))
+
+    def _areas(self, layer: SlotLayer, group: int) -> Tensor | None:
+        """Return the sums "area" [H,T] of a piece of text, in its order, each times its value's length as it is given out."""
+        if not self.bound.adapter.projects:
+            return None
+        v_BHTD = layer.view()[1]
+        rows, _ = self.bound.output_rows(v_BHTD, group, self.parallel)
+        return layer.statistic("area")[0, :, : layer.used] * projected_norms(v_BHTD, rows, 2)[0]
 
 
 def _taught(layer: SlotLayer, sinks: int) -> Sample:

@@ -136,7 +136,8 @@ class Target:
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
-        instead = "the policy without critical" if policy.weighs_values else "'kvzip'"
+        other = "'kvzip'" if policy.score.rereads else "'streaming_llm'"
+        instead = "the policy without critical" if policy.weighs_values else other
         for module, adapter in self.attentions:
             if isinstance(adapter, AutomaticAdapter):
                 raise KVPatchError(
@@ -144,7 +145,7 @@ class Target:
                     f"{adapter.name} does not name: register a row, {row_of(module)}, where o_proj is that projection, or use "
                     f"{instead}."
                 )
-            if adapter.projection is None and type(adapter).output is Adapter.output:
+            if not adapter.projects:
                 raise KVPatchError(
                     f"Policy {policy.name!r} weighs values by the output projection, but in {adapter.name} more than that "
                     f"stands between attention and its output: use {instead}."
@@ -172,6 +173,8 @@ class Target:
         calibration = vars(policy.score)["calibration"]
         kinds = {MEASURES[name].kind for name in policy.score.calibrated}
         command = "kvpatch learn" if "scores" in kinds else "kvpatch calibrate"
+        if "outputs" in kinds:
+            self.check_projection(policy)
         if "turned" in kinds:
             self.check_rotations(policy)
             for module, adapter in self.attentions:

@@ -24,7 +24,7 @@ class Calibration:
         model: values that identify the model.
         layers: of each layer that a budget applies to, its statistics by name (measures.MEASURES): "direction" [H,D], the first
             singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it,
-            and "area" [H], how far each KV head's attention reaches (see WholeHeads);
+            where the output projection is known "area" [H], how far each KV head's attention reaches (see WholeHeads);
             and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
             [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
             Or, of `kvpatch learn`, "weight" [H,F] of a token's features (learned.Learned).
@@ -177,16 +177,17 @@ class WholeHeads(CalibratedScore, Recency):
 
     A KV head's area is the mean, over query rows t of a text read before and over the group's query heads, of
 
-    sum over i from 4 to t of a[t,i] * (t - i + 1) / (t + 1),
+    sum over i from 4 to t of a[t,i] * |v_i W_O| * (t - i + 1) / (t + 1),
 
-    the area under the row's cumulated attention: the share of its attention that a window of the newest r tokens would miss,
-    on average over r from none to all. Attention to the first four tokens, which any head may fall back on, is left out.
+    the area under the row's cumulated attention, each token weighed by what its value adds to the layer's output (W_O: the
+    output projection; |.|: length, averaged over the group). It is what a window of the newest r tokens would miss, on
+    average over r from none to all. Attention to the first four tokens, which any head may fall back on, is left out.
     The share `k` of the heads of all layers, those of the largest area, at least one, keeps everything. The others keep
     `sinks` first and `recent` newest tokens.
 
     Differs from the paper: it learns by gradients which heads need everything. The area is that of kvpress'
-    `duo_attention_on_the_fly`, but under the attention of real rows; there it is of a text's mean query to its mean key at all
-    positions.
+    `duo_attention_on_the_fly`, but weighed by values, and under the attention of real rows; there it is of a text's mean
+    query to its mean key at all positions.
 
     Attributes:
         calibration: what `load_calibration` returns.

@@ -16,7 +16,7 @@ from ..errors import KVPatchError
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
 from .queries import Looks, Queries
-from .windows import end
+from .windows import end, oldest
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -121,6 +121,11 @@ class EvictionContext:
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, end(self.sliding, positions))
             self._rows_seen = (until - positions).to(self.state["sum"].dtype)
         return self._rows_seen
+
+    @property
+    def dead_BHT(self) -> Tensor | None:
+        """Tokens outside the sliding window of every later query, which nothing will attend to; None without a window."""
+        return None if self.sliding is None else self.positions_BHT < oldest(self.sliding, self.newest_B11 + 1)
 
     @property
     def mean(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Sums = tuple[Tensor, ...]
-Of = Literal["queries", "turned", "scores"]
+Of = Literal["queries", "turned", "outputs", "scores"]
 
 MORE = 4
 """Features of a token besides its value: see learned.features."""
@@ -62,7 +62,8 @@ class Sample:
         q_HGQD: the queries as attention used them.
         rotation: None where there is none, or none is known.
         plain_HGQD: the queries moved to position 0, where nothing is turned; None without a rotation.
-        area_HT: of the key at each position, the sum "area" (statistics.py) over queries and group.
+        area_HT: of the key at each position, the sum "area" (statistics.py) over queries and group, times the length of its
+            value behind the output projection, averaged over the group; None where that projection is not known.
         x_HTF: features of tokens.
         y_HT: what is to be learned of these tokens.
     """
@@ -79,7 +80,8 @@ class Sample:
         """Kinds of statistics that can be measured of it."""
         if self.x_HTF is not None:
             return ("scores",)
-        return ("queries",) if self.rotation is None else ("queries", "turned")
+        more: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
+        return ("queries", *(kind for kind, found in more if found is not None))
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Measure:
             token; or a number.
         of: what a piece of text adds to the sums; None where it cannot be measured.
         finish: what becomes of the sums of all pieces.
-        kind: "queries", "turned" for queries without their rotation, or "scores" of a second reading.
+        kind: "queries", "turned" for queries without their rotation, "outputs" for what goes through the output projection,
+            or "scores" of a second reading.
         dtype: in a file.
         adds_up: False if every piece gives the same, so that the first one is enough.
     """
@@ -203,11 +206,14 @@ MEASURES = _table(
     Measure("norm",      "HGP", _norms,      _mean,      "turned"),     # mean length of their pairs of channels
     Measure("pairs",     "P2",  _pairs,      _itself,    "turned", torch.int64, adds_up=False),     # see Rotation
     Measure("turn",      "P",   _turn,       _itself,    "turned", torch.float64, adds_up=False),
-    Measure("area",      "H",   _areas,      _mean,      "queries"),    # under the curves of attention: see WholeHeads
+    Measure("area",      "H",   _areas,      _mean,      "outputs"),    # under the curves of attention: see WholeHeads
     Measure("weight",    "HF",  _regression, _weight,    "scores"),     # of a token's features: see learned.Learned
 )
 # fmt: on
-WHOLE: tuple[tuple[Of, ...], ...] = (("queries", "turned"), ("queries",), ("scores",))
+WHOLE: tuple[tuple[Of, ...], ...] = (
+    *(("queries", *turned, *outputs) for turned in (("turned",), ()) for outputs in (("outputs",), ())),
+    ("scores",),
+)
 """Kinds of statistics that a calibration may have of a layer."""
 
 

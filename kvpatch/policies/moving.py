@@ -88,7 +88,7 @@ class Mass(Rule):
     Scores that are no sums over the text, such as those of an observation window, are measured anew by each prompt or block:
     S is then of the held tokens alone, and tokens of the window, which have no such score, count as 0. Where the policy keeps
     tokens outside the budget (a prompt under schedule "decode", earlier turns) the sums are over the others. Tokens that have
-    left a sliding window go first and count as 0.
+    left a sliding window count as 0, and go first unless they are protected.
 
     Attributes:
         share: share of the sum, in (0, 1]; 1.0 never evicts.
@@ -214,6 +214,8 @@ def _possible(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
 def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
     """Return the scores [B,H,T] that are added up; 0 for tokens that do not count (see Mass)."""
     counted = keys_BHT >= 0
+    if (dead := context.dead_BHT) is not None:  # protected ones too
+        counted = counted & ~dead
     if context.limits.any_prompt:
         counted = counted & (context.positions_BHT >= context.limits.prompt)
     if score.protects_window:

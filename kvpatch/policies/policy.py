@@ -17,7 +17,6 @@ from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
 from .statistics import check_names, kernel_of
-from .windows import oldest
 
 SCHEDULES = ("prompt", "decode", "both")
 
@@ -188,10 +187,7 @@ class Policy:
         context.value = value
         if context.watch is not None:
             context.watch(value)
-        dead = None
-        if context.sliding is not None:
-            # outside the window of every later query, so never attended to again
-            dead = position < oldest(context.sliding, context.newest_B11 + 1)
+        dead = context.dead_BHT
         keys = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
         if self.selection is None:
             return keys

@@ -192,10 +192,11 @@ def test_refused(policy, k, options, message):
 
 
 @pytest.mark.parametrize("make_it", [
-    lambda: Mass(0.0), lambda: Mass(1.5), lambda: Mass("0.9"), lambda: Mass(True), lambda: Mass(float("nan")),
+    lambda: Mass(0.0), lambda: Mass(-0.5), lambda: Share(-0.5), lambda: Share(True), lambda: Share("0.5"),
+    lambda: Mass(1.5), lambda: Mass("0.9"), lambda: Mass(True), lambda: Mass(float("nan")),
     lambda: Mass(0.9, floor=0), lambda: Mass(0.9, floor=None), lambda: Mass(0.9, ceiling="1GiB"),
     lambda: Mass(0.9, floor=9, ceiling=8), lambda: Share(0), lambda: Share(1.01), lambda: Share(0.5, of="text"),
-    lambda: Threshold(-0.1), lambda: Threshold(float("inf")), lambda: Threshold("1"),
+    lambda: Threshold(-0.1), lambda: Threshold(float("inf")), lambda: Threshold("1"), lambda: Threshold(True),
 ])  # fmt: skip
 def test_numbers_out_of_range(make_it):
     with pytest.raises(kvpatch.KVPatchError, match=r"^(Mass|Share|Threshold)\(.*(give|exchange|is not a share|keeps nothing)"):
@@ -219,3 +220,11 @@ def test_tables_of_numpy_and_torch():
             cache = force(model, prompt(1, 30), prompt(1, 2))[1]
             assert "layer by layer: [4 tokens, 9 tokens], [7 tokens, 5 tokens]" in str(patch.report())
         assert [cache.held(layer).tolist() for layer in range(2)] == [[[4, 9]], [[7, 5]]]
+
+
+def test_the_fewest_tokens_that_a_head_may_keep():
+    assert [Share(0.05).tokens(n) for n in (1, 10, 60)] == [1, 1, 3]
+    assert [Threshold(0.1).least(n) for n in (1, 2, 9)] == [1, 1, 1]
+    assert [Mass(0.9).least(n) for n in (1, 9)] == [1, 1]
+    assert [Mass(0.9, floor=0.5).least(n) for n in (1, 9)] == [1, 4]
+    assert Mass(0.9, floor=6, ceiling=0.5).least(8) == 4

@@ -47,6 +47,15 @@ def test_the_prompt_is_read_twice_and_nothing_of_the_second_reading_stays(model)
     assert snapshot(model).keys() == before.keys()
 
 
+def test_a_token_of_id_zero_is_a_token(model):
+    ids = prompt(1, 20)
+    ids[0, 7] = 0
+    seen = lengths_of(model)
+    with kvpatch.patched(model, "kvzip", 0.3, **OPTIONS):
+        model(ids)
+    assert seen == [20, 3 + 16, 3 + 8 + 4]
+
+
 def test_generate_keeps_what_each_row_alone_would_keep(model):
     ids = prompt(3, 50)
     mask = left_pad(ids, [50, 33, 12])
@@ -179,6 +188,8 @@ def test_the_instruction_of_a_tokenizer():
     talks.chat_template = "..."
     talks.apply_chat_template = lambda turns, **_: f"<user>{turns[0]['content']}<end><model>"
     assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end><model>"
+    talks.apply_chat_template = lambda turns, **_: f"{turns[0]['content']}: <user>{turns[0]['content']}<end>"  # said twice
+    assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end>"
     pieces = list(Repeated(instruction=((1, 2), (3,), (4,)), chunk=10).pieces(list(range(100, 125))))
     assert [(start, stop) for start, stop, _ in pieces] == [(0, 10), (10, 20), (20, 25)]
     assert pieces[0][2] == [1, 2, 4, *range(100, 110)]

@@ -92,13 +92,13 @@ def mass(
 
     s has every token that counts, protected ones too; lost is what earlier evictions took. The protected tokens stay, and so do
     the highest scores until `share` of everything is reached, at least `least` and at most `most` tokens. Dead tokens count
-    as nothing, and go.
+    as nothing, and go unless they are protected.
     """
     live = [i for i in s if not dead(i)]
     whole = sum(s[i] for i in live) + lost
     order = sorted((i for i in live if i in free), key=lambda i: (s[i], i), reverse=True)
-    stays = [i for i in live if i not in free]
-    reached, number, margin = sum(s[i] for i in stays), 0, math.inf
+    stays = [i for i in s if i not in free]
+    reached, number, margin = sum(s[i] for i in stays if not dead(i)), 0, math.inf
     while reached < share * whole and number < len(order):
         margin = (share * whole - reached) / whole
         reached, number = reached + s[order[number]], number + 1

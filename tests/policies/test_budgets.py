@@ -10,7 +10,7 @@ from kvpatch.policies.budgets import Budget
 
 
 def test_sizes():
-    units = {"B": 1, "KB": 1000, "MB": 10**6, "GB": 10**9, "KiB": 1024, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    units = {"B": 1, "KB": 1000, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1024, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
     for unit, size in units.items():
         assert budgets.parse_bytes(f"2{unit}") == 2 * size
         assert budgets.parse_bytes(f" 1.5 {unit.lower()} ") == int(1.5 * size)
@@ -35,6 +35,10 @@ def test_budgets():
         budgets.parse_k(k)
     plain = Budget.parse(0.5, n_layers=3, bytes_per_token=64)
     assert [plain.tokens(layer, n) for layer, n in [(0, 9), (1, 1), (2, 100)]] == [4, 1, 50]
+    assert [budgets.parse_k(text) for text in ("25%", " 100 % ", "0.5%", "7", "0.7")] == [0.25, 1.0, 0.005, 7, 0.7]
+    for k in ([0.5], [0.5, 0.5, 0.5]):
+        with pytest.raises(KVPatchError, match=rf"k has {len(k)} entries, but the model has 2 layers"):
+            Budget.parse(k, n_layers=2, bytes_per_token=64)
     assert plain.evicts(0)
     assert Budget.parse(1.0, n_layers=1, bytes_per_token=1).evicts(0) is False
     assert Budget.parse(1, n_layers=1, bytes_per_token=1).evicts(0) is True

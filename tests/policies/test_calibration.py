@@ -155,7 +155,7 @@ def test_whole_heads_as_the_oracle_has_it(model, calibration, k, more):
 
 @pytest.mark.parametrize("name", ["llama_gqa", "bloom", "mistral"])
 def test_areas_are_those_under_the_cumulated_attention(name):
-    """Row by row from the oracle's probabilities, as literal cumulated sums."""
+    """Row by row from the oracle's probabilities and values, as literal cumulated sums."""
     model, cumulated = of_kind(name), {}
     with torch.no_grad():
         layers = calibrate(model, [prompt(1, 30, seed=3), prompt(1, 17, seed=4), prompt(1, 3, seed=5)]).layers
@@ -164,9 +164,11 @@ def test_areas_are_those_under_the_cumulated_attention(name):
         oracle.forward(prompt(1, n, seed=seed)[0].tolist())
         for l, heads in enumerate(oracle.rows):
             for g, rows in enumerate(heads):
+                given = [oracle.decoder.output_rows(l, g * oracle.G + h) for h in range(oracle.G)]
+                size = {i: sum(float((v @ w).norm()) for w in given) / oracle.G for i, v in oracle.values[l][g].items()}
                 for row in rows[4:]:
                     for h in range(oracle.G):
-                        a = [row.a[i][h] if i in row.a and i >= 4 else 0.0 for i in range(row.t + 1)]
+                        a = [row.a[i][h] * size[i] if i in row.a and i >= 4 else 0.0 for i in range(row.t + 1)]
                         cumulated.setdefault((l, g), []).append(sum(sum(a[: i + 1]) for i in range(len(a))) / len(a))
     assert len(cumulated) == sum(len(own["area"]) for own in layers.values())
     for (l, g), areas in cumulated.items():
@@ -177,6 +179,16 @@ def test_texts_too_short_for_an_area(model):
     with torch.no_grad():
         own = calibrate(model, [prompt(1, 4)]).layers
     assert all(torch.equal(found["area"], torch.zeros(2)) for found in own.values())
+
+
+def test_an_output_projection_that_is_not_known_gives_no_areas():
+    model = make_family("bitnet", dtype=torch.float64)  # a norm stands before it
+    with torch.no_grad():
+        own = calibrate(model, [prompt(1, 20)])
+    assert all("direction" in found and "area" not in found for found in own.layers.values())
+    with pytest.raises(KVPatchError, match="'duo' weighs values by the output projection, but in .* use 'streaming_llm'"):
+        kvpatch.patch(model, "duo", 0.5, calibration=own)
+    kvpatch.patch(model, "q_filter", 0.5, calibration=own).remove()
 
 
 AREAS = [[0.2, 0.5], [0.4, 0.2]]
@@ -287,7 +299,8 @@ BAD = [
     (lambda about, t: about.update(format="kvpatch cache 4"), f"not of this version of kvpatch ..{FORMAT}"),
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
-    (lambda about, t: about.update(layers=[0, 0]), "its layers are"),
+    *((lambda about, t, layers=layers: about.update(layers=layers), "its layers are") for layers in (
+        [0, 0], [], [-1], ["0"], 1, None)),
     (lambda about, t: t.pop("1.direction"), "of layer 1 it holds mean, norm, pairs, turn, area where direction, mean"),
     (lambda about, t: t.pop("0.norm"), "of layer 0 it holds direction, mean, pairs, turn, area where"),
     (lambda about, t: t.update(more=torch.zeros(2)), "it holds more, which are no statistics of its layers"),

@@ -1,5 +1,6 @@
 """Merging of evicted values: its gradients, and rounded entries; the oracle has the values."""
 
+import pytest
 import torch
 
 import kvpatch
@@ -22,3 +23,14 @@ def test_what_is_rounded_is_the_merged_value():
         with torch.no_grad():
             want = model(ids).logits
         torch.testing.assert_close(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("given", [-0.1, 1.5, 2, True, "0.5", None, float("nan")])
+def test_what_is_no_cosine(given):
+    with pytest.raises(kvpatch.KVPatchError, match=r"threshold=.* must be a cosine in \[0, 1\]"):
+        kvpatch.merged("h2o", threshold=given).check()
+
+
+@pytest.mark.parametrize("given", [0, 0.0, 0.5, 1, 1.0])
+def test_what_is_a_cosine(given):
+    assert kvpatch.merged("h2o", threshold=given).merging.threshold == given

@@ -5,7 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch.errors import KVPatchError
-from kvpatch.policies.queries import Moments
+from kvpatch.policies.queries import Local, Moments
 from tests.helpers.contexts import small_context
 from tests.helpers.running import run
 from tests.helpers.tiny import make, prompt
@@ -23,6 +23,14 @@ def test_moments_of_pieces_are_those_of_the_whole():
         torch.testing.assert_close(found.mean_BHG1D[b, :, :, 0], own.mean(2))
         wanted = torch.stack([torch.stack([torch.cov(one.T, correction=0) for one in head]) for head in own])
         torch.testing.assert_close(found.spread_BHGDD[b] / counted[b].sum(), wanted)
+
+
+def test_rows_are_chosen_with_their_spread():
+    q, counted = torch.randn(2, 1, 2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
+    both, turned = Moments.of(q, counted, True), Moments.of(q.flip(0), counted, True)
+    found = both.map_rows(lambda rows: rows.flip(0))
+    assert all(torch.equal(vars(found)[name], part) for name, part in vars(turned).items())
+    assert Moments.of(q, counted, False).map_rows(lambda rows: rows[:1]).spread_BHGDD is None
 
 
 def test_nothing_counted_is_zero():
@@ -71,3 +79,15 @@ def test_a_policy_that_reads_no_queries_makes_no_table(monkeypatch):
     assert not made
     run(model, ids, fed, "expected_attention", 0.5, future=9)
     assert made == [39]
+
+
+def test_the_newest_rows_of_chunks():
+    """Of two texts, whose newest three rows begin before and behind the start."""
+    q, k = torch.arange(10.0).view(2, 1, 1, 5, 1), torch.arange(10.0, 20.0).view(2, 1, 5, 1)
+    rows = Local(q, k, torch.tensor([[4, 5, 6, 7, 8], [-1, 2, 3, 4, 5]]), torch.arange(10).view(2, 5))
+    found = rows.newest(3, torch.tensor([[7], [0]]))
+    assert found.positions_BC.tolist() == [[-1, 7, 8], [3, 4, 5]]
+    assert found.q_BHGCD.flatten(1).tolist() == [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]
+    assert found.k_BHCD.flatten(1).tolist() == [[12.0, 13.0, 14.0], [17.0, 18.0, 19.0]]
+    assert found.columns_BC.tolist() == [[2, 3, 4], [7, 8, 9]]
+    assert rows.newest(9, torch.tensor([[0], [0]])).positions_BC.tolist() == rows.positions_BC.tolist()

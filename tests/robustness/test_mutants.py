@@ -101,7 +101,7 @@ MUTANTS = {
         "policies/measures.py", "(angle + 2 * math.pi * whole)", "angle",
         "tests/policies/test_calibration.py::test_angles_of_a_rounded_table"),
     "mean queries are not lengthened": (
-        "evaluation/calibrate.py", "rotations.adapter.rotate(plain, torch.zeros_like(places), rotations.table)", "plain",
+        "evaluation/calibrate.py", "turning.adapter.rotate(plain, torch.zeros_like(places), turning.table)", "plain",
         "tests/policies/test_calibration.py::test_mean_queries_without_their_rotation[yarn]"),
     "sinks teach": (
         "evaluation/calibrate.py", "positions_BHT[0, 0] >= sinks", "positions_BHT[0, 0] >= 0",
@@ -145,6 +145,9 @@ MUTANTS = {
         "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
     "areas of tokens, not of shares of the text": (
         "policies/statistics.py", "/ (row_NR[..., None] + 1).clamp(min=1)", "/ 1",
+        "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
+    "areas of attention alone": (
+        "evaluation/calibrate.py", " * projected_norms(v_BHTD, rows, 2)[0]", "",
         "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
     "heads that look near are whole": (
         "policies/calibration.py", "argsort(descending=True, stable=True)", "argsort(descending=False, stable=True)",
@@ -368,6 +371,9 @@ MUTANTS = {
         "policies/moving.py", "count = torch.maximum(enough, least)", "count = enough", f"{BUDGETS}[h2o-mass-floor]"),
     "tokens of the window add to the mass": (
         "policies/moving.py", "if score.protects_window:", "if False:", f"{BUDGETS}[snapkv-mass]"),
+    "a protected token outside the sliding window adds to the mass": (
+        "policies/moving.py", "counted = counted & ~dead", "counted = counted & (dead | ~dead)",
+        "tests/oracle/test_oracle_mechanisms.py::test_found_by_random_runs"),
     "a text that ended is measured again": (
         "attention/compress.py", "mine if rows else held for", "mine for", f"{BUDGETS}[snapkv-mass-block]"),
     "a threshold of summed query heads": (
@@ -535,7 +541,7 @@ MUTANTS = {
         "policies/scores.py", "outside = score.masked_fill(~candidate, -torch.inf)", "outside = score",
         f"{ORACLE}[llama-snapkv]"),
     "tokens out of the window are kept": (
-        "policies/policy.py", "if context.sliding is not None:", "if False:", f"{ORACLE}[mistral_sliding-key_attention]"),
+        "policies/policy.py", "dead = context.dead_BHT", "dead = None", f"{ORACLE}[mistral_sliding-key_attention]"),
     "resampled noise is not": (
         "policies/scores.py", "row, key = head[:, :, None, None], row[:, None, :, None]",
         "row, key = head[:, :, None, None], -1",

@@ -1,85 +1,178 @@
-"""Budgets by mass beside fixed ones that hold as many tokens on average, on the two texts of `kvpatch demo`.
+"""Is a budget by mass a better way to spend memory? Beside each a fixed budget of as many tokens, on questions and on text.
 
-`python -m tools.evaluation.mass` prints the table of docs/guides/memory.md, and rows beside it: a minute on one core.
+A setting's `k` is the mass. `snapkv, mass` holds what that takes, `snapkv, as many` in each head the mean of it over heads,
+layers and samples. Sizes that are protected are tokens, since a mass gives no size that a share could be of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 import kvpatch
-from kvpatch.cli.demo import source_file
-from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
-from kvpatch.cli.needles import Text, task_needles
-from kvpatch.evaluation.divergence import Comparison
 from kvpatch.evaluation.teacher_forcing import feed
-from tools.docs_tables import markdown
 
-CASES: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
-    "snapkv": ((0.5, 0.7, 0.9), {}),
-    "h2o": ((0.7, 0.9, 0.97), {"recent": 16}),
-    "roco": ((0.7, 0.9, 0.97), {"recent": 10, "protected": 0}),
+from .perplexity import Perplexity
+from .recall import Recall
+from .stats import Estimate
+from .summary import markdown, shown
+from .table import Table
+from .task import FULL, SMALL, Request, Sample, Setting, Subject, Task
+from .together import seed_of, together
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "snapkv": SMALL["snapkv"],
+    "h2o": {"recent": 16},
+    "roco": {"recent": 10, "protected": 0},
 }
-"""Masses of each policy, and its options: sizes in tokens, since a mass gives no size that a share could be of."""
+WAYS = ("mass", "as many")
+HELD = "share of its text that a head holds"
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A model and its text: how well it does under a budget."""
+class _Paired(Task):
+    """A task whose settings are masses, each followed by the fixed budget of the same mean size."""
 
-    model: Any
-    text: Text
+    source = ""
+    budgets = (0.7, 0.9)
+    policies = tuple(OPTIONS)
 
-    def held(self, policy: kvpatch.Policy, k: Any) -> float:
-        """Return the tokens that a head holds on average, without those that nothing evicts."""
-        with torch.no_grad(), kvpatch.patched(self.model, policy, k) as patch:
-            feed(self.model, self.text.ids_BT, self.text.n, self.text.mask_BT)
-            mean = float(patch.report().held().float().mean())
-        return mean - (self.text.ids_BT.shape[1] - self.text.n if policy.schedule == "prompt" else 0)
+    def settings(self, request: Request, subject: Subject) -> list[Setting]:
+        return [FULL] + [
+            Setting(policy, mass, OPTIONS.get(policy, {}), f"{policy}, {way}")
+            for mass in request.budgets or self.budgets
+            for policy in request.policies or self.policies
+            for way in WAYS
+        ]
 
-    def answers(self, policy: kvpatch.Policy, k: Any) -> float:
-        """Return the share of questions that greedy decoding answers."""
-        with torch.no_grad(), kvpatch.patched(self.model, policy, k):
-            fed = feed(self.model, self.text.ids_BT, self.text.n, self.text.mask_BT)
-        return float(self.text.right(fed.logits_BSV).double().mean())
+    def text(self, sample: Sample) -> tuple[Tensor, int]:
+        """Tokens [T] that are fed, and how many of them at once."""
+        raise NotImplementedError
 
-    def divergence(self, policy: kvpatch.Policy, k: Any) -> float:
-        """Return the KL divergence from the full cache's predictions, in nats per token."""
-        return Comparison(self.model, self.text.ids_BT, self.text.n).figures(policy, k).kl
+    def run(
+        self,
+        subject: Subject,
+        setting: Setting,
+        samples: list[Sample],
+        full: dict[str, dict[str, Any]],
+        request: Request,
+        seed: int,
+    ) -> Iterator[dict[str, Any]]:
+        if setting == FULL:
+            yield from super().run(subject, setting, samples, full, request, seed)
+            return
+        groups = dict.fromkeys(tuple(sample.group.items()) for sample in samples)  # samples are in this order
+        for group in groups:
+            here = [sample for sample in samples if tuple(sample.group.items()) == group]
+            way = replace(setting, k=kvpatch.Mass(setting.k))
+            held = self._held(subject, way, here, request.batch, seed)
+            if setting.name.endswith(WAYS[1]):
+                mean = max(1, round(sum(held) / len(held)))
+                way, held = replace(setting, k=mean), [float(mean)] * len(held)
+            found = super().run(subject, way, here, full, request, seed)
+            for one, tokens, sample in zip(found, held, here, strict=True):
+                yield {**one, "held": tokens / self._most(setting, sample)}
 
-    def pair(self, measure: str, policy: kvpatch.Policy, mass: float) -> tuple[float, float]:
-        """Return a measure under a mass, and under the fixed budget of the same mean size."""
-        k, measured = kvpatch.Mass(mass), getattr(self, measure)
-        return measured(policy, k), measured(policy, max(1, round(self.held(policy, k))))
+    def _most(self, setting: Setting, sample: Sample) -> int:
+        """Tokens that could go: a policy that evicts once keeps what follows the prompt."""
+        ids_T, n = self.text(sample)
+        return n if kvpatch.get_policy(setting.policy).schedule == "prompt" else len(ids_T)
+
+    def _held(self, subject: Subject, way: Setting, samples: list[Sample], size: int, seed: int) -> list[float]:
+        """Tokens that a head holds on average in each sample, without those that nothing evicts."""
+        found: list[float] = []
+        for part, draw in together(samples, size, way):
+            texts, (_, n) = [self.text(sample)[0] for sample in part], self.text(part[0])
+            ids_BT = torch.stack(texts).to(subject.model.device)
+            with way.patched(subject.model, seed_of(seed, draw)) as patch:
+                feed(subject.model, ids_BT, n)
+                held_B = patch.report().held().double().mean((0, 2))
+            found += (held_B - (ids_BT.shape[1] - self._most(way, part[0]))).tolist()
+        return found
 
 
-def questions() -> Reader:
-    """Return llama-0 and its prompts with questions."""
-    return Reader(load_model(str(MODELS / "llama-0"), "float32"), task_needles())
+class Mass(_Paired, Recall):
+    name = "mass"
+    about = "Recall under budgets by mass, and under fixed ones of the same mean size."
+    metrics: ClassVar[dict[str, str]] = Recall.metrics | {"held": HELD}
+    count = 24
+    options: ClassVar[dict[str, Any]] = Recall.options | {"scenarios": "in"}
+
+    def text(self, sample: Sample) -> tuple[Tensor, int]:
+        rows = sample.data.rows
+        return rows.tokens_BT[0, :-1], rows.prompt_length
 
 
-def source() -> Reader:
-    """Return llama-python and one excerpt of a source file."""
-    name = str(MODELS / "llama-python")
-    model = load_model(name, "float32")
-    text = source_file(model, load_tokenizer(name))
-    return Reader(model, Text(text.what, text.ids_BT[:1], text.n))
+class MassOfText(_Paired, Perplexity):
+    name = "mass-text"
+    about = "Nats per token of a language model under budgets by mass, and under fixed ones of the same mean size."
+    metrics: ClassVar[dict[str, str]] = Perplexity.metrics | {"held": HELD}
+    policies = ("h2o", "roco")
+
+    def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
+        return [sample for sample in super().samples(subject, request, seed) if sample.group["way"] == "token"]
+
+    def text(self, sample: Sample) -> tuple[Tensor, int]:
+        ids_T = sample.data.ids_T
+        return ids_T[:-1], len(ids_T) - sample.data.counted
 
 
-def rows(readers: dict[str, Reader], cases: dict[str, Any] = CASES) -> Iterator[tuple[str, ...]]:
-    """Yield policy, mass, and for each measure its value under the mass and at equal size."""
-    for name, (masses, options) in cases.items():
-        policy = kvpatch.get_policy(name).with_options(**options)
-        for mass in masses:
-            pairs = [reader.pair(measure, policy, mass) for measure, reader in readers.items()]
-            yield (name, f"{mass:g}", *(f"{value:.3f}" for pair in pairs for value in pair))
+# ---- the section of docs/results.md ----
+
+TITLE = "Budgets by mass"
+INTRODUCTION = f"""\
+`k=kvpatch.Mass(0.9)` lets each head hold the fewest tokens whose scores sum to 0.9 of all scores. Beside it the fixed `k`
+that holds as many tokens on average over heads, layers and samples. h2o with 16 recent tokens, roco with 10 and none of high
+deviation, snapkv with a window of 8. held: {HELD} under the mass."""
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    table = rows({"answers": questions(), "divergence": source()})
-    print(markdown(("policy", "mass", "answers", "at equal size", "KL", "at equal size"), table))
+def section(tables: dict[str, Table], title: Callable[[str, dict[str, Any]], str]) -> str:
+    """What a mass takes of each policy and text, what it costs, and what a fixed budget of the same size costs.
+
+    title: of a part of a task's samples.
+    """
+    parts: list[tuple[Task, dict[str, Any]]] = [(Mass(), {"scenario": "in"}), (MassOfText(), {"way": "token"})]
+    lines = [f"## {TITLE}", "", INTRODUCTION, ""]
+    for task, part in parts:
+        if task.name in tables:
+            name = title(Recall.name if isinstance(task, Recall) else Perplexity.name, part)
+            lines += _part(tables[task.name].where(**part), task, name)
+    return "\n".join(lines) if len(lines) > 4 else ""
+
+
+def _part(table: Table, task: Task, name: str) -> list[str]:
+    samples = len({(line["model"], line["seed"], line["sample"]) for line in table.lines if "sample" in line})
+    rows, sides = [], [0, 0]
+    for policy in task.policies:
+        for mass in table.budgets:
+            own, fixed = ((f"{policy}, {way}", mass) for way in WAYS)
+            gain = table.difference(own, fixed, task.metric)
+            sides[0] += _side(gain, task) > 0
+            sides[1] += _side(gain, task) < 0
+            means = (table.mean(own, "held"), table.mean(own, task.metric), table.mean(fixed, task.metric))
+            rows.append([f"`{policy}`", f"{mass:g}", *map(shown, means), shown(gain, signed=True), _better(gain, task)])
+    head = ("", "mass", "held", f"{task.metric}, mass", "as many tokens", "mass - fixed", "models that a mass is better on")
+    return [
+        f"### {name[0].upper()}{name[1:]}: mass", "",
+        f"`python -m tools.evaluation {task.name}`. {samples:,} samples, {len(table.models)} models. `{task.metric}`: "
+        f"{task.metrics[task.metric]}. Full cache: {shown(table.mean(('full', 1.0), task.metric))}.", "",
+        markdown(head, rows), "",
+        f"A mass is better in {sides[0]} of {len(rows)} rows, worse in {sides[1]}: there the interval leaves zero out.", "",
+    ]  # fmt: skip
+
+
+def _side(gain: Estimate | None, task: Task) -> int:
+    """1 where the mass is better, -1 where it is worse, 0 where the interval holds zero."""
+    if gain is None or gain.low <= 0 <= gain.high:
+        return 0
+    return 1 if (gain.mean > 0) == (task.better == "higher") else -1
+
+
+def _better(gain: Estimate | None, task: Task) -> str:
+    """Models on which the mass is better, of those measured."""
+    if gain is None:
+        return "-"
+    return f"{gain.signs[0 if task.better == 'higher' else 1]} of {gain.models}"

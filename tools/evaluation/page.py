@@ -8,7 +8,7 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import overview
+from . import mass, overview
 from . import pictures as drawn
 from .ablate import FAMILIES, label
 from .bits import BITS
@@ -173,7 +173,7 @@ def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
     blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     if LATER.task in tables:
         blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
-    blocks += [sinks] if sinks else []
+    blocks += [one for one in (mass.section(tables, drawn.title), sinks) if one]
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))

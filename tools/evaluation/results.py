@@ -46,6 +46,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "later": {"models": FIFTEEN, "budgets": (0.2, 0.4), "count": 24},
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
     "bits": {"models": FIVE},
+    "mass": {"models": FIFTEEN},
+    "mass-text": {"models": CODE},
     "reasoning": {"models": WALKERS, "budgets": (0.3, 0.5), "count": 12, "policies": THINKING},
     "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
     "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},

@@ -15,6 +15,7 @@ import compileall
 import dataclasses
 import hashlib
 import json
+import os
 import queue
 import random
 import re
@@ -52,7 +53,9 @@ class Worker:
                 shutil.copy(source, self.folder / part)
         compileall.compile_dir(self.folder, quiet=2)  # children compile the changed file alone
         command = [sys.executable, str(Path(__file__).with_name("mutation_worker.py"))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        own = {"PYTHONPATH": str(ROOT)}  # for tools/, which tests import; kvpatch is the folder's, which comes before
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=os.environ | own, **pipes)
 
     def run(
         self, tests: list[str], cover: Path | None = None, limit: int = LIMIT, slow: bool = False
