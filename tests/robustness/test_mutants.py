@@ -392,7 +392,7 @@ MUTANTS = {
         "arch/gptj.py", "q, v, k = (heads_first(part", "q, k, v = (heads_first(part",
         f"{OWN}_evictions_are_the_oracles[codegen-h2o]"),
     "the last layer's bias left out": (
-        "arch/gpt_neox_japanese.py", ", positioned), attn.dense_bias", ", positioned), None",
+        "arch/gpt_neox_japanese.py", ", call), attn.dense_bias", ", call), None",
         f"{OWN}_one_changes_nothing[gpt_neox_japanese]"),
     "values that are not rotated": (
         "arch/separate.py", "if attn.rotary_value:", "if False:", f"{OWN}_one_changes_nothing[roformer_values]"),
