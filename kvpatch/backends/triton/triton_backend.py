@@ -38,9 +38,8 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 def reason(task: Task, case: Case) -> str | None:
     """Return the reason that the kernels do not support a task, or None."""
-    unknown = [SPECIAL[name] for name in case.special if task not in ("prompt", "statistics") or name == "coarse"]
-    if unknown:
-        return f"its {task} kernels have no {' and no '.join(unknown)}"
+    if "coarse" in case.special:
+        return f"its {task} kernels have no {SPECIAL['coarse']}"
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if case.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -178,7 +177,7 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
 
 
 def _shape(geometry: Geometry) -> dict[str, Any]:
-    """Return what all kernels of a prompt take of a layer's variant of attention."""
+    """Return what all kernels take of a layer's variant of attention."""
     names = ("scale", "slopes_HG", "sliding", "softcap")
     return {name: getattr(geometry, name) for name in names}
 
@@ -254,15 +253,16 @@ def step(
         from . import decode
 
         return decode.step(
-            *tensors, newest_B, slots.state, chosen, scale=geometry.scale, sliding=geometry.sliding,
-            slopes_HG=geometry.slopes_HG, begin_N=memory.begin_N, capacity_N=memory.capacity_N, page=memory.page, keep_BH=keep,
-            first_B=first, recent_B=recent, tau=tau, codecs=slots.kv.codecs,
+            *tensors, newest_B, slots.state, chosen, **_shape(geometry), sinks_HG=geometry.sinks_HG, begin_N=memory.begin_N,
+            capacity_N=memory.capacity_N, page=memory.page, keep_BH=keep, first_B=first, recent_B=recent, tau=tau,
+            codecs=slots.kv.codecs,
         )  # fmt: skip
     heat, constant = (tau, 1.0) if isinstance(tau, Tensor) else (None, tau)
     return compiled_step(
         *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
         ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
-        memory.begin_N, memory.capacity_N, keep, first, recent, heat, constant, slots.kv.codecs[0].bits,
+        geometry.softcap, geometry.sinks_HG, memory.begin_N, memory.capacity_N, keep, first, recent, heat, constant,
+        slots.kv.codecs[0].bits,
     )  # fmt: skip
 
 
@@ -284,6 +284,8 @@ def plain_step(
     scale: float,
     sliding: int | None,
     slopes: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     begin: Tensor | None,
     capacity: Tensor | None,
     keep: Tensor | None,
@@ -300,8 +302,9 @@ def plain_step(
     chosen = known_rule(added, decay, damped, value or None, evicts=bool(value))
     return step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
-        sliding=sliding, slopes_HG=slopes, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
-        tau=constant_tau if tau is None else tau, codecs=codecs(bits, q.shape[-1], q.shape[-1], q.dtype),
+        sliding=sliding, slopes_HG=slopes, softcap=softcap, sinks_HG=sinks, begin_N=begin, capacity_N=capacity, keep_BH=keep,
+        first_B=first, recent_B=recent, tau=constant_tau if tau is None else tau,
+        codecs=codecs(bits, q.shape[-1], q.shape[-1], q.dtype),
     )  # fmt: skip
 
 
