@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .adapter import source_module
 
-
 BY_LENGTH = ("dynamic", "longrope")
 """Scalings of rotary positions that change with the length of the text."""
 

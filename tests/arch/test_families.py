@@ -336,7 +336,7 @@ def test_a_dynamic_cache_from_before_the_block(name):
 
 
 REFUSED = {
-    "renumbered, tables by layers": ("gemma3", {"positions": "renumbered"}, "for gemma3: its row does not declare Llama's rotary"),
+    "renumbered, tables by layers": ("gemma3", {"positions": "renumbered"}, "its row does not declare Llama's rotary"),
     "renumbered, no rotation": ("opt", {"positions": "renumbered"}, "for opt: its positions are added to the hidden states"),
     "two-stage": ("bitnet", {"policy": "critical_snapkv"}, "in bitnet more than that stands between attention and its output"),
 }

@@ -757,7 +757,7 @@ MUTANTS = {
         "backends/triton/split.py", "SINKS + h * G + g, mask=own_g", "SINKS + h * G + g, mask=real_g",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks]"),
     "sinks in the noisy softmax of a decode step": (
-        "backends/triton/split.py", "maximum_y, total_y = x_new * cooling, alone", "maximum_y, total_y = x_new * cooling, total",
+        "backends/triton/split.py", "total_y = x_new * cooling, alone", "total_y = x_new * cooling, total",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks, noise, ragged]"),
     "the new token's logit uncapped": (
         "backends/triton/split.py", "capped(product, inner) * unit", "product * unit",
