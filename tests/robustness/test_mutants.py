@@ -755,7 +755,7 @@ MUTANTS = {
         "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks]"),
     "sinks in every segment of a decode step": (
         "backends/triton/split.py", "SINKS + h * G + g, mask=own_g", "SINKS + h * G + g, mask=real_g",
-        "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks]"),
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[cap and sinks]"),
     "sinks in the noisy softmax of a decode step": (
         "backends/triton/split.py", "total_y = x_new * cooling, alone", "total_y = x_new * cooling, total",
         "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks, noise, ragged]"),
