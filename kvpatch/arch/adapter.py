@@ -13,6 +13,7 @@ from ..errors import KVPatchError, named, suggest
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 Forward = Callable[..., Any]
+IN_HIDDEN_STATES = "its positions are added to the hidden states, so that they are inside the keys for good"
 
 
 class Adapter:
@@ -26,7 +27,8 @@ class Adapter:
         classes: the attention classes, or their qualified names "package.module.ClassName".
         summary: one line for tables.
         projection: attribute of the output projection if it is a single module, else None.
-        renumbers: whether keys can be cached without positions, which needs `plain`, `rotary_table` and `rotate`.
+        renumbers: whether keys can be cached without positions, which needs `unplaced`, `rotary_table` and `rotate` where they
+            are rotated.
         why_not: the reason if they cannot, for the error message.
         turns_back: whether the rotation of queries and keys can be undone, which needs `rotary_table`, `rotate` and
             `rotate_back` where they are rotated.
@@ -48,15 +50,13 @@ class Adapter:
     summary: str = ""
     projection: str | None = None
     renumbers: bool = False
-    why_not: str = "its adapter does not project keys without positions"
+    why_not: str = "its adapter does not say how queries and keys are rotated"
     turns_back: bool = False
     positions_from_mask: bool = False
     one_mask: bool = False
     distances_from_mask: bool = False
 
-    def run(
-        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
-    ) -> Any:
+    def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         """Run the module's forward with `core` in place of its attention, and return what that forward returns.
 
         Args:
@@ -65,10 +65,8 @@ class Adapter:
             core: attention through the cache: queries [B,H*G,Q,D], keys and values [B,H,Q,D] -> output [B,Q,H*G*D].
             hidden_BQE: hidden states.
             call: the forward's other arguments by name.
-            positioned: whether keys are cached with positions applied.
         """
-        project = self.project if positioned else self.plain
-        return self.output(attn, core(*project(attn, hidden_BQE, **call))), None
+        return self.output(attn, core(*self.project(attn, hidden_BQE, **call))), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         """Return attributes to set on the module while it is patched, by name."""
@@ -81,9 +79,13 @@ class Adapter:
         """
         raise NotImplementedError
 
-    def plain(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states as `project` does, but without applying positions."""
-        raise NotImplementedError
+    def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the module's forward, changed so that it applies no positions to queries and keys."""
+        return call
+
+    def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
+        """Return the reason that rotations cannot be undone in a decoder, or positions renumbered; None if they can."""
+        return None if (self.renumbers if renumbered else self.turns_back) else self.why_not
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         """Build the table that `rotate` needs for positions below `count`."""

@@ -42,12 +42,8 @@ class BloomAdapter(Adapter):
         q, k, v = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_heads, 3, attn.head_dim)).transpose(1, 2).unbind(3)
         return q, k, v
 
-    plain = project  # keys do not contain ALiBi
-
-    def run(
-        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
-    ) -> Any:
-        out_BQE, weights = super().run(attn, own, core, hidden_BQE, call, positioned)
+    def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
+        out_BQE, weights = super().run(attn, own, core, hidden_BQE, call)
         return call["residual"] + nn.functional.dropout(out_BQE, attn.hidden_dropout, attn.training), weights
 
     def aside(self, decoder: Any) -> dict[str, Any]:

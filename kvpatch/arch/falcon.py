@@ -24,11 +24,11 @@ class FalconAdapter(LlamaAdapter):
     distances_from_mask = True
 
     def project(
-        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **call: Any
+        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return (self.plain if attn.config.alibi else super().project)(attn, hidden_BQE, position_embeddings=position_embeddings)
+        return self.heads(attn, hidden_BQE) if attn.config.alibi else super().project(attn, hidden_BQE, position_embeddings)
 
-    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # for each KV head its queries, then its key, then its value
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]

@@ -21,7 +21,7 @@ FAMILIES = (
     _row("qwen2_moe",   "Qwen2Moe",    "Qwen 1.5 and 2, mixture of experts", rotary=True),
     _row("qwen3_moe",   "Qwen3Moe",    "Qwen 3, mixture of experts", rotary=True, slides=True),
     _row("phi",         "Phi",         "Phi 1 and 2: partial rotary positions", rotary=True, projection="dense"),
-    _row("phi3",        "Phi3",        "Phi 3 and 4: fused projection, LongRoPE", slides=True),
+    _row("phi3",        "Phi3",        "Phi 3 and 4: fused projection, LongRoPE", rotary=True, slides=True),
     _row("gemma",       "Gemma",       "Gemma: wide heads", rotary=True),
     _row("gemma2",      "Gemma2",      "Gemma 2: capped logits, every other layer slides", rotary=True,
          softcap="attn_logit_softcapping"),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import KVPatchError
-from .adapter import Adapter, heads_first
+from .adapter import IN_HIDDEN_STATES, Adapter, heads_first
 
 
 class GPT2Adapter(Adapter):
@@ -18,7 +18,7 @@ class GPT2Adapter(Adapter):
     classes = ("transformers.models.gpt2.modeling_gpt2.GPT2Attention",)
 
     projection = "c_proj"
-    why_not = "its positions are added to the hidden states, so that they are inside the keys for good"
+    why_not = IN_HIDDEN_STATES
     turns_back = True  # nothing is rotated
 
     def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,21 +20,19 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
 
     projection = "dense"
 
-    def run(
-        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
-    ) -> Any:
-        return *super().run(attn, own, core, hidden_BQE, call, positioned), attn.dense_bias
+    def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
+        return *super().run(attn, own, core, hidden_BQE, call), attn.dense_bias
 
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.plain(attn, hidden_BQE)
+        q, k, v = self.heads(attn, hidden_BQE)
         n = attn.rotary_ndims
         turned = source_module(attn).apply_rotary_pos_emb(q[..., :n], k[..., :n], *position_embeddings)
         q, k = (torch.cat([one, rest[..., n:]], -1) for one, rest in zip(turned, (q, k), strict=True))
         return q, k, v
 
-    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_attention_heads, 3, attn.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         return q, k, v

@@ -25,13 +25,17 @@ class GPTJAdapter(Adapter):
     renumbers = turns_back = True
 
     def project(self, attn: Any, hidden_BQE: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.plain(attn, hidden_BQE)
+        q, k, v = self.heads(attn, hidden_BQE)
         table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)[:, None]
         return self.rotate(attn, q, places, table), self.rotate(attn, k, places, table), v
 
-    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to heads, without positions."""
         q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
+
+    def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+        return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # by which nothing is rotated
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         if count > decoder.config.max_position_embeddings:
@@ -74,7 +78,7 @@ class CodeGenAdapter(GPTJAdapter):
     summary = "CodeGen: partial rotary positions"
     classes = ("transformers.models.codegen.modeling_codegen.CodeGenAttention",)
 
-    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = attn.qkv_proj(hidden_BQE).unflatten(-1, (4, 3, -1))
         q, v, k = (heads_first(part.flatten(2), attn.head_dim) for part in parts.unbind(3))
         return q, k, v

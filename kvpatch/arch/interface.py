@@ -20,7 +20,7 @@ from transformers import AttentionInterface, Cache
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from . import latent as latents
-from .adapter import Adapter, Core, Forward, class_name, qualified_name, source_module
+from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
 from .rotary import Rotary
 
@@ -65,7 +65,7 @@ class InterfaceAdapter(Adapter):
         )
     """
 
-    why_not = "its own forward applies the positions"
+    why_not = "its row does not declare Llama's rotary positions, one table for all layers"
 
     def __init__(  # noqa: PLR0913 - a row of the families' table, by keyword
         self,
@@ -86,10 +86,10 @@ class InterfaceAdapter(Adapter):
         self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
         self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
+        if learned:
+            self.why_not = IN_HIDDEN_STATES
 
-    def run(
-        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
-    ) -> Any:
+    def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
         absorbs = self.latent(attn)
         if absorbs != ("expand_kv" in vars(attn)):
@@ -214,8 +214,7 @@ def _kept(attn: nn.Module) -> KVPatchError:
 
 
 class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
-    """InterfaceAdapter of a family whose rotations can be undone, for policies that read queries or keys without them."""
-
+    """InterfaceAdapter of a family with Llama's rotary positions: they can be left out, applied later, and undone."""
 
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:
     """Raise KVPatchError for attention whose cache is not one set of keys and values per layer, of the sizes that it says."""

@@ -18,16 +18,16 @@ class LlamaAdapter(Rotary, Adapter):
     classes: tuple[str, ...] = ("transformers.models.llama.modeling_llama.LlamaAttention",)
 
     projection = "o_proj"
-    renumbers = True
 
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.plain(attn, hidden_BQE)
+        q, k, v = self.heads(attn, hidden_BQE)
         q, k = source_module(attn).apply_rotary_pos_emb(q, k, *position_embeddings)
         return q, k, v
 
-    def plain(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to heads, without positions."""
         heads = (*hidden_BQE.shape[:-1], -1, attn.head_dim)
         q = attn.q_proj(hidden_BQE).view(heads).transpose(1, 2)
         k = attn.k_proj(hidden_BQE).view(heads).transpose(1, 2)

@@ -34,8 +34,6 @@ class MptAdapter(Adapter):
         q, k, v = (heads_first(t, attn.head_dim) for t in qkv.chunk(3, dim=2))
         return q, k, v
 
-    plain = project  # keys do not contain ALiBi
-
     def scale(self, attn: Any) -> float:
         return attn.softmax_scale
 

@@ -10,11 +10,25 @@ from torch import Tensor
 
 from .adapter import source_module
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings of rotary positions that change with the length of the text."""
+
 
 class Rotary:
     """Part of an adapter: every layer rotates queries and keys, all channels or the first ones, by `decoder.rotary_emb`."""
 
-    turns_back = True
+    renumbers = turns_back = True
+
+    def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward with cosines of 1 and sines of 0, by which nothing is rotated."""
+        cos, sin = call["position_embeddings"]
+        return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+    def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
+        """Return the reason that rotations cannot be undone: their scaling, by which keys of one text are rotated unlike."""
+        kind = getattr(decoder.rotary_emb, "rope_type", None)
+        follows = not renumbered and kind in BY_LENGTH
+        return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         """Build the cosines and sines of positions below `count`."""
@@ -30,7 +44,8 @@ class Rotary:
         size = cos.shape[-1]
         if size < x_BHTD.shape[-1]:
             return torch.cat([self.rotate(attn, x_BHTD[..., :size], places_BHT, table), x_BHTD[..., size:]], -1)
-        return x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin
+        turned = x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin
+        return turned.to(x_BHTD.dtype)  # some families have tables in float32
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         """Undo `rotate` exactly, also where its table scales."""

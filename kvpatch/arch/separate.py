@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import KVPatchError
-from .adapter import Adapter, Core, Forward, heads_first, qualified_name
+from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, heads_first, qualified_name
 from .interface import decoder_wanted, position_limit
 
 
@@ -23,7 +23,7 @@ class SeparateAdapter(Adapter):
     """
 
     projection: str | None = "out_proj"
-    why_not = "its positions are added to the hidden states, so that they are inside the keys for good"
+    why_not = IN_HIDDEN_STATES
     turns_back = True  # nothing is rotated
 
     def __init__(self, name: str, attention: str, summary: str, *, learned: bool = True, one_mask: bool = False) -> None:
@@ -73,9 +73,7 @@ class BertAdapter(SeparateAdapter):
 
     projection = None
 
-    def run(
-        self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any], positioned: bool
-    ) -> Any:
+    def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         return core(*self.project(attn, hidden_BQE, **call)), None
 
     def project(self, attn: Any, hidden_BQE: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +99,7 @@ class RoFormerAdapter(BertAdapter):
     """RoFormer: rotary positions, which its configuration may apply to values too."""
 
     turns_back = False
-    why_not = "its adapter does not project keys without positions"
+    why_not = Adapter.why_not
 
     def project(self, attn: Any, hidden_BQE: Tensor, sinusoidal_pos: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project(attn, hidden_BQE)

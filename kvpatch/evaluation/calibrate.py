@@ -88,7 +88,8 @@ class _Rotations:
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _Rotations | None:
         """Return those of a layer for positions below `count`; None if it has none, or none that can be undone."""
         weight = next(module.parameters())
-        table = adapter.rotary_table(target.decoder, weight.device, count) if adapter.turns_back else None
+        turns = adapter.obstacle(target.decoder, renumbered=False) is None
+        table = adapter.rotary_table(target.decoder, weight.device, count) if turns else None
         if table is None:
             return None
         heads, head_dim = adapter.kv_shape(module)

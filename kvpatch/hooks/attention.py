@@ -62,7 +62,8 @@ def attention_forward(
 
         core = functools.partial(cache.attend, through) if isinstance(cache, PackedPass) else functools.partial(through, cache)
         own: Callable[..., Any] = functools.partial(cls.forward, self) if replaced is None else replaced
-        return adapter.run(self, own, core, hidden, call, positioned=not cache.settings.renumbered)
+        call = adapter.unplaced(call) if cache.settings.renumbered else call
+        return adapter.run(self, own, core, hidden, call)
 
     return forward
 

@@ -154,18 +154,18 @@ class Target:
     def check_renumbering(self) -> None:
         """Raise KVPatchError if an adapter does not support positions='renumbered'."""
         for _, adapter in self.attentions:
-            if not adapter.renumbers:
+            if (why := adapter.obstacle(self.decoder, renumbered=True)) is not None:
                 raise KVPatchError(
-                    f"positions='renumbered' does not work for {adapter.name}: {adapter.why_not}. Use positions='original'."
+                    f"positions='renumbered' does not work for {adapter.name}: {why}. Use positions='original'."
                 )
 
     def check_rotations(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter cannot undo the rotation of queries and keys."""
         for _, adapter in self.attentions:
-            if not adapter.turns_back:
+            if (why := adapter.obstacle(self.decoder, renumbered=False)) is not None:
                 raise KVPatchError(
                     f"policy {policy.name!r} reads queries or keys without their rotation, but in {adapter.name} "
-                    f"{adapter.why_not}: use another policy, such as 'key_diff' or 'snapkv'."
+                    f"{why}: use another policy, such as 'key_diff' or 'snapkv'."
                 )
 
     def check_calibration(self, policy: Policy) -> None:

@@ -50,6 +50,10 @@ def test_every_row_has_a_model():
 
 
 ROTARY = tuple(name for name, (kind, _) in FAMILIES.items() if {row.name: row.turns_back for row in ROWS}.get(kind))
+BY_LENGTH = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 2.0, "original_max_position_embeddings": 16},
+}
 
 
 @pytest.mark.parametrize("policy", PLACED)
@@ -60,6 +64,68 @@ def test_rotations_are_undone(name, policy):
             kvpatch.patch(make(name), policy, 0.3)
     else:
         certain(name, policy, 0.3)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_renumbered(name):
+    """Tokens are evicted while decoding, one row is padded, heads hold alike numbers or not."""
+    policy = TURNS[ROTARY.index(name) % len(TURNS)]
+    policy = "roco" if name == "bitnet" and "critical" in policy else policy
+    certain(name, policy, 0.4, positions="renumbered")
+    certain(name, "adakv", 8, positions="renumbered", pads=(0, 0))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox", "mixtral", "olmo", "stablelm"])
+def test_renumbered_in_blocks_and_schedules(name):
+    certain(name, "h2o", 9, positions="renumbered", block=5)
+    certain(name, "h2o", 9, positions="renumbered", schedule="prompt", steps=9)
+    certain(name, "roco", 20, positions="renumbered", schedule="decode", steps=9)  # the cache fills up first, then evicts
+    certain(name, "window", 9, positions="renumbered", bits=8)
+
+
+@pytest.mark.parametrize("kind", ["yarn", *BY_LENGTH])
+def test_renumbered_with_scaled_rotations(kind):
+    """The prompt is longer than the 16 positions of training, what is held later is not."""
+    rope = BY_LENGTH.get(kind, {"factor": 2.0, "original_max_position_embeddings": 16})
+    found = []
+    for weights in range(6):
+        model = scaled("qwen3", kind, rope, weights)
+        found.append(agrees("qwen3", "h2o", 10, n=30, pads=(0, 0), weights=weights, model=model, positions="renumbered"))
+    assert any(found), "every draw was too close to call"
+    tables = [one.model.rotary_emb(torch.zeros(1), torch.arange(30)[None])[0] for one in (model, make("qwen3"))]
+    assert not torch.allclose(*tables), "the scaling changes nothing"
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_rotations_that_follow_the_length_are_not_undone(kind):
+    model = scaled("qwen3", kind, BY_LENGTH[kind], 0)
+    words = f"'expected_attention' reads queries or keys without their rotation, but in qwen3 rope_type='{kind}' rotates"
+    with pytest.raises(kvpatch.KVPatchError, match=words):
+        kvpatch.patch(model, "expected_attention", 0.5)
+
+
+def scaled(name, kind, rope, weights):
+    """The family's model of 16 positions, with a scaling of its rotations."""
+    torch.manual_seed(weights)
+    own = make(name, seed=weights, dtype=torch.float64)
+    given = {**own.config.to_dict(), "rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **rope}}
+    model = type(own)(type(own.config)(**{**given, "max_position_embeddings": 16})).eval().double()
+    model.load_state_dict(own.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])
+def test_a_renumbered_cache_is_saved_and_goes_on(name, tmp_path):
+    model, ids, fed = make(name, dtype=torch.float64), prompt(2, 24), prompt(2, 6, seed=2)
+    mask = left_pad(ids, [24, 17])
+    with kvpatch.patched(model, "h2o", 9, positions="renumbered") as patch:
+        want, _ = force(model, ids, fed, mask)
+        _, cache = force(model, ids, fed[:, :3], mask)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        got, _ = force(model, fed[:, 3:4], fed[:, 4:], cache=patch.load_cache(tmp_path / "cache.safetensors"))
+    torch.testing.assert_close(got, want[:, 4:], atol=1e-9, rtol=0)
+    with kvpatch.patched(model, "h2o", 9):
+        assert (force(model, ids, fed, mask)[0] - want).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi"])
@@ -202,6 +268,19 @@ def test_half_precision(name, dtype):
             assert torch.isfinite(force(model, ids, fed, mask)[0]).all()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo", "olmo2"])
+def test_renumbered_in_half_precision(name):
+    """OLMo's rotary tables are float32 in any model."""
+    wide, model, ids, fed = make(name), make(name, dtype=torch.bfloat16), prompt(2, 20), prompt(2, 4, seed=2)
+    with kvpatch.patched(wide, "window", 9, positions="renumbered"):
+        want, _ = force(wide, ids, fed)
+    with kvpatch.patched(model, "window", 9, positions="renumbered"):
+        got, cache = force(model, ids, fed)
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    own = (force(model, ids, fed)[0] - force(wide, ids, fed)[0]).abs().mean()
+    assert (got - want).abs().mean() < 2 * own
+
+
 @pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
@@ -214,7 +293,8 @@ def test_half_precision(name, dtype):
 def test_any_sequence(tmp_path_factory, chosen, name, rows, n, deeds):
     _, policy, k, options = chosen
     score = (kvpatch.get_policy(policy) if isinstance(policy, str) else policy).score
-    assume("positions" not in options and getattr(score, "lookahead", None) is None)  # rotations are undone by own adapters
+    turns = name in ROTARY
+    assume(turns or ("positions" not in options and getattr(score, "lookahead", None) is None))
     model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
         sequences.Texts(model, patch, rows, n, path).follow(deeds)
@@ -260,7 +340,8 @@ def test_a_dynamic_cache_from_before_the_block(name):
 
 
 REFUSED = {
-    "renumbered": ("qwen3", {"positions": "renumbered"}, "does not work for qwen3: its own forward applies the positions"),
+    "renumbered, tables by layers": ("gemma3", {"positions": "renumbered"}, "its row does not declare Llama's rotary"),
+    "renumbered, no rotation": ("opt", {"positions": "renumbered"}, "for opt: its positions are added to the hidden states"),
     "two-stage": ("bitnet", {"policy": "critical_snapkv"}, "in bitnet more than that stands between attention and its output"),
 }
 

@@ -79,10 +79,10 @@ def token(B, H, G, D, dtype, rng):
     return q.mul_(2).unflatten(1, (H, G)), k, v
 
 
-def launch(new, slots, rule, *, keep=None, slopes=None, first=None, recent=None, **options):
+def launch(new, slots, rule, *, keep=None, slopes=None, sinks=None, first=None, recent=None, **options):
     """Run the kernels on `slots` and return the output on the CPU; what is on the CPU changes in place."""
     there = slots.to(DEVICE) if GPU else slots
-    tensors = {"keep_BH": keep, "slopes_HG": slopes, "first_B": first, "recent_B": recent}
+    tensors = {"keep_BH": keep, "slopes_HG": slopes, "sinks_HG": sinks, "first_B": first, "recent_B": recent}
     if slots.begins is not None:
         begins = torch.tensor(slots.begins)
         tensors["begin_N"] = begins[:, 0] if slots.page == slots.positions.shape[2] else begins  # one page of each row
@@ -197,6 +197,10 @@ def slopes(H, G):
     return 2.0 ** -torch.arange(1, H * G + 1, dtype=torch.float32).view(H, G)
 
 
+def sinks(H, G):
+    return torch.linspace(-2.0, 3.0, H * G).view(H, G)
+
+
 def rule(value, statistics=ALL, **options):
     return Rule(statistics, value=value, **options)
 
@@ -223,6 +227,22 @@ CASES = {
     "window of one": (rule("sum"), {"C": 20, "sliding": 1}),
     "alibi": (rule("mean", ("sum",)), {"C": 129, "H": 2, "G": 4, "slopes": slopes(2, 4), "splits": 2}),
     "alibi, window, gumbel": (rule("gumbel"), {"C": 40, "slopes": slopes(2, 2), "sliding": 30, "tau": 1.5}),
+    "cap": (rule("mean"), {"C": 63, "G": 4, "softcap": 3.0, "splits": 2, "sliding": 40, "dtype": F16, "D": 128}),
+    "cap, alibi, noise": (
+        rule("gumbel"), {"C": 40, "softcap": 2.0, "slopes": slopes(2, 2), "tau": 1.5, "used": [39, 9], "splits": 2}
+    ),
+    "sinks": (rule("sum"), {"C": 63, "G": 4, "sinks": sinks(2, 4), "splits": 3, "sliding": 20, "dtype": F16}),
+    "sinks, noise, ragged": (rule("gumbel"), dict(SIX_HEADS, sinks=sinks(3, 2), splits=3, tau=1.2)),
+    "cap and sinks": (
+        rule("mean"), {"B": 2, "C": 90, "D": 80, "softcap": 5.0, "sinks": sinks(2, 2), "used": [89, 12, 3, 77]}
+        | {"keep": torch.tensor([[88, 12], [6, 78]]), "splits": 4},
+    ),
+    "cap and sinks in pages": (
+        rule("count"), {"B": 2, "C": 70, "page": 16, "splits": 3, "softcap": 4.0, "sinks": sinks(2, 2), "steps": 2}
+    ),
+    "appending, cap and sinks": (
+        Rule(("sum",), evicts=False, value="sum"), THREE_HEADS | {"softcap": 4.0, "sinks": sinks(3, 2), "steps": 2}
+    ),
     "protected": (
         rule("sum"),
         {"B": 2, "C": 40, "G": 1, "steps": 5, "first": torch.tensor([5, 0]), "recent": torch.tensor([4, 12])},
@@ -313,14 +333,29 @@ def test_one_slot(splits):
 
 def test_a_row_of_padding_sees_nothing():
     """A token at position -1 in an empty head: no output, no statistics, no NaN."""
+    for variant in ({}, {"softcap": 3.0, "sinks": sinks(2, 2)}, {"sinks": torch.full((2, 2), -torch.inf)}):
+        rng = torch.Generator().manual_seed(0)
+        slots, new = filled(1, 2, 2, 64, 40, F32, rng, used=[0, 0]), token(1, 2, 2, 64, F32, rng)
+        slots.newest.fill_(-1)
+        for name in STATISTICS:
+            slots.state[name].zero_()
+        out = launch(new, slots, rule(None), scale=0.125, splits=2, **variant)
+        assert (out == 0).all() and all((slots.state[name] == 0).all() for name in STATISTICS)
+        assert (slots.positions == -1).all()
+
+
+@pytest.mark.slow
+def test_a_sink_of_no_weight_and_a_cap_of_no_effect():
+    """A sink far below all logits, and a cap far above them, change nothing."""
     rng = torch.Generator().manual_seed(0)
-    slots, new = filled(1, 2, 2, 64, 40, F32, rng, used=[0, 0]), token(1, 2, 2, 64, F32, rng)
-    slots.newest.fill_(-1)
-    for name in STATISTICS:
-        slots.state[name].zero_()
-    out = launch(new, slots, rule(None), scale=0.125, splits=2)
-    assert (out == 0).all() and all((slots.state[name] == 0).all() for name in STATISTICS)
-    assert (slots.positions == -1).all()
+    start, new = filled(1, 2, 2, 64, 40, F32, rng), token(1, 2, 2, 64, F32, rng)
+    seen = []
+    for variant in ({}, {"sinks": torch.full((2, 2), -1e4)}, {"sinks": torch.full((2, 2), -torch.inf)}, {"softcap": 1e3}):
+        slots = clone(start)
+        seen.append((launch(new, slots, rule("sum"), scale=0.125, splits=2, tau=1.4, **variant), slots))
+    for out, slots in seen[1:]:
+        close(out, seen[0][0], 1e-4, "output")
+        close(slots.state["sum"][slots.positions >= 0], seen[0][1].state["sum"][slots.positions >= 0], 1e-4, "sum")
 
 
 @pytest.mark.slow

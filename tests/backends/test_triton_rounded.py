@@ -24,6 +24,7 @@ from tests.backends.test_triton_decode import (
     follow,
     launch,
     rule,
+    sinks,
     slopes,
     token,
 )  # fmt: skip
@@ -39,6 +40,7 @@ CASES = {
     "a head of 16": (rule("sum"), {"C": 20, "D": 16, "B": 2}),
     "noise and a window": (rule("gumbel"), {"C": 63, "sliding": 20, "splits": 3, "tau": 1.3}),
     "alibi": (rule("mean", ("sum",)), {"C": 90, "G": 4, "slopes": slopes(2, 4), "splits": 2, "dtype": F16}),
+    "cap and sinks": (rule("mean"), {"C": 70, "softcap": 4.0, "sinks": sinks(2, 2), "splits": 3, "dtype": F16}),
     "holes": (rule("sum"), {"B": 2, "C": 20, "used": [19, 12, 3, 17], "keep": torch.tensor([[19, 12], [6, 18]]), "steps": 5}),
     "ragged": (rule("mean"), dict(SIX_HEADS, splits=3, D=128, dtype=F16)),
     "ragged, filling": (rule("sum", ("sum",)), dict(THREE_HEADS, keep=torch.tensor([[5, 22, 9]]), steps=4, D=80)),
@@ -119,7 +121,7 @@ def test_entries_whose_scales_are_not_aligned_are_left_to_torch():
 
 
 @NARROW
-def test_the_operator_of_compiled_steps_knows_the_bits(bits):
+def test_the_operator_of_compiled_steps_knows_bits_cap_and_sinks(bits):
     """It gets tensors and plain values, and must read the same entries."""
     rng = torch.Generator().manual_seed(0)
     both, outs = codecs(bits, 64, 64, F32), []
@@ -129,8 +131,8 @@ def test_the_operator_of_compiled_steps_knows_the_bits(bits):
         slots.keys, slots.values = (codec.encode(t) for codec, t in zip(both, (slots.keys, slots.values), strict=True))
         tensors = slots.keys, slots.values, slots.positions, slots.slot, slots.newest
         if operator:
-            plain = *(None,) * 8, 1.0, bits
+            plain = None, None, 3.0, sinks(2, 2), *(None,) * 6, 1.0, bits
             outs.append(triton_backend.compiled_step(*new, *tensors, [], "", "", "", 1.0, "recency", 0.1, *plain))
         else:
-            outs.append(launch(new, slots, Rule(value="recency"), scale=0.1, codecs=both))
+            outs.append(launch(new, slots, Rule(value="recency"), scale=0.1, softcap=3.0, sinks=sinks(2, 2), codecs=both))
     assert torch.equal(*outs)

@@ -26,8 +26,9 @@ def rounded(x, bits, size):
 
 
 def step(
-    q, k, v, slots, rule, *, scale, slopes=None, sliding=None, keep=None, first=None, recent=None, tau=1.0, bits=16, sizes=None
-):
+    q, k, v, slots, rule, *, scale, slopes=None, softcap=None, sinks=None, sliding=None, keep=None, first=None, recent=None,
+    tau=1.0, bits=16, sizes=None,
+):  # fmt: skip
     """Change `slots` (see `Slots`) in place and return what the kernels must have found.
 
     bits, sizes: what new keys and values are rounded to, in groups of these sizes; slots hold numbers all the same.
@@ -55,8 +56,9 @@ def step(
                 x = [-math.inf] * capacity
                 for c in seen:
                     bias = 0.0 if slopes is None else float(slopes[h, g]) * (position[c] - newest)
-                    x[c] = scale * float(q[b, h, g].double() @ keys[c].double()) + bias
-                p.append(softmax(x))
+                    x[c] = scale * float(q[b, h, g].double() @ keys[c].double())
+                    x[c] = (x[c] if softcap is None else softcap * math.tanh(x[c] / softcap)) + bias
+                p.append(softmax(x if sinks is None else [*x, float(sinks[h, g])])[:capacity])
                 out[b, h, g] = sum(p[g][c] * values[c].double() for c in seen) if seen else 0.0
                 noise = [0.0] * capacity
                 for c in seen if "noise" in state else ():

@@ -73,11 +73,10 @@ class Given:
 class Routed(Decoder):
     """A family that calls the attention interface."""
 
-    renumbers = False
-
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         modules = dict(model.named_modules())
+        self.renumbers = any(name.endswith("rotary_emb") for name in modules)
         found = [name for name, module in modules.items() if type(module).__name__.endswith("Attention")]
         found = sorted(found, key=lambda name: modules[name].layer_idx)
         self.attentions: list[Any] = [modules[name] for name in found]
@@ -219,14 +218,23 @@ class Routed(Decoder):
     def value_rows(self, l: int, h: int) -> Tensor:
         return self.reads(l, h)[self.attentions[l].qk_nope_head_dim :].T
 
+    def tables(self, l: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        module = next(module for name, module in self.model.named_modules() if name.endswith("rotary_emb"))
+        cos, sin = module(self.model.get_input_embeddings().weight, positions_T[None])
+        return cos[0], sin[0]
+
+    def rotate(self, x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """What the family's own function makes of it; channels beyond its tables stay."""
+        size = cos_TD.shape[-1]
+        part, own = x_HTD[..., :size], sys.modules[type(self.attentions[0]).__module__].apply_rotary_pos_emb
+        heads = part.reshape(1, -1, *part.shape[-2:])  # keys of one head have no axis for it
+        turned = own(heads, heads, cos_TD[None], sin_TD[None])[0]
+        return torch.cat([turned.view_as(part), x_HTD[..., size:]], -1)
+
     def rotations(self, l: int, count: int) -> Tensor:
-        """What the family's own function makes of unit vectors; channels beyond its tables stay."""
-        tables = next(module for name, module in self.model.named_modules() if name.endswith("rotary_emb"))
-        cos, sin = tables(self.model.get_input_embeddings().weight, torch.arange(count)[None])
-        unit, size = torch.eye(self.D, dtype=torch.float64)[None, :, None].expand(-1, -1, count, -1), cos.shape[-1]
-        rotate = sys.modules[type(self.attentions[l]).__module__].apply_rotary_pos_emb
-        turned = rotate(unit[..., :size], unit[..., :size], cos, sin)[0]
-        return torch.cat([turned, unit[..., size:]], -1)[0].transpose(0, 1)
+        cos, sin = self.tables(l, torch.arange(count))
+        unit = torch.eye(self.D, dtype=torch.float64)[:, None].expand(-1, count, -1)
+        return self.rotate(unit, cos, sin).transpose(0, 1)
 
     def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their rotations undone, one by one."""

@@ -346,7 +346,7 @@ def test_another_model_and_other_shapes(model, calibration):
         kvpatch.patch(model, "q_filter", 6, calibration=calibration, positions="renumbered")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon_alibi", "phi3"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon_alibi", "glm"])
 def test_without_a_rotation(name):
     """The other statistics are there; tri_attention is refused, with and without a file."""
     model = of_kind(name)

@@ -54,7 +54,7 @@ def test_rotations_are_undone():
 
 
 def test_what_cannot_be_served_is_refused():
-    with pytest.raises(KVPatchError, match=r"'expected_attention' reads queries.*glm its own forward applies the positions"):
+    with pytest.raises(KVPatchError, match=r"'expected_attention' reads queries.*glm its row does not declare"):
         kvpatch.patch(family("glm"), "expected_attention", 0.5)
     with pytest.raises(KVPatchError, match=r"positions='renumbered' does not go with.*positions='original'"):
         kvpatch.patch(make("llama"), "expected_attention", 0.5, positions="renumbered")

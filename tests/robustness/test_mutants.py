@@ -464,7 +464,7 @@ MUTANTS = {
         "arch/gptj.py", "q, v, k = (heads_first(part", "q, k, v = (heads_first(part",
         f"{OWN}_evictions_are_the_oracles[codegen-h2o]"),
     "the last layer's bias left out": (
-        "arch/gpt_neox_japanese.py", ", positioned), attn.dense_bias", ", positioned), None",
+        "arch/gpt_neox_japanese.py", ", call), attn.dense_bias", ", call), None",
         f"{OWN}_one_changes_nothing[gpt_neox_japanese]"),
     "values that are not rotated": (
         "arch/separate.py", "if attn.rotary_value:", "if False:", f"{OWN}_one_changes_nothing[roformer_values]"),
@@ -828,6 +828,33 @@ MUTANTS = {
     "sinks have no share in the forward kernel": (
         "backends/triton/forward.py", "        total += 1.0\n", "        total += 0.0\n",
         "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[sinks]"),
+    "sinks have no share in a decode step": (
+        "backends/triton/split.py", "total = p_new + tl.exp2(sink - rest(maximum))", "total = p_new",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks]"),
+    "sinks in every segment of a decode step": (
+        "backends/triton/split.py", "SINKS + h * G + g, mask=own_g", "SINKS + h * G + g, mask=real_g",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[cap and sinks]"),
+    "sinks in the noisy softmax of a decode step": (
+        "backends/triton/split.py", "total_y = x_new * cooling, alone", "total_y = x_new * cooling, total",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[sinks, noise, ragged]"),
+    "the new token's logit uncapped": (
+        "backends/triton/split.py", "capped(product, inner) * unit", "product * unit",
+        "tests/backends/test_triton_decode.py::test_follows_the_twin[cap]"),
+    "a compiled step without its cap": (
+        "backends/triton/triton_backend.py", "softcap=softcap, sinks_HG=sinks, begin_N", "sinks_HG=sinks, begin_N",
+        "tests/backends/test_triton_rounded.py::test_the_operator_of_compiled_steps_knows_bits_cap_and_sinks[8]"),
+    "renumbered keys keep the rotation of their family's forward": (
+        "arch/rotary.py", "(torch.ones_like(cos), torch.zeros_like(sin))", "(cos, sin)",
+        "tests/arch/test_families.py::test_renumbered[qwen3]"),
+    "GPT-J's renumbered keys are rotated twice": (
+        "arch/gptj.py", 'torch.zeros_like(call["position_ids"])', 'call["position_ids"]',
+        f"{PARTS}::test_renumbered[gptj-h2o]"),
+    "rotations undone that follow the text's length": (
+        "arch/rotary.py", "follows = not renumbered and kind in BY_LENGTH", "follows = False",
+        "tests/arch/test_families.py::test_rotations_that_follow_the_length_are_not_undone[dynamic]"),
+    "rotary tables in float32 make keys float32": (
+        "arch/rotary.py", "return turned.to(x_BHTD.dtype)", "return turned",
+        "tests/arch/test_families.py::test_renumbered_in_half_precision[olmo]"),
     "the noisy sum stays on an old maximum": (
         "backends/triton/forward.py", "noisy_total = noisy_total * shrunk", "noisy_total = noisy_total",
         "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[noise]"),
@@ -835,7 +862,7 @@ MUTANTS = {
         "backends/triton/forward.py", "here = here & (positions >= 0)[:, None]", "here = here",
         "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[past]"),
     "capped logits taken for products in the column kernel": (
-        "backends/triton/columns.py", "x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))", "x = x * inner",
+        "backends/triton/columns.py", "x = capped(x, inner)", "x = x * inner",
         "tests/backends/test_triton_columns.py::test_column_statistics[cap]"),
     "the column kernel forgets ALiBi": (
         "backends/triton/columns.py", "x += (slope * key_place)[:, None]", "x += 0.0",

@@ -14,7 +14,11 @@ from tools.bench.kernel_report import CALLS, TOOL
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a block may have
 # every row for the newest chip; some for the others: `python -m tools.bench.kernel_report sm_80 sm_89` has all
-NAMES = {80: ("decode gumbel", "decode pages", "decode 8 bits"), 89: ("decode all", "decode 4 bits"), 90: ("decode",)}
+NAMES = {
+    80: ("decode gumbel", "decode pages", "decode 8 bits", "decode cap", "decode sinks"),
+    89: ("decode all", "decode 4 bits", "decode cap", "decode sinks"),
+    90: ("decode",),
+}
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason=f"this Triton has no {TOOL.name}")
 
 

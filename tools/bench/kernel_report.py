@@ -97,7 +97,7 @@ def decode_step(
     """A step whose heads hold different numbers of tokens, with windows protected.
 
     offset: entries before a tensor in memory, as in a view of stacked layers. bits: of keys and values. page: slots of an
-    engine's page, of which a head has one if it has C.
+    engine's page, of which a head has one if it has C. sinks_HG: whether there are attention sinks.
     """
 
     def view(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -117,7 +117,8 @@ def decode_step(
         new = _some(B, H, G, D), _some(B, H, D), _some(B, H, D)
         limits = {"keep_BH": view(B, H), "first_B": view(B), "recent_B": view(B)}
         slopes_HG = torch.zeros(H, G) if geometry.get("sliding") else None
-        return module.step(*new, *slots, state, rule, scale=1.0, slopes_HG=slopes_HG, codecs=of_slots, **limits, **geometry)
+        given = geometry | {"sinks_HG": torch.zeros(H, G) if geometry.get("sinks_HG") else None}
+        return module.step(*new, *slots, state, rule, scale=1.0, slopes_HG=slopes_HG, codecs=of_slots, **limits, **given)
 
     return run
 
@@ -180,6 +181,9 @@ CALLS = (
     Call("decode", "decode", decode_step(("sum", "squares"), "mean"), (*SHAPES, (256, 8), (128, 48))),
     Call("decode gumbel", "decode", decode_step(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
     Call("decode all", "decode", decode_step(ALL, "count", tau=1.5, sliding=1000), ((128, 1), (128, 8))),
+    Call("decode cap", "decode", decode_step(("sum", "squares"), "mean", softcap=50.0), ((128, 2), (256, 2))),
+    Call("decode sinks", "decode", decode_step(("sum", "squares"), "mean", sinks_HG=True), ((64, 8),)),
+    Call("decode cap sinks 4 bits", "decode", decode_step(("sum",), "sum", softcap=50.0, sinks_HG=True, bits=4), ONE_SHAPE),
     Call("decode one page", "decode", decode_step(("sum", "squares"), "mean", page=C), ONE_SHAPE),
     Call("decode pages", "decode", decode_step(("sum", "squares"), "mean", page=16), (*SHAPES, (256, 8))),
     Call("decode odd pages", "decode", decode_step(ALL, "count", page=7, tau=1.5, sliding=1000), ((128, 8),)),

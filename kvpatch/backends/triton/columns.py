@@ -39,6 +39,7 @@ from .arguments import (
     spans,
     tile_constants,
 )  # fmt: skip
+from .split import capped
 
 NAMES = ("sum", "squares", "count")
 PROGRAMS = 2048  # that a launch is to have at least: some hundred run at once, and the last of them should be short
@@ -229,7 +230,7 @@ def _columns_kernel(
             term = tl.load(terms_ptr + (bh * G + g) * Q + m)
             x = tl.dot(k, tl.trans(q), input_precision="ieee")
             if CAPPED:
-                x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
+                x = capped(x, inner)
             row_term = term
             if slopes_ptr is not None or BY_POSITION or SLIDING:
                 row_place = (tl.load(rows_ptr + b * Q + m) - origin).to(tl.float32)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...errors import KVPatchError
 from ..entries import EXACT, FULL, Codecs
 from . import rounded
+from .arguments import logit_units
 from .combine import combine_kernel, evict_kernel
 from .plan import MOST_CHUNKS, multiprocessors, plan
 from .split import split_kernel
@@ -103,6 +104,8 @@ def step(
     *,
     scale: float,
     slopes_HG: Tensor | None = None,
+    softcap: float | None = None,
+    sinks_HG: Tensor | None = None,
     sliding: int | None = None,
     begin_N: Tensor | None = None,
     capacity_N: Tensor | None = None,
@@ -130,6 +133,8 @@ def step(
         scale: factor of the logits.
         sliding: the attention window in tokens.
         slopes_HG: slopes of ALiBi.
+        softcap: cap of the logits, which ALiBi's are added to.
+        sinks_HG: attention sinks: a logit of each query head's softmax, but not of its noisy one, that belongs to no key.
         begin_N: first entry of each head, of ragged slots; with `page`, of each of its pages [B*H,M], M pages for C slots.
         capacity_N: entries of each head, of ragged slots; None: C.
         page: slots of a page; None: each head's slots lie one behind the other.
@@ -144,8 +149,8 @@ def step(
         KVPatchError: a tensor that is written or indexed flat is not contiguous, or the noise or the pages have another shape.
     """
     (B, H, G, D), C = q_BHGD.shape, positions_BHC.shape[-1]
-    flat = keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, keep_BH, first_B, recent_B, slopes_HG
-    if not all(tensor is None or tensor.is_contiguous() for tensor in (*flat, *state.values())):
+    flat = keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, keep_BH, first_B, recent_B
+    if not all(tensor is None or tensor.is_contiguous() for tensor in (*flat, slopes_HG, sinks_HG, *state.values())):
         raise KVPatchError("A decode step works in place on flat memory: hand it contiguous tensors (q, k, v may be views).")
     if page is not None and (begin_N is None or begin_N.shape != (B * H, -(-C // page))):
         found = None if begin_N is None else tuple(begin_N.shape)
@@ -162,12 +167,14 @@ def step(
     out = torch.empty((B, H, G, D), dtype=q_BHGD.dtype, device=device)
     compared = rule.ranked is not None and chunks > 1
     lowest = torch.empty((heads, chunks, 4), dtype=torch.int64, device=device) if compared else slot_BH
+    unit, inner = logit_units(scale, softcap)
     heat, heat_at = (1.0, tau) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
     with torch.cuda.device_of(q_BHGD):  # a kernel starts on the current device, which may be another layer's
         split_kernel[heads, parts](
-            *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, slopes_HG, noise),
-            *(heat_at, heat, scratch, scale, sliding, *q_BHGD.stride()[:3], *k_BHD.stride()[:2], *v_BHD.stride()[:2]),
-            *(H, C, page, sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),
+            *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, slopes_HG, sinks_HG),
+            *(noise, heat_at, heat, scratch, unit, inner if softcap is not None else None, sliding),
+            *(*q_BHGD.stride()[:3], *k_BHD.stride()[:2], *v_BHD.stride()[:2], H, C, page),
+            *(sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),
             *(codecs[0].bits, *rounded.columns(codecs[0], D), *rounded.columns(codecs[1], D)),
             num_warps=sizes.warps,
             num_stages=sizes.stages,

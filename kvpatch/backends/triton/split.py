@@ -27,6 +27,14 @@ def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.c
 
 
 @triton.jit
+def capped(x, inner):
+    """Return products x under the cap that `inner` stands for (arguments.logit_units); None: as they are."""
+    if inner is not None:
+        x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
+    return x
+
+
+@triton.jit
 def entries(BEGIN, begin, c, there, n, C, PAGE):
     """Find the entries of head n's slots c: one behind the other from `begin` on, or in its pages, where those are `there`."""
     entry = begin + c
@@ -41,8 +49,8 @@ def entries(BEGIN, begin, c, there, n, C, PAGE):
     do_not_specialize_on_alignment=["POSITIONS", "SLOT", "NEWEST", "BEGIN", "CAPACITY", "NOISE", "TAU"],
 )
 def split_kernel(
-    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, NOISE, TAU, tau, SCRATCH,
-    scale, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, PAGE, SPAN,
+    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, SINKS, NOISE, TAU, tau, SCRATCH,
+    unit, inner, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, PAGE, SPAN,
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
     GUMBEL: tl.constexpr, BITS: tl.constexpr,
     K_GROUP: tl.constexpr, K_HEAD: tl.constexpr, K_STEP: tl.constexpr, K_SPAN: tl.constexpr, K_COLUMNS: tl.constexpr,
@@ -53,6 +61,7 @@ def split_kernel(
     Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
     segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
     the numbers themselves. A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
+    Logits in base 2 are unit * capped(q k, inner). The sink of a query head is one more logit in the new token's segment.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H
@@ -77,7 +86,6 @@ def split_kernel(
     v_d, real_v = channels(0, D, HALF, V_STEP, V_SPAN, V_COLUMNS)
     q_tile = Q + b * q_b + h * q_h + g[:, None] * q_g
     q = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
-    scale *= LOG2_E
     # the new token starts the softmax of its segment; the previous contents of its slot are never read
     own = (slot >= lo) & (slot < hi)
     mine = own & (newest >= 0)
@@ -105,11 +113,17 @@ def split_kernel(
         k_d, real_k = channels(1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
         q_upper = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
         product += tl.sum(q_upper.to(tl.float32) * k_upper.to(tl.float32)[None, :], 1)
-    x_new = tl.where(mine, product * scale, float("-inf"))
-    maximum, total = x_new, tl.where(x_new > float("-inf"), 1.0, 0.0)
-    acc = total[:, None] * v_new.to(tl.float32)[None, :]
+    x_new = tl.where(mine, capped(product, inner) * unit, float("-inf"))
+    alone = tl.where(x_new > float("-inf"), 1.0, 0.0)
+    maximum, p_new, total = x_new, alone, alone
+    if SINKS is not None:
+        sink = tl.load(SINKS + h * G + g, mask=own_g, other=float("-inf")).to(tl.float32) * LOG2_E
+        maximum = tl.maximum(x_new, sink)
+        p_new = tl.exp2(x_new - rest(maximum))
+        total = p_new + tl.exp2(sink - rest(maximum))
+    acc = p_new[:, None] * v_new.to(tl.float32)[None, :]
     if BITS == 4:
-        acc_upper = total[:, None] * v_upper.to(tl.float32)[None, :]
+        acc_upper = p_new[:, None] * v_upper.to(tl.float32)[None, :]
     seen = tl.where(mine, 1, 0)
     if OBSERVE:
         tl.store(LOGITS + (n * G + g) * room + slot, x_new, mask=own_g)
@@ -121,7 +135,7 @@ def split_kernel(
         cooling = 1.0 / tau
         if NOISE is not None:
             x_new += tl.log2(tl.load(NOISE + at * G + g, mask=own_g, other=1.0))
-        maximum_y, total_y = x_new * cooling, total
+        maximum_y, total_y = x_new * cooling, alone
     for start in range(lo, hi, BLOCK):
         c = start + tl.arange(0, BLOCK)
         old = (c < hi) & (c != slot)
@@ -133,17 +147,18 @@ def split_kernel(
         if BITS == 16:
             row = row[:, None] * D + k_d[None, :]
             k = tl.load(KEYS + row, mask=visible[:, None] & real_k[None, :], other=0.0)
-            x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
             code = codes(KEYS, row, visible, HALF, K_HEAD, K_STEP, K_SPAN, K_COLUMNS)
             if BITS == 4:
                 k = numbers(code >> 4, KEYS, row, visible, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q_upper, tl.trans(k), input_precision="ieee")
                 k = numbers(code & 15, KEYS, row, visible, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
-                x = tl.dot(q, tl.trans(k), x, input_precision="ieee") * scale
+                x = tl.dot(q, tl.trans(k), x, input_precision="ieee")
             else:
                 k = numbers(code, KEYS, row, visible, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
-                x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        x = capped(x, inner) * unit
         if SLOPES is not None:
             x += slope[:, None] * (position - newest).to(tl.float32)[None, :]
         x = tl.where(visible[None, :], x, float("-inf"))

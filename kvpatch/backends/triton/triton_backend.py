@@ -39,7 +39,7 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 def reason(task: Task, case: Case) -> str | None:
     """Return the reason that the kernels do not support a task, or None."""
-    served = ("softcap", "sinks") if task in PROMPTS[:2] else ()
+    served = () if task == "replay" else ("softcap", "sinks")
     unknown = [SPECIAL[name] for name in case.special if name not in served]
     if unknown:
         return f"its {task} kernels have no {' and no '.join(unknown)}"
@@ -193,7 +193,7 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
 
 
 def _shape(geometry: Geometry) -> dict[str, Any]:
-    """Return what all kernels of a prompt take of a layer's variant of attention."""
+    """Return what all kernels take of a layer's variant of attention."""
     names = ("scale", "slopes_HG", "sliding", "softcap")
     return {name: getattr(geometry, name) for name in names}
 
@@ -269,15 +269,16 @@ def step(
         from . import decode
 
         return decode.step(
-            *tensors, newest_B, slots.state, chosen, scale=geometry.scale, sliding=geometry.sliding,
-            slopes_HG=geometry.slopes_HG, begin_N=memory.begin_N, capacity_N=memory.capacity_N, page=memory.page, keep_BH=keep,
-            first_B=first, recent_B=recent, tau=tau, codecs=slots.kv.codecs,
+            *tensors, newest_B, slots.state, chosen, **_shape(geometry), sinks_HG=geometry.sinks_HG, begin_N=memory.begin_N,
+            capacity_N=memory.capacity_N, page=memory.page, keep_BH=keep, first_B=first, recent_B=recent, tau=tau,
+            codecs=slots.kv.codecs,
         )  # fmt: skip
     heat, constant = (tau, 1.0) if isinstance(tau, Tensor) else (None, tau)
     return compiled_step(
         *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
         ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
-        memory.begin_N, memory.capacity_N, keep, first, recent, heat, constant, slots.kv.codecs[0].bits,
+        geometry.softcap, geometry.sinks_HG, memory.begin_N, memory.capacity_N, keep, first, recent, heat, constant,
+        slots.kv.codecs[0].bits,
     )  # fmt: skip
 
 
@@ -299,6 +300,8 @@ def plain_step(
     scale: float,
     sliding: int | None,
     slopes: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     begin: Tensor | None,
     capacity: Tensor | None,
     keep: Tensor | None,
@@ -315,8 +318,9 @@ def plain_step(
     chosen = known_rule(added, decay, damped, value or None, evicts=bool(value))
     return step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
-        sliding=sliding, slopes_HG=slopes, begin_N=begin, capacity_N=capacity, keep_BH=keep, first_B=first, recent_B=recent,
-        tau=constant_tau if tau is None else tau, codecs=codecs(bits, q.shape[-1], q.shape[-1], q.dtype),
+        sliding=sliding, slopes_HG=slopes, softcap=softcap, sinks_HG=sinks, begin_N=begin, capacity_N=capacity, keep_BH=keep,
+        first_B=first, recent_B=recent, tau=constant_tau if tau is None else tau,
+        codecs=codecs(bits, q.shape[-1], q.shape[-1], q.dtype),
     )  # fmt: skip
 
 
