@@ -7,7 +7,8 @@ from .families import FAMILIES, LONGCAT
 from .gpt2 import GPT2Adapter
 from .gpt_neox_japanese import GPTNeoXJapaneseAdapter
 from .gptj import CodeGenAdapter, GPTJAdapter
-from .interface import InterfaceAdapter, attends_both_ways, encoder_refused, routes_through_interface
+from .interface import InterfaceAdapter, routes_through_interface
+from .kinds import attends_both_ways, encoder_refused
 from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter

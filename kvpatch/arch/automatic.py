@@ -18,14 +18,8 @@ from torch import nn
 
 from ..errors import KVPatchError
 from .adapter import qualified_name
-from .interface import (
-    STATES,
-    InterfaceAdapter,
-    attends_both_ways,
-    knows_number,
-    position_limit,
-    routes_through_interface,
-)
+from .interface import STATES, InterfaceAdapter, routes_through_interface
+from .kinds import attends_both_ways, knows_number, position_limit
 from .refusals import holder_of, innermost_attentions, row_of, unknown
 from .twin import PARAMETERS, make_twin, shrunk
 

@@ -22,6 +22,7 @@ from ..policies.windows import Chunk
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
+from .kinds import attends_both_ways, crosses, encoder_refused, knows_number, position_limit
 from .rotary import Rotary
 
 NAME = "kvpatch"
@@ -36,8 +37,6 @@ SLIDING = frozenset(("sliding_attention", "hybrid_sliding"))
 OTHERS = STATES | {"hybrid", "hybrid_sliding", "moe", "mlp"}
 """Kinds of layers beside or around attention that nothing has to be done for."""
 
-CROSS = frozenset(("encoder_attn", "crossattention", "cross_attn"))
-"""Names of modules that attend to what an encoder read."""
 
 
 class InterfaceAdapter(Adapter):
@@ -229,64 +228,6 @@ def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, 
             f"{name} has {k.shape[1]} KV heads with keys of {k.shape[-1]} numbers and values of {v.shape[-1]}, but its adapter "
             f"says {said[0]}, {said[1]} and {said[2]}: override kv_shape and value_size in a subclass of InterfaceAdapter."
         )
-
-
-def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
-    """Return the module whose keys and values `attn` uses, having none of its own; None if it has.
-
-    Raises:
-        KVPatchError: nothing says which module that is.
-    """
-    if not getattr(attn, "is_kv_shared_layer", False):
-        return None
-    kind = getattr(attn, "layer_type", None)
-    storing = (one for one in attentions if getattr(one, "store_full_length_kv", False))
-    found = next((one for one in storing if getattr(one, "layer_type", None) == kind), None)
-    if found is None or kind is None:
-        raise KVPatchError(
-            f"A {type(attn).__name__} uses the keys and values of a layer before it, but no module says that it stores them "
-            f"for layers of type {kind!r} (store_full_length_kv): kvpatch does not serve it."
-        )
-    return found
-
-
-def attends_both_ways(module: nn.Module) -> bool:
-    """Tell whether an attention module declares itself bidirectional, as in an encoder."""
-    return getattr(module, "is_causal", None) is False
-
-
-def crosses(name: str, module: nn.Module) -> bool:
-    """Tell if the module of this name is attention to what an encoder read."""
-    last = name.rpartition(".")[2]
-    return last in CROSS or "crossattention" in type(module).__name__.lower()
-
-
-def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
-    """Return the error for an encoder, whose attention a causal cache would change."""
-    return _both_ways(model, f"is_causal=False of {type(attn).__name__}")
-
-
-def decoder_wanted(model: nn.Module) -> KVPatchError:
-    """Return the error for a model whose attention code makes it an encoder unless its configuration says otherwise."""
-    return _both_ways(model, "is_decoder=False of its configuration")
-
-
-def _both_ways(model: nn.Module, why: str) -> KVPatchError:
-    return KVPatchError(
-        f"{type(model).__name__} attends in both directions ({why}): an encoder reads its text at once and keeps no cache that "
-        "could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."
-    )
-
-
-def position_limit(config: Any) -> int | None:
-    """Return how many positions a configuration names, if any."""
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-
-
-def knows_number(attn: Any) -> bool:
-    """Tell whether an attention module knows the number of its layer; in a block that several layers share it does not."""
-    number = getattr(attn, "layer_idx", None)
-    return isinstance(number, int) and number >= 0
 
 
 def routes_through_interface(module: nn.Module) -> bool:

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
 from .adapter import list_architectures
-from .interface import attends_both_ways, crosses, decoder_wanted, encoder_refused, routes_through_interface
+from .interface import routes_through_interface
+from .kinds import attends_both_ways, crosses, decoder_wanted, encoder_refused
 
 
 def refuse_other_kinds(model: nn.Module) -> None:

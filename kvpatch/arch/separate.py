@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import KVPatchError
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, heads_first, qualified_name
-from .interface import decoder_wanted, position_limit
+from .kinds import decoder_wanted, position_limit
 
 
 class SeparateAdapter(Adapter):

@@ -14,7 +14,8 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..arch.adapter import source_module
-from ..arch.interface import ATTENTION, knows_number, source_of
+from ..arch.interface import ATTENTION
+from ..arch.kinds import knows_number, source_of
 from ..cache.recurrent import Stack
 from ..errors import KVPatchError
 

@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
-from ..arch.interface import crosses
+from ..arch.kinds import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case

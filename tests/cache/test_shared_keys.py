@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 
 import kvpatch
-from kvpatch.arch.interface import source_of
+from kvpatch.arch.kinds import source_of
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.hooks.target import Target
