@@ -101,7 +101,7 @@ def test_models_are_drawn_too_and_each_with_its_own_samples():
 
 @pytest.mark.parametrize("seeds", [(3, 3, 3, 3, 3), (8, 5, 5, 3, 3)])
 def test_intervals_and_p_values_are_right_about_as_often_as_they_say(seeds):
-    """Of 1,000 made-up studies whose differences are luck. Without the factor for few models 0.84 and 0.88 of the intervals hold."""
+    """Of 1,000 made-up studies in which all is luck. Without the factor for few models 0.84 and 0.88 of intervals hold."""
     bootstrap = Bootstrap([(f"r{r}", f"r{r}-{m}") for r, count in enumerate(seeds) for m in range(count) for _ in range(8)])
     draw = np.random.default_rng(0).normal
     studies = [[model for _ in range(sum(seeds)) for model in draw() + 0.2 * draw(size=8)] for _ in range(1000)]
@@ -117,11 +117,6 @@ def test_p_is_the_share_of_flips_as_far_from_zero():
     many = Bootstrap([("a", f"a{i}") for i in range(20)])
     assert many.estimate([1.0] * 20).p == 1 / FLIPS
     assert many.estimate([0.0] * 20).p == 1
-
-
-def test_architectures_are_counted_by_their_models_means():
-    layout = [("a", "a0"), ("a", "a1"), ("b", "b0"), ("c", "c0")]
-    assert Bootstrap(layout).estimate([-1.0, 3.0, -1.0, 0.0]).recipes == (1, 1, 3)
 
 
 def test_a_familys_p_values_are_raised_in_order():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import FIVE, make, prompt
-from tools.evaluation import page, perturbation, results
+from tools.evaluation import anew, perturbation, results
 from tools.evaluation import sinks as section
 from tools.evaluation.table import Table
 from tools.training import sinks, tasks, train
@@ -126,12 +126,16 @@ def test_three_seeds_and_small_files():
 # ---- the section of docs/results.md ----
 
 
-def test_no_two_requests_write_the_same_file(tmp_path):
-    whole = results.requests(tmp_path) + results.requests(tmp_path, results.sunk(section.MODELS))
-    alone = results.requests(tmp_path, results.sunk((*section.PLAIN, *section.MODELS)))
-    for wanted in (whole, alone):
-        names = [(name, request.out) for name, request in wanted]
-        assert len(set(names)) == len(names)
+@pytest.mark.parametrize("alone", ["", "sinks", "primary"])
+def test_no_two_requests_write_the_same_file(alone, tmp_path):
+    names = [(name, request.out) for name, request in results.wanted(tmp_path, alone)]
+    assert len(set(names)) == len(names)
+    if alone != "primary":
+        both = (*section.PLAIN, *section.MODELS)
+        assert {(task, tmp_path / model) for task in section.POLICIES for model in both} <= set(names)
+
+
+def test_the_groups_are_of_the_same_architectures():
     assert not set(section.MODELS) & set(results.FIFTEEN)
     assert set(section.PLAIN) <= set(results.FIFTEEN)
 
@@ -146,7 +150,7 @@ def lines(task, model, values):
     ]  # fmt: skip
 
 
-def test_the_section_sets_both_groups_side_by_side(tmp_path, monkeypatch):
+def test_the_section_sets_both_groups_side_by_side(monkeypatch):
     plain, sunk = (tuple(f"{name}-{seed}" for seed in range(3)) for name in ("llama", "llama-sinks"))
     monkeypatch.setattr(section, "heads", lambda: "| heads |")
 
@@ -167,12 +171,18 @@ def test_the_section_sets_both_groups_side_by_side(tmp_path, monkeypatch):
     assert all(f"| {name} | " in text for name in (*plain, *sunk))
     assert section.section({}, tables(sunk, 0, 0)) == ""
 
-    (tmp_path / "results.md").write_text("# Results\n\n## What the papers say\n\nx\n\n## Recall\n\ny\n")
-    page.replace(section.TITLE, text, tmp_path)
-    first = (tmp_path / "results.md").read_text()
-    assert first == f"# Results\n\n## What the papers say\n\nx\n\n{text}\n## Recall\n\ny\n"
-    page.replace(section.TITLE, text, tmp_path)
-    assert (tmp_path / "results.md").read_text() == first
+
+
+def test_a_section_takes_the_place_of_an_older_one_and_is_said_to_be_newer(tmp_path):
+    path, older = tmp_path / "results.md", "\n## What the papers say\n\nx\n"
+    path.write_text(f"# Results\n{older}\n## Recall\n\ny\n")
+    for new in ("## A b\n\n1\n", "## A b\n\n2\n", "## A b\n\n2\n"):
+        anew.replace({"A b": new}, tmp_path)
+        assert path.read_text() == f"# Results\n\n{anew.ANEW}[A b](#a-b).\n{older}\n{new}\n## Recall\n\ny\n"
+    anew.replace({"What the papers say": "## What the papers say\n\nz\n"}, tmp_path)
+    newer = f"{anew.ANEW}[A b](#a-b), [What the papers say](#what-the-papers-say).\n\n## "
+    assert path.read_text().startswith(f"# Results\n\n{newer}")
+    assert path.read_text().endswith(f"\n## What the papers say\n\nz\n\n{new}\n## Recall\n\ny\n")
 
 
 @pytest.mark.parametrize("name", MODELS)

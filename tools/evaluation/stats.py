@@ -25,8 +25,8 @@ ZERO = 1e-9
 class Estimate:
     """A mean and its 95% interval, over `samples` samples of `models` models. signs: models above, below zero.
 
-    recipes: architectures above, below, and all of them, each by the mean over its models. p: of all ways to flip the signs of models' means the share
-    that lie as far from zero; three models can say no less than a quarter.
+    p: of all ways to flip the signs of models' means the share that lie as far from zero; three models can say no less than a
+    quarter.
     """
 
     mean: float
@@ -35,7 +35,6 @@ class Estimate:
     samples: int
     models: int
     signs: tuple[int, int] = (0, 0)
-    recipes: tuple[int, int, int] = (0, 0, 0)
     p: float = 1.0
 
     def __str__(self) -> str:
@@ -63,10 +62,8 @@ class Bootstrap:
         self.weights_DS = np.zeros((draws, total))
         self.plain_S = np.zeros(total)
         self.by_model: dict[str, list[int]] = {}
-        self.by_recipe: list[list[list[int]]] = []
         for recipe in sorted(rows):
             clusters = rows[recipe]
-            self.by_recipe.append(list(clusters.values()))
             chosen_DC = rng.integers(0, len(clusters), (draws, len(clusters)))
             for c, model in enumerate(sorted(clusters)):
                 at, share = clusters[model], 1 / (len(rows) * len(clusters))
@@ -87,11 +84,10 @@ class Bootstrap:
         drawn_D = self.weights_DS @ values
         low, high = np.quantile(drawn_D, (0.025, 0.975))
         models = [values[at].mean() for at in self.by_model.values()]
-        recipes = [np.mean([values[at].mean() for at in clusters]) for clusters in self.by_recipe]
         mean, parts_M = float(self.plain_S @ values), np.array([self.plain_S[at] @ values[at] for at in self.by_model.values()])
         p = float((np.abs(_flips(len(parts_M)) @ parts_M) >= abs(mean) - ZERO).mean())
-        agreeing = *_signs(recipes), len(recipes)
-        return Estimate(mean, float(low), float(high), len(values), len(models), _signs(models), agreeing, p)
+        signs = sum(one > ZERO for one in models), sum(one < -ZERO for one in models)
+        return Estimate(mean, float(low), float(high), len(values), len(models), signs, p)
 
 
 @cache
@@ -102,11 +98,6 @@ def _flips(models: int) -> np.ndarray:
     drawn = np.random.default_rng(0).choice((1.0, -1.0), (FLIPS, models))
     drawn[0] = 1.0
     return drawn
-
-
-def _signs(means: Sequence[float]) -> tuple[int, int]:
-    """How many are above, below zero."""
-    return sum(mean > ZERO for mean in means), sum(mean < -ZERO for mean in means)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
