@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.helpers.tiny import FIVE, make, prompt
-from tools.evaluation import anew, perturbation, results
+from tools.evaluation import anew, perturbation, reading, results
 from tools.evaluation import sinks as section
 from tools.evaluation.table import Table
+from tools.evaluation.task import Setting
 from tools.training import sinks, tasks, train
 
 MODELS = list(section.MODELS)
@@ -150,9 +151,32 @@ def lines(task, model, values):
     ]  # fmt: skip
 
 
+READ = {("full", 0): 0.0, ("window", 24): 0.5, ("streaming_llm", 24): 0.125, ("window", 48): 0.0, ("streaming_llm", 48): 0.0}
+
+
+def test_reading_counts_filler_behind_filler():
+    tokens_BT, mask_BC = reading.rows_of(3)
+    assert tokens_BT.shape == (3, reading.LENGTH)
+    for tokens, mask in zip(tokens_BT.tolist(), mask_BC.tolist(), strict=True):
+        pairs = list(itertools.pairwise(tokens))[-reading.COUNTED :]
+        assert mask == [a in tasks.FILLER and b in tasks.FILLER for a, b in pairs]
+    model, _ = tasks.load("llama-0")
+    logits = model(tokens_BT).logits
+    for policy, k in (("full", 1.0), ("window", reading.LENGTH)):
+        found = reading.measure(model, Setting(policy, k, {} if policy == "full" else {"block": reading.BLOCK}), 3)
+        for b in range(3):
+            nats = torch.nn.functional.cross_entropy(logits[b, :-1], tokens_BT[b, 1:], reduction="none")[-reading.COUNTED :]
+            assert found[b] == pytest.approx(nats[mask_BC[b]].mean().item(), abs=1e-4)
+    found = reading.measure(model, Setting("window", 24, {"block": reading.BLOCK}), 3)
+    assert sum(found) / 3 > nats[mask_BC[2]].mean() + 0.01, "a budget is in force"
+
+
 def test_the_section_sets_both_groups_side_by_side(monkeypatch):
     plain, sunk = (tuple(f"{name}-{seed}" for seed in range(3)) for name in ("llama", "llama-sinks"))
     monkeypatch.setattr(section, "heads", lambda: "| heads |")
+    monkeypatch.setattr(reading, "found", lambda name: {cell: [1.0 + nats] * reading.ROWS for cell, nats in READ.items()})
+    monkeypatch.setattr(section, "PLAIN", plain)
+    monkeypatch.setattr(section, "MODELS", sunk)
 
     def tables(models, gain, share):
         recall = {"window": {"right": 0.5}, "streaming_llm": {"right": 0.5 + gain}}
@@ -169,6 +193,9 @@ def test_the_section_sets_both_groups_side_by_side(monkeypatch):
     assert "| after | 0.2 | 0.500 [0.500, 0.500] | **-0.125 [-0.125, -0.125]** | 0.500 [0.500, 0.500] | **+0.250 " in text
     assert "| with sinks | 0.750 [0.750, 0.750] | - |" in text
     assert all(f"| {name} | " in text for name in (*plain, *sunk))
+    changes = ("+0.500 [0.500, 0.500]", "+0.125 [0.125, 0.125]", "-0.375 [-0.375, -0.375]")
+    carried = " | ".join(f"**{one}**" for one in changes)
+    assert f"| with sinks | 1.000 [1.000, 1.000] | {carried} | " in text
     assert section.section({}, tables(sunk, 0, 0)) == ""
 
 

@@ -92,6 +92,15 @@ def sections(out: Path, alone: str = "") -> dict[str, str]:
     return {title: text for title, text in found.items() if text}
 
 
+def run(todo: Sequence[tuple[str, Request]], jobs: int, fresh: bool = False) -> None:
+    """Every task on every model, `jobs` at a time."""
+    # spawned: a forked torch may hang on locks of threads that are not there
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
+        for i, one in enumerate(as_completed(waiting), 1):
+            print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+
+
 def measure(name: str, request: Request, fresh: bool = False) -> str:
     """One task on one model; what is there already is not made again, unless `fresh`."""
     torch.set_num_threads(1)
@@ -139,11 +148,7 @@ def main(
             raise KVPatchError("--sinks and --primary make a section each: give one at a time.")
         alone = "sinks" if sinks_only else "primary" if primary_only else ""
         todo = [] if page_only else [(name, request) for name, request in wanted(out, alone) if name in chosen]
-        # spawned: a forked torch may hang on locks of threads that are not there
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
-            for i, one in enumerate(as_completed(waiting), 1):
-                print(f"{i}/{len(waiting)} {one.result()}", flush=True)
+        run(todo, jobs, fresh)
         more, tables = sections(out, alone), {} if alone else collect(out)
         if not (tables or more):
             raise KVPatchError(f"{out} has no results: leave out --page.")

@@ -11,6 +11,7 @@ from typing import Any
 from tools.training import sinks, tasks
 from tools.training.train import card_of
 
+from . import reading
 from .claims import Claim
 from .models import BESIDE as PLAIN
 from .models import SUNK as MODELS
@@ -44,6 +45,7 @@ def section(plain: dict[str, Table], sunk: dict[str, Table]) -> str:
         return ""
     blocks = [f"## {TITLE}", TEXT.strip(), INTERVALS, heads()]
     blocks += ["### What the papers say, without and with sinks", claims(plain, sunk)]
+    blocks += [reading.section({"without sinks": PLAIN, "with sinks": MODELS})]
     if "recall" in plain and "recall" in sunk:
         blocks += ["### A window and its sinks", WINDOWS, windows(plain["recall"], sunk["recall"])]
     if "perturbation" in plain and "perturbation" in sunk:
