@@ -115,9 +115,9 @@ def test_a_models_sinks_are_those_of_its_card(name):
     assert tasks.exact_match(model, tasks.recall(random.Random(5), 8)).float().mean() > 0.9
 
 
-def test_three_seeds_and_small_files():
+def test_several_seeds_and_small_files():
     recipes = [train.SHIPPED[name][0] for name in MODELS]
-    assert all(recipes.count(recipe) == 3 for recipe in recipes)
+    assert all(recipes.count(recipe) >= 2 for recipe in recipes)
     folders = tasks.shipped().values()
     sizes = {folder.name: sum(path.stat().st_size for path in folder.iterdir()) for folder in folders}
     assert all(sizes[name] < 1_500_000 for name in MODELS)

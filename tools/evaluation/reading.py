@@ -25,9 +25,9 @@ from .task import FULL, Setting
 ROWS, LENGTH, COUNTED, BLOCK, BUDGETS = 16, 232, 168, 8, (24, 48)
 POLICIES = ("window", "streaming_llm")
 TEXT = """
-Nats of filler behind filler, in contexts of {length} tokens that are read {block} at a time under a budget; the last {counted}
-count, {rows} rows. Differences: of a window from the full cache, of `streaming_llm` from the full cache, and of `streaming_llm`
-from the window; below zero it is better.
+StreamingLLM's paper measures language modelling, and so does this: nats of filler behind filler, in contexts of {length}
+tokens that are read {block} at a time under a budget; the last {counted} count, {rows} rows. Differences: of a window from
+the full cache, of `streaming_llm` from the full cache, and of `streaming_llm` from the window; below zero it is better.
 """
 
 

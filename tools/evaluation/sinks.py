@@ -34,7 +34,7 @@ Large models put much attention on their first token, whose value is almost noth
 nothing to do at most tokens, and from a penalty on what heads write. A head has a sink where `<bos>` gets over 0.3 of its
 attention on rows of recall and its value is below a quarter of the median. Beside them are the models of the same architectures
 that were trained without either. `python -m tools.evaluation.results --sinks` makes this section. All of it is exploratory
-but what stands among the primary comparisons.
+but what stands among the primary comparisons, and says nothing of architectures that the first table does not name.
 """
 SCENARIOS = ("in", "after", "stream")
 
