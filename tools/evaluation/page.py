@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy
@@ -41,8 +42,9 @@ CLAIMED = """\
 ## What the papers say
 
 agrees, contradicts: the interval of the difference leaves zero out, and of three models or more all but one in eight have
-that sign. on average: the interval does, but more models than that differ. not separated: zero is in the interval. The papers'
-models are four orders of magnitude larger than these.
+that sign. on average: the interval does, but more models than that differ. not separated: zero is in the interval. All of it
+is exploratory: only the [primary comparisons](#primary-comparisons) are corrected for their number. The papers' models are
+four orders of magnitude larger than these.
 """
 
 
@@ -158,8 +160,8 @@ SHOWN = {task for use in overview.USES for task, _ in use.parts}
 """The tasks of the first screen."""
 
 
-def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
-    """docs/results.md, docs/results/means.jsonl and docs/results/*.png; `sinks` is the section on models with sinks."""
+def write(tables: dict[str, Table], docs: Path, more: Mapping[str, str] | None = None) -> None:
+    """docs/results.md, docs/results/means.jsonl and docs/results/*.png; `more` are sections that no task has, by title."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
     ranked = [one for one in SECTIONS if one.ranked and one.task in tables]
@@ -173,7 +175,7 @@ def write(tables: dict[str, Table], docs: Path, sinks: str = "") -> None:
     blocks += [CLAIMED, *(f"### {paper}\n\n{table_of(said, tables)}\n" for paper, said in CLAIMS.items())]
     if LATER.task in tables:
         blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
-    blocks += [one for one in (mass.section(tables, drawn.title), sinks) if one]
+    blocks += [one for one in (mass.section(tables, drawn.title), *(more or {}).values()) if one]
     for section in SECTIONS:
         if section.task in tables:
             blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
@@ -198,18 +200,6 @@ def open_with(means: overview.Means, docs: Path) -> None:
     path = docs / "results.md"
     head, made, rest = path.read_text(encoding="utf-8").partition("Made by `make results`")
     path.write_text(f"{head.splitlines()[0]}\n\n{overview.first_screen(means)}\n{made}{rest}", encoding="utf-8")
-
-
-def replace(title: str, section: str, docs: Path) -> None:
-    """Put this section in the place of the one with its title, or before the first task's where there is none."""
-    path = docs / "results.md"
-    page = path.read_text(encoding="utf-8")
-    start = page.find(f"\n## {title}\n")
-    if start < 0:
-        start = end = page.index(f"\n## {SECTIONS[0].title}\n")
-    else:
-        end = page.index("\n## ", start + 1)
-    path.write_text(f"{page[:start]}\n{section}{page[end:]}", encoding="utf-8")
 
 
 def _versions(tables: dict[str, Table]) -> str:

@@ -1,6 +1,6 @@
 """What eviction does to attention's output, head by head: does CriticalKV's selection lower it [CriticalKV 4.6]?
 
-    python -m tools.evaluation.perturbation --json benchmarks/perturbation.jsonl     every model, seven CPU minutes on one core
+    python -m tools.evaluation.perturbation --json benchmarks/perturbation.jsonl     every model, a CPU minute each
     python -m tools.evaluation.perturbation --models llama-0 --rows 8                a quick look
     python -m tools.evaluation.perturbation --markdown benchmarks/perturbation.jsonl the tables of docs/perturbation.md
 
@@ -14,7 +14,7 @@ kept ones (tokens behind the prompt are always kept), u_i = v_i W_O the projecte
     weighted = sum over the evicted of a_i ||u_i||_1 >= ||lost||_1               what the second stage minimises
     sink s = ||o - o^||_1 / (1 - s) if one more key with no value, always kept, took the share s of the attention
 
-`lost` is sink s for s -> 1: a head whose attention sits on a sink renormalises nothing. MODELS have no such heads.
+`lost` is sink s for s -> 1: a head whose attention sits on a sink renormalises nothing. Only models with sinks have such heads.
 Dimension key: L layers, B rows, N query heads, Q queries behind the prompt, T tokens, D head size, E hidden size.
 """
 
@@ -39,10 +39,11 @@ import kvpatch
 from kvpatch.arch import Adapter, adapter_of
 from kvpatch.arch.bound import BoundAdapter
 from kvpatch.evaluation.teacher_forcing import feed
+from tools.evaluation.models import SUNK
 from tools.training import tasks, train
 
 BUDGETS, WINDOW, EPS = (0.1, 0.2, 0.4), 8, 1e-4
-MODELS = ("llama-0", "llama-1", "llama-2", "mistral-0", "mpt-0", "gptj-0", "gpt2-0", "llama-python")
+MODELS = ("llama-0", "llama-1", "llama-2", "mistral-0", "mpt-0", "gptj-0", "gpt2-0", "llama-python", *SUNK)
 STUDIED = ("llama-0", "mistral-0", "llama-python")
 EVERYWHERE = ("snapkv", "adakv", "norm=2")
 """Models that get every variant, and variants that every model gets."""
@@ -399,6 +400,13 @@ def _headline(here: Lines) -> list[str]:
 
 
 def markdown(lines: Lines) -> str:
+    """The study's tables, models without sinks first and those with them behind."""
+    groups = {"without sinks": False, "with sinks": True}
+    parts = {title: [line for line in lines if (line["model"] in SUNK) == sunk] for title, sunk in groups.items()}
+    return "\n\n".join(f"## Models {title}\n\n{tables(own)}" for title, own in parts.items() if own)
+
+
+def tables(lines: Lines) -> str:
     """The study in seven tables; each figure is the mean over the scenarios, models and budgets that are not named."""
     compared, why = ([line for line in lines if line["what"] == what] for what in ("compare", "why"))
     models, scenarios = (list(dict.fromkeys(line[name] for line in lines)) for name in ("model", "scenario"))
@@ -418,7 +426,7 @@ def markdown(lines: Lines) -> str:
         [f"up to {edge}", *(_mean(plain, "split", lambda bins, i=i, j=j: bins[i][j]) for j in range(4))]
         for i, edge in enumerate((*SPLIT, 1))
     ]
-    tables = (
+    found = (
         _table(
             "model, k, heads, L1, with critical, right, with critical",
             [[name, str(k), *_headline(at(plain, model=name, k=k))] for name in models for k in BUDGETS],
@@ -435,7 +443,7 @@ def markdown(lines: Lines) -> str:
         _table("measure, cases, heads, oracle: bound, eps=0, shuffled, centred", ladder),
         _table("attention lost, share of cases, lower, L1, with critical", split),
     )
-    return "\n\n".join(tables)
+    return "\n\n".join(found)
 
 
 def main(

@@ -3,6 +3,7 @@
     make results                               all of it; with two processes about an hour
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --sinks            its section on models with sinks alone
+    python -m tools.evaluation.results --primary          its section of primary comparisons alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
@@ -25,19 +26,15 @@ import typer
 
 from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
-from tools.evaluation import page, pictures, runs, sinks
+from tools.evaluation import anew, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
+from tools.evaluation.models import BESIDE, CODE, FIFTEEN, MORE, PLAIN, SUNK, WALKERS
 from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
-from tools.evaluation.task import FIVE, PYTHON, WALKS, Request
+from tools.evaluation.task import FIVE, Request
 from tools.evaluation.tasks import TASKS, get_task
-from tools.training.train import RECIPES, SHIPPED
 
-CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
-WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
-LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
-FIFTEEN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *LONG, *sinks.MODELS))
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
@@ -72,9 +69,40 @@ def requests(out: Path, sizes: dict[str, dict[str, Any]] = SIZES) -> list[tuple[
     ]
 
 
-def sunk(models: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The sizes of the section on sinks: those of the page, and fewer policies."""
-    return {name: SIZES[name] | {"models": tuple(models), "policies": chosen} for name, chosen in sinks.POLICIES.items()}
+def fewer(policies: dict[str, tuple[str, ...]], models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The page's sizes with fewer policies by task, and other models."""
+    return {name: SIZES[name] | {"models": tuple(models), "policies": chosen} for name, chosen in policies.items()}
+
+
+def wanted(out: Path, alone: str = "") -> list[tuple[str, Request]]:
+    """What a run measures, `alone` for one section; models with sinks bring their lines of that section to the primary one."""
+    with_sinks = requests(out, fewer(sinks.POLICIES, (*BESIDE, *SUNK) if alone == "sinks" else SUNK))
+    if alone == "sinks":
+        return with_sinks
+    questions = primary.policies(primary.WITHOUT)
+    if alone == "primary":
+        return requests(out, fewer(questions, PLAIN)) + requests(out, fewer(primary.policies(primary.WITH), SUNK))
+    return requests(out) + with_sinks + requests(out, fewer(questions, MORE))
+
+
+def sections(out: Path, alone: str = "") -> dict[str, str]:
+    """The sections that stand beside those of tasks, by title; empty where there are no lines."""
+    found = {}
+    if alone != "sinks":
+        groups = {group: collect(out, fewer(primary.policies(group), models)) for group, models in primary.MODELS.items()}
+        found[primary.TITLE] = primary.section(groups)
+    if alone != "primary":
+        found[sinks.TITLE] = sinks.section(*(collect(out, fewer(sinks.POLICIES, models)) for models in (BESIDE, SUNK)))
+    return {title: text for title, text in found.items() if text}
+
+
+def run(todo: Sequence[tuple[str, Request]], jobs: int, fresh: bool = False) -> None:
+    """Every task on every model, `jobs` at a time."""
+    # spawned: a forked torch may hang on locks of threads that are not there
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
+        for i, one in enumerate(as_completed(waiting), 1):
+            print(f"{i}/{len(waiting)} {one.result()}", flush=True)
 
 
 def claimed(count: int = 8) -> dict[str, dict[str, Any]]:
@@ -92,15 +120,6 @@ def claimed(count: int = 8) -> dict[str, dict[str, Any]]:
             chosen = {"options": {"families": ",".join(families)}}
         sizes[name] = own | (chosen if names else {"policies": ("window",)})  # the full cache is always there
     return sizes
-
-
-def run(todo: Sequence[tuple[str, Request]], jobs: int, fresh: bool = False) -> None:
-    """Every task on every model, `jobs` at a time."""
-    # spawned: a forked torch may hang on locks of threads that are not there
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(measure, name, request, fresh) for name, request in todo]
-        for i, one in enumerate(as_completed(waiting), 1):
-            print(f"{i}/{len(waiting)} {one.result()}", flush=True)
 
 
 def claims(out: Path, models: Sequence[str] | None = None, count: int = 8, jobs: int = 2, fresh: bool = False) -> str:
@@ -144,6 +163,7 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget the lines that are there")] = False,
     sinks_only: Annotated[bool, typer.Option("--sinks", help="only the section on models with sinks")] = False,
+    primary_only: Annotated[bool, typer.Option("--primary", help="only the section of primary comparisons")] = False,
     page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
     pictures_only: Annotated[bool, typer.Option("--pictures", help="draw the means of docs/results again")] = False,
 ) -> None:
@@ -157,19 +177,18 @@ def main(
         chosen = list(SIZES) if only is None else only.split(",")
         for name in chosen:
             get_task(name)
-        # the models without sinks bring their lines from the whole page's runs where these are made
-        wanted = [] if sinks_only else requests(out)
-        wanted += requests(out, sunk((*sinks.PLAIN, *sinks.MODELS) if sinks_only else sinks.MODELS))
-        todo = [] if page_only else [(name, request) for name, request in wanted if name in chosen]
+        if sinks_only and primary_only:
+            raise KVPatchError("--sinks and --primary make a section each: give one at a time.")
+        alone = "sinks" if sinks_only else "primary" if primary_only else ""
+        todo = [] if page_only else [(name, request) for name, request in wanted(out, alone) if name in chosen]
         run(todo, jobs, fresh)
-        section = sinks.section(*(collect(out, sunk(models)) for models in (sinks.PLAIN, sinks.MODELS)))
-        tables = {} if sinks_only else collect(out)
-        if not (tables or section):
+        more, tables = sections(out, alone), {} if alone else collect(out)
+        if not (tables or more):
             raise KVPatchError(f"{out} has no results: leave out --page.")
-        if sinks_only:
-            page.replace(sinks.TITLE, section, docs)
+        if alone:
+            anew.replace(more, docs)
         else:
-            page.write(tables, docs, section)
+            page.write(tables, docs, more)
     print(docs / "results.md")
 
 

@@ -9,18 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.training import sinks, tasks
-from tools.training.train import RECIPES, SHIPPED, card_of
+from tools.training.train import card_of
 
+from . import reading
 from .claims import Claim
+from .models import BESIDE as PLAIN
+from .models import SUNK as MODELS
 from .papers import CLAIMS
-from .summary import budget, markdown, shown
+from .summary import INTERVALS, budget, markdown, shown
 from .table import Table
-
-MODELS = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].resting)
-PLAIN = tuple(
-    name for name, (recipe, _) in SHIPPED.items() if f"{recipe}-sinks" in {SHIPPED[model][0] for model in MODELS}
-)
-"""Those with sinks, and the others of their architectures."""
 
 CRITICAL = ("snapkv", "critical_snapkv", "adakv", "critical_adakv")
 POLICIES: dict[str, tuple[str, ...]] = {
@@ -36,7 +33,8 @@ Large models put much attention on their first token, whose value is almost noth
 (`python -m tools.training llama-sinks`, `tools/training/sinks.py`): from rows of the Bigram-Backcopy task, in which heads have
 nothing to do at most tokens, and from a penalty on what heads write. A head has a sink where `<bos>` gets over 0.3 of its
 attention on rows of recall and its value is below a quarter of the median. Beside them are the models of the same architectures
-that were trained without either. `python -m tools.evaluation.results --sinks` makes this section.
+that were trained without either. `python -m tools.evaluation.results --sinks` makes this section. All of it is exploratory
+but what stands among the primary comparisons, and says nothing of architectures that the first table does not name.
 """
 SCENARIOS = ("in", "after", "stream")
 
@@ -45,7 +43,9 @@ def section(plain: dict[str, Table], sunk: dict[str, Table]) -> str:
     """The section, from the lines of both groups; nothing where there are none."""
     if not plain or not sunk:
         return ""
-    blocks = [f"## {TITLE}", TEXT.strip(), heads(), "### What the papers say, without and with sinks", claims(plain, sunk)]
+    blocks = [f"## {TITLE}", TEXT.strip(), INTERVALS, heads()]
+    blocks += ["### What the papers say, without and with sinks", claims(plain, sunk)]
+    blocks += [reading.section({"without sinks": PLAIN, "with sinks": MODELS})]
     if "recall" in plain and "recall" in sunk:
         blocks += ["### A window and its sinks", WINDOWS, windows(plain["recall"], sunk["recall"])]
     if "perturbation" in plain and "perturbation" in sunk:

@@ -9,9 +9,12 @@ from .stats import Estimate
 from .table import Cell, Table
 from .task import Task
 
+BRACKETS = (
+    "Brackets: 95% by a paired hierarchical bootstrap, trained models and then samples, spread as wide as few models ask for."
+)
 INTERVALS = (
-    "Brackets: 95% by a paired bootstrap over trained models and samples. Bold: the interval of the difference leaves zero "
-    "out, and of three models or more all but one in eight have that sign."
+    f"{BRACKETS} Bold: the interval of the difference leaves zero out, and of three models or more all but one in eight have "
+    "that sign."
 )
 
 

@@ -156,7 +156,7 @@ _SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
 RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
 
 _SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3), "llama-walks": (0,)}
-_SEEDS |= {"llama-1k": (0,)}
+_SEEDS |= {"llama-1k": (0,), "llama-sinks": (0, 1)}
 SHIPPED = {f"{recipe}-{seed}": (recipe, seed) for recipe, seeds in _SEEDS.items() for seed in seeds}
 SHIPPED |= {"llama-python": ("llama-python", 0), "llama-python-1": ("llama-python", 1), "llama-python-2": ("llama-python", 2)}
 """The committed models: recipe and seed. Of the seeds that were tried, mistral's 1, 2 and 3 never learned the
