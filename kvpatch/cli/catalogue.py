@@ -195,6 +195,7 @@ ARCHITECTURES = {
     "minicpm3": "MiniCPM3 4B",
     "youtu": "Youtu-LLM 2B",
     "persimmon": "Persimmon 8B",
+    "llama4": "Llama 4 Scout and Maverick",
 }
 # fmt: on
 

@@ -165,7 +165,8 @@ SENTENCES = """\
 8. **Language modelling and long answers:** policies differ little, and from a fifth of the text on a window is as good
    as any: these models take little from further back than 64 tokens.
 9. **The papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models;
-   Keyformer's noise, CriticalKV's second stage and StreamingLLM's sinks do not help on these models; the tables below
+   Keyformer's noise and CriticalKV's second stage do not help on these models, nor do StreamingLLM's sinks help answers,
+   though they keep [reading](#reading-without-the-first-token) as good as with the full cache; the tables below
    say what cannot be decided here, and why.
 10. **Read them with care:** the models are small and the texts short. What a policy drops they show exactly; how
     policies rank on a large model they cannot tell.
