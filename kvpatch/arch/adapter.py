@@ -101,7 +101,7 @@ class Adapter:
 
     @property
     def projects(self) -> bool:
-        """Whether the output projection is known, so that it can be applied to values."""
+        """Tell whether the output projection is known, so that it can be applied to values."""
         return self.projection is not None or type(self).output is not Adapter.output
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
