@@ -109,12 +109,12 @@ REFUSED = {
     "mllama": CROSSED, "blt": CROSSED,
     "openai-gpt": r"keeps no cache of keys and values: every step of generate\(\) reads the whole text anew",
     "minimax": "keeps the state of its linear layers in a cache of its own, MiniMaxCache, and takes no other",
-    "llama4": OTHER_LAYERS, "deepseek_v4": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
+    "deepseek_v4": OTHER_LAYERS, "glm_moe_dsa": OTHER_LAYERS,
     "diffllama": r"DiffLlamaAttention attends more than once in a forward, as differential attention does",
     "hrm_text": r"passes through its layers more than once per token",
     "doge": r"an automatic row did not pass the checks \(k=1\.0 gives the unpatched model's logits: off by",
 }  # fmt: skip
-FAST = ("mamba", "rwkv", "bert", "roformer", "mllama", "openai-gpt", "minimax", "llama4", "diffllama", "doge")
+FAST = ("mamba", "rwkv", "bert", "roformer", "mllama", "openai-gpt", "minimax", "deepseek_v4", "diffllama", "doge")
 
 
 @pytest.mark.parametrize("kind", slow_but(FAST, REFUSED))

@@ -171,10 +171,10 @@ def test_the_last_row_s_attention_is_added_up_by_position_where_heads_hold_other
 def test_a_window_in_several_blocks_of_rows(policy, monkeypatch):
     found = []
     monkeypatch.setattr(compress, "_watch", lambda call, value: found.append(value.clone()))
-    for entries in (torch_backend.CPU_BLOCK, 1):  # all rows at once, and 16
+    for entries in (torch_backend.CPU_BLOCK, 1):  # all rows at once, and 64: 128 queries of a group of two
         monkeypatch.setattr(torch_backend, "CPU_BLOCK", entries)
         model = make("llama_gqa")
-        with torch.no_grad(), kvpatch.patched(model, policy, 50, window=40):
-            model(prompt(1, 60))
+        with torch.no_grad(), kvpatch.patched(model, policy, 90, window=80):
+            model(prompt(1, 100))
     at_once, in_blocks = found[: len(found) // 2], found[len(found) // 2 :]
     torch.testing.assert_close(in_blocks, at_once)
