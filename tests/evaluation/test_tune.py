@@ -91,7 +91,7 @@ def test_whichever_budget_is_the_least_is_found(search):
     """By bisection: of 38 budgets in no more measurements than 2**6 would take."""
     needed = GRID[0]
     one, policy = search(lambda policy, k: 0.1 * (k[0] < needed)), kvpatch.get_policy("h2o")
-    for needed in GRID:  # noqa: B007 - the search reads it
+    for needed in GRID:
         before = len(one.asked)
         assert one._uniform(f"h2o for {needed}", policy).k == (needed,) * 2
         assert len(one.asked) - before <= 6

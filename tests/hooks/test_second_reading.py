@@ -160,9 +160,9 @@ def test_a_cache_that_contradicts_itself_is_noticed_after_a_second_reading(model
         cache.layers[1].positions[0, 0, :2] = 0
 
     monkeypatch.setattr(second_reading, "compress", SimpleNamespace(finish=spoiled))
-    with kvpatch.patched(model, "kvzip", 0.3, strict=True, **OPTIONS) as patch:
-        with pytest.raises(kvpatch.KVPatchError, match="contradicts itself: layer 1: a head holds a token twice"):
-            model(prompt(1, 30), past_key_values=patch.new_cache())
+    wrong = pytest.raises(kvpatch.KVPatchError, match="contradicts itself: layer 1: a head holds a token twice")
+    with kvpatch.patched(model, "kvzip", 0.3, strict=True, **OPTIONS) as patch, wrong:
+        model(prompt(1, 30), past_key_values=patch.new_cache())
 
 
 def test_what_to_type_instead(model):
