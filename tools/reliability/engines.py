@@ -2,7 +2,7 @@
 
     python -m tools.reliability.engines                 20 prompts x 10 policies x 3 models, and 200 schedules
     python -m tools.reliability.engines --prompts 2 --schedules 5
-    python -m tools.reliability.engines --schedules 0 --processes 2         vLLM with tensor parallelism
+    python -m tools.reliability.engines --schedules 0 --processes 2      vLLM with tensor parallelism
 
 vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
 small models of tests/vllm; with several processes all prompts are one batch. A difference is printed, and makes the exit
