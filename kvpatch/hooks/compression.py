@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..arch.bound import BoundAdapter
-from ..attention import compress
+from ..attention import anomaly, compress
 from ..attention.layer_call import Call
 from ..cache import from_dynamic, passes
 from ..cache.cache import EvictingCache
@@ -35,6 +35,8 @@ def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any
             passes.finish(cache)
         else:
             read_again(target.decoder, cache, state, now.reread_BN)
+    if cache.settings.strict:
+        anomaly.check_cache(cache)
     return cache
 
 

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpatch
+from kvpatch.cache import passes
 from tests.helpers.comparing import SMALL
 from tests.helpers.running import go_on, kept
 from tests.helpers.tiny import left_pad, make, prompt
@@ -37,6 +38,19 @@ def test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside(model,
         torch.testing.assert_close(mine, theirs)
         assert kept(got) == kept(want)
     assert past.get_seq_length() == 30
+
+
+def test_a_cache_that_contradicts_itself_is_noticed(model, monkeypatch):
+    def spoiled(cache):
+        finish(cache)
+        cache.layers[1].positions[0, 0, :2] = 0
+
+    finish, past = passes.finish, model(IDS).past_key_values
+    with kvpatch.patched(model, "window", 0.4, strict=True) as patch:
+        patch.compress(past)
+        monkeypatch.setattr(passes, "finish", spoiled)
+        with pytest.raises(kvpatch.KVPatchError, match="contradicts itself: layer 1: a head holds a token twice"):
+            patch.compress(past)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mpt"])
