@@ -29,6 +29,10 @@ _VERDICTS: dict[tuple[type, str], InterfaceAdapter | KVPatchError] = {}
 _TRIAL: ContextVar[InterfaceAdapter | None] = ContextVar("trial", default=None)
 
 
+class NeedsWeights(KVPatchError):
+    """Error for a model without numbers that only its own numbers could judge."""
+
+
 class AutomaticAdapter(InterfaceAdapter):
     """Adapter derived from an attention module. It names no output projection, since nothing checks that it is a plain one."""
 
@@ -86,10 +90,12 @@ def _described(decoder: Any) -> str:
 
 
 def _itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
-    """Return the model to be checked itself, if it is small."""
-    if sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS:
+    """Return the model to be checked itself, if it is small and has its numbers."""
+    small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate brings its numbers
+    if small and (offloaded or not all(parameter.is_meta for parameter in model.parameters())):
         return decoder
-    raise KVPatchError(
+    raise (NeedsWeights if small else KVPatchError)(
         f"No adapter for {type(model).__name__}, and no tiny twin of {type(decoder).__name__} could be built to check an "
         f"automatic row ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Register the row, "
         f"{row_of(attn)}, and let kvpatch.check_model(model) compare it with the unpatched model."

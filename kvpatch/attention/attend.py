@@ -62,7 +62,7 @@ def _writable(
 
 
 def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    if cache.now is not None and cache.now.traced:
+    if cache.now is not None and cache.now.traced:  # the Call of such a step is not kept
         return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
     try:
         return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)

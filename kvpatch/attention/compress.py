@@ -30,8 +30,8 @@ class Ended:
     """A layer whose prompt (or block) is read. Numbers are of all processes' heads, by row.
 
     nominal_B: protected tokens. budget_B: tokens that a head may hold, `fixed` aside. held: tokens of each head; fixed: those
-    of them that are kept outside the budget; keep: the most that it may hold. context, keys: the eviction context and the keys
-    by score alone, where tokens go. like_BHGD: queries of a coming step, but for their numbers.
+    of them that are kept outside the budget; keep: the most that it may hold. context, keys: the eviction context, and the
+    eviction keys by score alone, made where tokens are evicted. like_BHGD: a tensor like the queries of a coming step.
     """
 
     call: Call
@@ -158,7 +158,7 @@ def _end(ended: list[Ended]) -> None:
     if scored and share is not None:
         own = _shared(ended, share, everyone)
         count = [mine if over else row for mine, row, over in zip(own, held, over_B, strict=True)]
-    if weighs:
+    if weighs:  # a layer alone: heads that share a budget share one number of tokens
         count = ended[0].weigh()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divided(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]

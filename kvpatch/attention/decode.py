@@ -28,7 +28,7 @@ def attend(
     evicts for all. Without one, this layer does so for itself.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
-    newest_B11, wanted = positions_B1[:, None], call.observes
+    newest_B11 = positions_B1[:, None]
     if k_BH1D.requires_grad or v_BH1D.requires_grad:  # a graph reaches back to the step's query alone
         k_BH1D, v_BH1D = k_BH1D.detach(), v_BH1D.detach()
     if stack is not None:
@@ -37,7 +37,7 @@ def attend(
         entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
         if call.recalls:
             call.slots.remember(q_BHGD.detach(), positions_B1)
-    done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, wanted, t, stack) if name == "triton" else None
+    done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
     if done is not None:
         (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
     else:
@@ -142,7 +142,6 @@ def _by_kernel(
     v_BH1D: Tensor,
     entry: dict[str, Tensor],
     positions_B1: Tensor,
-    wanted: bool,
     t: int,
     stack: LayerStack | None,
 ) -> tuple[Tensor, bool] | None:
@@ -151,7 +150,7 @@ def _by_kernel(
     Returns None, with all as before but for the free slots' contents, if the kernels cannot be launched. Of stacked layers only
     the first may find that out.
     """
-    slots = call.slots
+    slots, wanted = call.slots, call.observes
     appends = not slots.mode.slotted
     with torch.no_grad():
         evicting = call.evicting and not (appends or call.rule.moves or call.shows)

@@ -178,10 +178,6 @@ class Call:
         grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
-    def backend(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> str:
-        """Return the name of the backend for a task, chosen once for each kind of call."""
-        return self.cache.choice.of(task, self.case(task, q_BHGQD, keys, scores))
-
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
         """Describe the task to a backend."""
         T = keys.positions_BHT.shape[-1]

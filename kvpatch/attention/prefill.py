@@ -94,9 +94,7 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
     return Attended(*torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry))
 
 
-def _observed_prompt(
-    call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor
-) -> Attended:
+def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
     """Run `attend_to`, and add the statistics of all rows, or of a sample of them, to the state."""
     if call.score.samples and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
@@ -118,7 +116,7 @@ def _observed_prompt(
     sums, observe = _observer(call, keys, rows_BQ)
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
     fuses = attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable
-    if fuses and call.backend("prompt", q_BHGQD, keys) == "torch":
+    if fuses and choice.of("prompt", call.case("prompt", q_BHGQD, keys)) == "torch":
         attended = Attended(q_BHGQD.new_empty(*q_BHGQD.shape[:4], keys.v_BHTD.shape[-1]))
         torch_backend.observe(q_BHGQD, keys, rows_BQ, call.geometry, None, observe, "count" in sums, attended.out)
     else:

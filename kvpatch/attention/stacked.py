@@ -4,8 +4,7 @@ Between steps the layers of a uniform budget have the same shapes, limits and ne
 A LayerStack holds their positions and score state as one layer with L*B rows; the layers keep views of it. In a pass each
 layer only writes its key and value and attends. The probabilities of all layers land in one buffer, and after the last layer
 decode.py observes and evicts on the stack as it does on a layer. Kernels observe layer by layer, into the same memory, and may
-name the victims too. Layers with empty slots, rollback, beams or a score shared
-by layers are stepped one by one.
+name the victims too. Layers with empty slots, rollback, beams or a score shared by layers are stepped one by one.
 """
 
 from __future__ import annotations

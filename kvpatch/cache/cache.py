@@ -101,9 +101,13 @@ class EvictingCache(TextState):
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # it holds the model
-        own = {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
-        vars(new).update(copy.deepcopy(own, memo))
+        vars(new).update(copy.deepcopy(self._copied(), memo))
         return new
+
+    def _copied(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which binds its own steps and stacks its own layers."""
+        due = self.stack is not None or self.stack_due
+        return {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": due}
 
     @writable
     def select_rows(self, rows: int | list[int] | Tensor) -> EvictingCache:
@@ -135,8 +139,7 @@ class EvictingCache(TextState):
     def _sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
         new, memo = copy.copy(self), {id(one): one for one in (self.make_table, self.turns.ids)}
-        own = {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": self.stack is not None or self.stack_due}
-        own |= dict.fromkeys(("layers", "states", "shared", "now"))
+        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         return new

@@ -57,7 +57,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 
 
 def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
-    """Begin a step that can be traced, as EvictingCache.begin does otherwise."""
+    """Begin a step that can be traced, as passes.begin() does any other."""
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:

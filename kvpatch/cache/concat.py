@@ -20,7 +20,7 @@ from ..policies.context import Limits
 from ..policies.queries import Recent
 from . import slots
 from .compatibility import check
-from .growth import plan, slack
+from .growth import plan
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
 from .modes import Moving
@@ -145,7 +145,7 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
         new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
-    goals = _goals(new, parts)
+    goals = _goals(parts)
     beside = first.kv.beside([part.kv for part in parts[1:]], max(goals or (0,)))
     if beside is not None:
         _stack(new, parts, beside)
@@ -166,7 +166,7 @@ def _mass(layer: SlotLayer) -> Tensor:
     return torch.ones(layer.positions.shape[:2], device=layer.positions.device)
 
 
-def _goals(new: SlotLayer, parts: list[SlotLayer]) -> list[int] | None:
+def _goals(parts: list[SlotLayer]) -> list[int] | None:
     """Return the slots that each head needs once it has reached its budget, if tokens are evicted."""
     goals = [part.goals() for part in parts]
     return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
@@ -176,8 +176,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
     """Make empty buffers for heads that hold `counts` tokens: ragged if dense ones would waste too much."""
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
-    more = lambda tokens: max(slack(tokens), new.ahead_of)  # noqa: E731
-    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, more, exactly=new.every > 1))
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.spare, exactly=new.every > 1))
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:

@@ -46,10 +46,10 @@ class Forward:
     """A pass, or one block of its prompt.
 
     positions_BQ: -1 for padding. padding: of the prompt's columns; None if there is none. rows_BQ: positions of the queries, if
-    padding after a row's tokens attends to them as it does in the unpatched model; else None. prompt: number of columns that
-    belong to the prompt. ends_prompt: the prompt (or the block) is complete with them. n_B: tokens of each row so far, known
-    where a prompt ends. recording: the undo log records the decode steps of this pass. first_step: decode steps between the
-    prompt and this pass.
+    padding after a row's tokens attends to them as it does in the unpatched model; else None. protect_BQ: columns that the
+    user's `protect=` marks, or None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or block) is
+    complete with them. n_B: tokens of each row so far, known where a prompt ends. recording: the undo log records the decode
+    steps of this pass. first_step: decode steps between the prompt and this pass.
 
     Known where a prompt or a block ends: budget_n_B, the tokens that a share `k` refers to; fixed_B, tokens below this
     position are kept outside the budget; keeps_all, nothing is evicted; rows_B, query rows of the prompt (or block);

@@ -98,6 +98,7 @@ def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> Ten
     settings, policy, H = cache.settings, cache.settings.policies[index], layer.positions.shape[1]
     rule = settings.rules[index] if policy.over_layers is None else settings.budget.rules[index]
     budgets = [[rule.bound(most) for most in rule.heads(n, H)] for n in seen_B.tolist()]
+    # a pyramid gives a layer at most twice the mean
     most_BH = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
     return most_BH + layer.own_limits.prompt[..., 0]
 

@@ -31,13 +31,14 @@ from .slots import Slots, fitted, gathered
 if TYPE_CHECKING:
     from ..backends.protocol import Geometry
 
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values in `kv` (slots.py), and the state beside them. Of C columns the first `used` are in use.
 
     mode: where the next token goes (modes.py). positions [B,H,C] int64, -1 for an empty slot. state: tensors [B,H,C] or
-    [B,H,C,G] beside the keys. holes: some used slots may be empty while a query attends (padding, rows with different
-    budgets). contiguous: columns are in text order without gaps. floor: number of columns that cannot be cropped, because an
-    eviction chose them or some rows' padding lies there.
+    [B,H,C,G] beside the keys. seen: columns of the text so far. holes: some used slots may be empty while a query attends
+    (padding, rows with different budgets). contiguous: columns are in text order without gaps. floor: number of columns that
+    cannot be cropped, because an eviction chose them or some rows' padding lies there.
     """
 
     is_compileable = False
@@ -172,7 +173,7 @@ class SlotLayer(CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize([max(capacities([columns], most, max(slack(columns), self.ahead_of))[0], columns)])
+            self._resize([max(capacities([columns], most, self.spare(columns))[0], columns)])
 
     def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
@@ -489,7 +490,7 @@ class SlotLayer(CacheLayerMixin):
             return
         C = self.positions.shape[2]
         if not self.mode.slotted:
-            enough = capacities([self.used], self._most(), max(slack(self.used), self.ahead_of))[0]
+            enough = capacities([self.used], self._most(), self.spare(self.used))[0]
             if enough < C:
                 self._resize([enough])
             return
@@ -512,7 +513,7 @@ class SlotLayer(CacheLayerMixin):
             (B, H, _), old = self.positions.shape, self.positions
             order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
             kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
-            kv = slots.empty(self.kv, B, H, plan(counts, goals, lambda tokens: max(slack(tokens), self.ahead_of)))
+            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.spare))
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
             taken = order.flatten(0, 1)[head, column]
             kv.write_at(kv.begins()[head] + column, *self.kv.read_at(self.kv.begins()[head] + taken))
@@ -533,6 +534,10 @@ class SlotLayer(CacheLayerMixin):
     def ahead_of(self) -> int:
         """Slots that heads get ahead of time, for the tokens that are evicted at once."""
         return self.every if self.every > 1 else 0
+
+    def spare(self, tokens: int) -> int:
+        """Return the spare slots of a head of so many tokens."""
+        return max(slack(tokens), self.ahead_of)
 
     @property
     def taken(self) -> int:

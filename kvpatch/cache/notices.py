@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Watched:
-    """A warning that hangs on a number of the device, which is on its way to the host."""
+    """A warning that depends on a number of the device, which is on its way to the host."""
 
     name: str
     message: str

@@ -28,14 +28,14 @@ class CacheSettings:
 
     policy, budget: of the layers that the policy acts on. bits: of each number held, in all layers; 16 stands for the model's
     own precision (backends/entries.py). seed: of the policy's random numbers. block: tokens of a prompt read between two
-    evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in `patched`.
-    bounds: for each layer with a sliding window among layers without one, that window (tokens), which it holds under any
-    policy; None for other layers. latent: for each layer, whether a value is a part of its key.
-    parallel: KV heads of this process, if several processes share a model. strict: names of the layers, if their numbers are
-    checked (attention/anomaly.py). counts_columns: in the unpatched model, attention's
-    distances are between columns of the batch, padding included (sliding windows, ALiBi by default). record: caches keep the
-    lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some of its layers are not on the budget
-    (a hybrid's, or those that use others' keys); None if all are. notices: what the patch has warned of.
+    evictions, or None. renumbered: positions are ranks among the tokens held. backend: as in `patched`. bounds: for each layer
+    with a sliding window among layers without one, that window (tokens), which it holds under any policy; None for other
+    layers. latent: for each layer, whether a value is a part of its key. parallel: KV heads of this process, if several
+    processes share a model. strict: names of the layers, if their numbers are checked (attention/anomaly.py). counts_columns:
+    in the unpatched model, attention's distances are between columns of the batch, padding included (sliding windows, ALiBi by
+    default). record: caches keep the lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some
+    of its layers are not on the budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch
+    has warned of.
     """
 
     policy: Policy

@@ -122,7 +122,7 @@ class Meter:
         self.now = others + after
 
 
-class Record(Protocol):
+class PassRecord(Protocol):
     """Record of the passes that a patch ran over a cache.
 
     columns: seen in them. acted: some token was computed after an eviction.
@@ -159,11 +159,11 @@ class TextState(MutationGuard, WithStates):
     settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the budget.
     states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared: the score
     that layers share [B,H,T], by position + 1. stack, calls: stacked layers for decode steps, and the bound Call of each layer;
-    made and read by attention/ alone. scratch: the cache serves one pass without use_cache, and each layer is emptied after it
-    has run. rotary: (positions, table) for renumbered keys. limits_of: protected sizes that layers of one budget share. choice:
-    the backends in use. meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a
-    scratch cache's layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's
-    beginning.
+    made and read by attention/ alone. stack_due: layers are to be stacked before the next step. scratch: the cache serves one
+    pass without use_cache, and each layer is emptied after it has run. make_table, rotary: makes a table for renumbered keys;
+    the last one made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends
+    in use. meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a scratch
+    cache's layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -193,7 +193,7 @@ class TextState(MutationGuard, WithStates):
         self.limits_of: dict[tuple[object, ...], Limits] = {}
         self.choice = Choice(self.settings.backend)
         self.meter = Meter()
-        self.record: Record | None = None
+        self.record: PassRecord | None = None
         self.parts: dict[int, Any] = {}
         self.lifetimes = Lifetimes(len(self.layers)) if self.settings.record else None
 

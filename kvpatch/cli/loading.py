@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KVPatchError, suggest
+from .model_class import class_of
 from .output import note, waiting
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def load_model(
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        KVPatchError: it cannot be loaded, or the dtype or device is invalid.
+        KVPatchError: it cannot be loaded or served, or the dtype or device is invalid.
     """
     dtype = check_dtype(dtype)
     check_device(device)
@@ -144,7 +145,7 @@ def load_model(
         config = transformers.AutoConfig.from_pretrained(
             name, revision=revision or "main", trust_remote_code=trust_remote_code
         )
-        model: Any = _auto_class(name, config).from_pretrained(
+        model: Any = class_of(name, config, trust_remote_code).from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             revision=revision or "main",
@@ -156,25 +157,6 @@ def load_model(
         raise
     except Exception as error:  # transformers, the hub and safetensors have an error type each
         raise KVPatchError(f"--model {name} cannot be loaded: {_reason(error)}") from error
-
-
-def _auto_class(name: str, config: Any) -> Any:
-    """Return the class of transformers that loads a model of this configuration, one that reads images too if there is none.
-
-    Raises:
-        KVPatchError: it is an encoder-decoder.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto
-
-    own, kind = getattr(config, "auto_map", None) or {}, config.model_type
-    if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or AutoModelForCausalLM.__name__ in own:
-        return AutoModelForCausalLM
-    if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or AutoModelForImageTextToText.__name__ in own:
-        return AutoModelForImageTextToText
-    if getattr(config, "is_encoder_decoder", False):
-        raise KVPatchError(f"--model {name} is of type {kind}, an encoder-decoder: kvpatch serves decoder-only models.")
-    return AutoModelForCausalLM  # whose error names the types that it knows
 
 
 def quiet() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..cache.snapshot import Snapshot
-from ..cache.state import Record
+from ..cache.state import PassRecord
 from .pass_record import TextRecord, Timing, evicting
 
 _LOG = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class RunLog:
         cache = None if self._cache is None else self._cache()
         return None if cache is None or cache.record is None else cache
 
-    def _catch_up(self, cache: EvictingCache, record: Record | None) -> None:
+    def _catch_up(self, cache: EvictingCache, record: PassRecord | None) -> None:
         if not isinstance(record, TextRecord) or record.log is not self:
             return  # the cache goes on under another patch
         cache.catch_up()
@@ -167,7 +167,7 @@ class RunLog:
             record.number = self.newest = self.number
             self._cache = record.cache
 
-    def _unused(self, cache: EvictingCache, record: Record | None) -> None:
+    def _unused(self, cache: EvictingCache, record: PassRecord | None) -> None:
         """Note a prompt that nothing goes on from: its cache was made for it, and is not used again."""
         if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return

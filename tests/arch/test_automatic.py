@@ -142,6 +142,18 @@ def test_a_large_model_without_a_twin_is_refused_with_what_to_type():
         Target.find(model)
 
 
+def test_a_small_model_without_a_twin_is_judged_once_it_has_its_numbers():
+    config = AutoConfig.for_model(
+        "cwm", vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        empty = Pair(AutoModelForCausalLM.from_config(config), config)
+    with pytest.raises(automatic.NeedsWeights, match="no tiny twin of Pair could be built"):
+        Target.find(empty)
+    assert not automatic._VERDICTS
+
+
 def test_a_twin_keeps_what_shapes_attention():
     sketched = sketch("vaultgemma")
     attentions = [module for module in sketched.modules() if type(module).__name__ == "VaultGemmaAttention"]

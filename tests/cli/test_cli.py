@@ -9,8 +9,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
 )
+from transformers.utils.import_utils import is_serve_available
 from typer.testing import CliRunner
 
 import kvpatch
@@ -301,11 +300,23 @@ SMALL = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "pad_token
     ],
     ids=lambda one: getattr(one, "model_type", ""),
 )
-def test_check_says_why_a_type_is_refused(tmp_path, config, words):
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(tmp_path)
-    result = run("check", "--model", tmp_path)
-    assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], result.output
+def test_a_type_is_refused_before_its_weights_are_loaded(tmp_path, config, words):
+    """The folder has no weights: each command says why the type cannot be served, rather than that they are missing."""
+    config.save_pretrained(tmp_path)
+    text = tmp_path / "text"
+    text.write_text("a text " * 20)
+    commands = {"check": (), "generate": (text,), "compare": (text, "--out", tmp_path)}
+    commands |= dict.fromkeys(("calibrate", "learn", "tune"), ("--text", text))
+    commands |= {"serve": ()} if is_serve_available() else {}
+    for command, arguments in commands.items():
+        result = run(command, tmp_path, *arguments)
+        assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], (command, result.output)
+
+
+def test_a_type_that_is_served_needs_its_weights(tmp_path):
+    _llama(64).config.save_pretrained(tmp_path)
+    result = run("check", tmp_path)
+    assert result.exit_code == 2 and "cannot be loaded: Error no file named model.safetensors" in result.stderr, result.output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

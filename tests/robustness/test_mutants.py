@@ -120,6 +120,12 @@ MUTANTS = {
     "weights of the first heads": (
         "policies/learned.py", '"weight", new.k_BHQD)[new.first : new.first + H]', '"weight", new.k_BHQD)[:1]',
         "tests/policies/test_learned.py::test_as_the_oracle_has_it"),
+    "a type that is refused once its weights are loaded": (
+        "cli/model_class.py", "                _check(auto, config)", "                pass",
+        "tests/cli/test_cli.py::test_a_type_is_refused_before_its_weights_are_loaded"),
+    "a model without numbers that judges itself": (
+        "arch/automatic.py", "(offloaded or not all(parameter.is_meta for parameter in model.parameters()))", "True",
+        "tests/arch/test_automatic.py::test_a_small_model_without_a_twin_is_judged_once_it_has_its_numbers"),
     "a piece that the positions do not hold twice": (
         "cli/calibrate_command.py", "(limit - teacher.score.longest(0)) // 2", "limit",
         "tests/policies/test_learned.py::test_pieces_fit_twice"),

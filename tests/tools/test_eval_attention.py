@@ -34,7 +34,7 @@ def fed_but_last(ids: torch.Tensor, n: int) -> list[Sample]:
 
 
 def run(task, subject, setting, samples, **request):
-    return list(task.run(subject, setting, samples, {}, Request(**request), 0))
+    return list(task.run(subject, setting, samples, Request(**request), 0))
 
 
 def probabilities(model, ids: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def samples_of(ids: torch.Tensor, n: int) -> list[Sample]:
 
 
 def means(task, subject, setting, samples, request=Request(), seed=0):  # noqa: B008
-    found = list(task.run(subject, setting, samples, {}, request, seed))
+    found = list(task.run(subject, setting, samples, request, seed))
     assert len(found) == len(samples)
     return found
 
@@ -176,7 +176,7 @@ def test_nothing_is_protected_and_heads_choose_for_themselves():
 def test_a_policy_without_such_a_score_says_so():
     for name in ("snapkv", "window", "critical_snapkv", "critical(h2o)"):
         with pytest.raises(KVPatchError, match=r"no score that a full cache would go on with: try random, h2o"):
-            next(Jaccard().run(subject_of("llama"), Setting(name, 0.5), samples_of(prompt(1, 9), 6), {}, Request(), 0))
+            next(Jaccard().run(subject_of("llama"), Setting(name, 0.5), samples_of(prompt(1, 9), 6), Request(), 0))
 
 
 # ---- texts ----

@@ -33,7 +33,7 @@ def write(folder, name, *rows):
 
 
 def measured(setting, samples, **asked):
-    return list(LongBench().run(subject(), setting, samples, {}, Request(**asked), 0))
+    return list(LongBench().run(subject(), setting, samples, Request(**asked), 0))
 
 
 def setting_of(policy, k, **options):

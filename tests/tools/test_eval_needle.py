@@ -42,7 +42,7 @@ def of(task, subject, seed=0, count=2, **options):
 
 
 def rights(task, subject, setting, samples, batch=32, seed=0):
-    return [one["right"] for one in task.run(subject, setting, samples, {}, Request(batch=batch), seed)]
+    return [one["right"] for one in task.run(subject, setting, samples, Request(batch=batch), seed)]
 
 
 def parts(samples):
@@ -311,7 +311,7 @@ def test_what_the_model_writes_is_searched_for_the_numbers(python, text, monkeyp
         return [code(f" {known.numbers[1]}, 0000000 and {known.numbers[3]}.")]
 
     monkeypatch.setattr(haystack, "generate", generate)
-    found = list(Needle().run(python, FULL, samples, {}, Request(batch=1), 0))
+    found = list(Needle().run(python, FULL, samples, Request(batch=1), 0))
     assert [one["right"] for one in found] == [0.5] * 4
     behind = len(samples[0].data.ids) - 150
     assert calls == [(True, 6, first, None) for first in (None, None, behind, behind)]
@@ -331,7 +331,7 @@ def test_a_question_behind_a_text_is_not_compressed_with_it(python, text, monkey
         return written
 
     monkeypatch.setattr(haystack, "generate", generate)
-    list(Needle().run(python, Setting(policy, 60, SMALL.get(policy, {})), samples, {}, Request(), 0))
+    list(Needle().run(python, Setting(policy, 60, SMALL.get(policy, {})), samples, Request(), 0))
     asked = len(samples[0].data.ids) - 150
     assert calls == [asked]
     kept = torch.as_tensor(held[0])

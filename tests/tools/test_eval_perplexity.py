@@ -35,7 +35,7 @@ def of(subject, data, seed=0, count=3, **options):
 
 def measured(subject, setting, samples, batch=32, seed=0, **options):
     request = Request(batch=batch, options=options)
-    return [one["nats"] for one in Perplexity().run(subject, setting, samples, {}, request, seed)]
+    return [one["nats"] for one in Perplexity().run(subject, setting, samples, request, seed)]
 
 
 def cost(logits_V, token):
@@ -163,7 +163,7 @@ def test_windows_take_several_draws(python, text, monkeypatch):
 
 def test_what_only_knows_prompts_is_measured_block_by_block_before_it_is_refused(python, text):
     samples = of(python, text, count=2)
-    found = Perplexity().run(python, Setting("snapkv", 0.3, SMALL["snapkv"]), samples, {}, Request(), 0)
+    found = Perplexity().run(python, Setting("snapkv", 0.3, SMALL["snapkv"]), samples, Request(), 0)
     assert [s.data.way for s in samples] == ["block", "block", "token", "token"]
     assert [set(next(found)) for _ in range(2)] == [{"nats"}] * 2
     with pytest.raises(KVPatchError, match="schedule='both': policy 'snapkv'"):

@@ -309,7 +309,7 @@ def naive_rouge_l(mine, wanted):
 
 
 def measured(task, name, setting, samples, seed=0, **asked):
-    return list(task.run(subject(name), setting, samples, {}, Request(**asked), seed))
+    return list(task.run(subject(name), setting, samples, Request(**asked), seed))
 
 
 def setting_of(task, name, policy, k, **options):
@@ -437,7 +437,7 @@ def test_prompts_of_the_users_own(tmp_path):
         setting = setting_of(task, PYTHON, "h2o", 5)
         values = measured(task, PYTHON, setting, samples)
         # padding that cannot be told from the end of a text
-        assert list(task.run(without(one, "pad_token"), setting, samples, {}, Request(), 0)) == values
+        assert list(task.run(without(one, "pad_token"), setting, samples, Request(), 0)) == values
         assert values == [measured(kind(), PYTHON, setting, [sample])[0] for sample in samples]
         assert ["ref_rougeL" in line for line in values] == [False, True]
         for line, sample in zip(measured(task, PYTHON, FULL, samples), samples, strict=True):

@@ -4,8 +4,10 @@ In processes of their own, because here Triton's interpreter may be on, which co
 """
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,21 @@ def test_decode_kernels_fit(chip, tmp_path):
             assert int(row["HMMA"]) + int(row["HGMMA"]) > 0, f"no tensor cores: {row}"
             assert int(row["LDGSTS"]) > 0, f"keys and values are not fetched ahead: {row}"
             assert int(row["ahead"]) >= 2, f"the loop waits for the next block's keys and values: {row}"
+
+
+@pytest.mark.parametrize("part", ["prompt", "replay"])
+def test_the_files_have_a_row_for_each_call(part):
+    """Also after a call has been added: benchmarks/*-kernels.txt, and the number of combinations that the page names."""
+    root = Path(__file__).parents[2]
+    command, header, *lines = (root / f"benchmarks/{part}-kernels.txt").read_text().splitlines()
+    names = tuple(command.partition(":")[0].split()[7:])
+    wanted = [(call.name, str(D), str(G)) for call in CALLS if call.name.startswith(names) for D, G in call.shapes]
+    rows = [dict(zip(re.split("  +", header.strip()), re.split("  +", line.strip()), strict=True)) for line in lines]
+    for chip in SHARED:
+        found = [(row["call"], row["D"], row["G"]) for row in rows if row["chip"] == str(chip)]
+        assert list(dict.fromkeys(found)) == wanted
+    if part == "prompt":
+        assert f" {len(wanted)} combinations " in (root / "docs/guides/backends.md").read_text()
 
 
 LENGTHS = """

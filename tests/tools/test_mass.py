@@ -20,7 +20,7 @@ def subject():
 def found(subject, task, setting, scenario="in", count=4):
     request = Request(count=count)
     samples = [one for one in task.samples(subject, request, 0) if one.group.get("scenario", scenario) == scenario]
-    return samples, list(task.run(subject, setting, samples, {}, request, 0))
+    return samples, list(task.run(subject, setting, samples, request, 0))
 
 
 def test_every_mass_has_a_fixed_budget_beside_it():

@@ -130,9 +130,9 @@ def test_token_one_is_the_first_query_behind_the_prompt():
     task, plain = ByToken(), Perturbation()
     samples = task.samples(subject, request, 0)
     assert len(samples) == 2
-    found = [line["heads_lower_1"] for line in task.run(subject, setting, samples, {}, request, 0)]
+    found = [line["heads_lower_1"] for line in task.run(subject, setting, samples, request, 0)]
     cut = {one.name: (one.data[0][: one.n + 1], one.data[1][: one.n + 2], None) for one in samples}
     short = [replace(one, data=cut[one.name], digest=one.name) for one in samples]
-    expected = [line["heads_lower"] for line in plain.run(subject, setting, short, {}, request, 0)]
+    expected = [line["heads_lower"] for line in plain.run(subject, setting, short, request, 0)]
     assert found == pytest.approx(expected)
     assert torch.tensor(found).isfinite().all()

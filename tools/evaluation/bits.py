@@ -49,13 +49,7 @@ class Bits(Recall):
         return super().samples(subject, request, seed)
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         """Give each scenario the bytes of its own prompts, which are equally long."""
         target = Target.find(subject.model)
@@ -63,4 +57,4 @@ class Bits(Recall):
         for scenario in dict.fromkeys(sample.group["scenario"] for sample in samples):
             here = [sample for sample in samples if sample.group["scenario"] == scenario]
             way = setting if setting == FULL else replace(setting, k=f"{share(setting.k, here[0].n) * token}B")
-            yield from super().run(subject, way, here, full, request, seed)
+            yield from super().run(subject, way, here, request, seed)

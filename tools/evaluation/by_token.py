@@ -51,7 +51,7 @@ class ByToken(Perturbation):
         return found
 
     def run(
-        self, subject: Subject, setting: Setting, samples: list[Sample], full: Any, request: Request, seed: int
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         base = base_of(setting)
         for chunk in alike(samples, request.batch):

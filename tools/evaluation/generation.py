@@ -105,7 +105,7 @@ class Generation(Task):
         return [self._sample(i, ids, new, (decode(tail),), str(i)) for i, (ids, tail) in enumerate(rows)]
 
     def run(
-        self, subject: Subject, setting: Setting, samples: list[Sample], full: Any, request: Request, seed: int
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         own = self._own(subject, samples, request.batch)
         full_itself = ((sample, own[sample.digest]) for sample in samples)

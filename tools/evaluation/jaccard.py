@@ -151,13 +151,7 @@ class Jaccard(Observing):
         return sum(f / (2 - f) for f in shares) / len(shares)
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         policy = get_policy(setting.policy)
         if type(policy.score) not in FORMULAS or policy.selection is not None:

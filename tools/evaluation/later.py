@@ -67,14 +67,8 @@ class Later(Recall):
         return [FULL, *(Setting(policy, k, options, label) for k in budgets for policy, options, label in own)]
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         if setting.policy == "learned":
             setting = replace(setting, options=setting.options | {"calibration": taught(subject)})
-        yield from super().run(subject, setting, samples, full, request, seed)
+        yield from super().run(subject, setting, samples, request, seed)

@@ -133,7 +133,7 @@ class LongBench(Task):
         return sorted(found, key=lambda sample: sample.data.question or 0)  # equal questions side by side, for batches
 
     def run(
-        self, subject: Subject, setting: Setting, samples: list[Sample], full: Any, request: Request, seed: int
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         tokenizer: Any = subject.tokenizer
         for part, draw in together(samples, request.batch, setting):

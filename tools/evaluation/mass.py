@@ -53,16 +53,10 @@ class _Paired(Task):
         raise NotImplementedError
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         if setting == FULL:
-            yield from super().run(subject, setting, samples, full, request, seed)
+            yield from super().run(subject, setting, samples, request, seed)
             return
         groups = dict.fromkeys(tuple(sample.group.items()) for sample in samples)  # samples are in this order
         for group in groups:
@@ -72,7 +66,7 @@ class _Paired(Task):
             if setting.name.endswith(WAYS[1]):
                 mean = max(1, round(sum(held) / len(held)))
                 way, held = replace(setting, k=mean), [float(mean)] * len(held)
-            found = super().run(subject, way, here, full, request, seed)
+            found = super().run(subject, way, here, request, seed)
             for one, tokens, sample in zip(found, held, here, strict=True):
                 yield {**one, "held": tokens / self._most(setting, sample)}
 

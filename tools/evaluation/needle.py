@@ -112,13 +112,7 @@ class Needle(Task):
         return records(subject, as_tuple(lengths or LENGTHS), depths, count, seed)
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         if samples and isinstance(samples[0].data, haystack.Hidden):
             yield from haystack.run(subject, setting, samples, request.batch, seed)

@@ -128,13 +128,7 @@ class Perplexity(Task):
         return window, stride
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         block = self.option(request, "block")
         for way in WAYS:  # samples are in this order

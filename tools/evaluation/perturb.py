@@ -109,13 +109,7 @@ class Perturbation(Observing):
         return samples
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         for chunk in alike(samples, request.batch):
             if setting.policy == "full":

@@ -157,13 +157,7 @@ class Reasoning(Task):
         ]
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         for part, draw in together(samples, request.batch, setting):
             own = calibrated(held(setting, *part[0].data.shape), subject, part[0].data.graph)

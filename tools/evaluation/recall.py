@@ -74,7 +74,6 @@ class Recall(Task):
         subject: Subject,
         setting: Setting,
         samples: list[Sample],
-        full: dict[str, dict[str, Any]],
         request: Request,
         seed: int,
     ) -> Iterator[dict[str, Any]]:

@@ -86,13 +86,7 @@ class Robustness(Observing):
         return super().samples(subject, request, seed)
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         for chunk in alike(samples, request.batch):
             T = len(chunk[0].data[0])

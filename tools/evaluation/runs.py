@@ -51,7 +51,6 @@ def run(
         subject = loaded or load(name, request)
         for seed in range(request.seeds):
             samples = task.samples(subject, request, seed)
-            full: dict[str, Line] = {}
             settings = asked or task.settings(request, subject)
             bar = (
                 None
@@ -59,10 +58,7 @@ def run(
                 else progress.add_task(f"{task.name} {name}", total=len(settings) * len(samples))
             )
             for setting in settings:
-                found = _cell(task, subject, setting, samples, full, request, seed, book)
-                for line in found:
-                    if setting.policy == "full" and "metrics" in line:
-                        full[line["sample"]] = line["metrics"] | {"text": line.get("text")}
+                for _ in _cell(task, subject, setting, samples, request, seed, book):
                     if progress is not None and bar is not None:
                         progress.update(bar, advance=1, description=f"{task.name} {name} {setting.name} {setting.k}")
 
@@ -72,7 +68,6 @@ def _cell(
     subject: Subject,
     setting: Setting,
     samples: list[Sample],
-    full: dict[str, Line],
     request: Request,
     seed: int,
     book: Book,
@@ -98,7 +93,7 @@ def _cell(
     if not missing:
         return
     try:
-        measured = task.run(subject, setting, missing, full, request, seed)
+        measured = task.run(subject, setting, missing, request, seed)
         for sample, values in zip(missing, measured, strict=True):
             line = head | {"sample": sample.name, "digest": sample.digest, "n": sample.n, "group": sample.group}
             if "text" in values:

@@ -80,13 +80,7 @@ class Sparsity(Observing):
         return found
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         for chunk in alike(samples, request.batch):
             n = chunk[0].n

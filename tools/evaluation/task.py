@@ -153,7 +153,7 @@ class Task:
     """The parts of `Sample.group` that tables and pictures keep apart; means are over the rest."""
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
-        """In the order in which they run: `FULL` first, for `run` may compare with it."""
+        """In the order in which they run, `FULL` first."""
         small = SMALL if subject.synthetic or subject.recipe == PYTHON else {}
         chosen = [name for name in request.policies or self.policies if name != "full"]
         budgets = request.budgets or self.budgets
@@ -164,17 +164,11 @@ class Task:
         raise NotImplementedError
 
     def run(
-        self,
-        subject: Subject,
-        setting: Setting,
-        samples: list[Sample],
-        full: dict[str, dict[str, Any]],
-        request: Request,
-        seed: int,
+        self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
         """Yield a dict per sample, in order: numbers by metric, and "text" where text was generated.
 
-        full: what was yielded under FULL, by sample name; empty while FULL itself runs. KVPatchError: the setting cannot run.
+        Raises KVPatchError where the setting cannot run.
         """
         raise NotImplementedError
 

@@ -1,0 +1,51 @@
+"""The class of transformers that loads a model, and the refusal of what cannot be served, from the configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import KVPatchError
+
+
+def class_of(name: str, config: Any, own_code: bool) -> Any:
+    """Return the class of transformers that loads a model of this configuration, one that reads images too if there is none.
+
+    Args:
+        name: of the model, for errors.
+        config: the model's configuration.
+        own_code: whether Python code that comes with the model may run.
+
+    Raises:
+        KVPatchError: it is an encoder-decoder, or `patched` would refuse it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    own, kind = getattr(config, "auto_map", None) or {}, config.model_type
+    causal, image = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for auto, known in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
+        if kind in known or auto.__name__ in own:
+            if not (own_code and auto.__name__ in own):  # such code runs once, where the weights are loaded
+                _check(auto, config)
+            return auto
+    if getattr(config, "is_encoder_decoder", False):
+        raise KVPatchError(f"--model {name} is of type {kind}, an encoder-decoder: kvpatch serves decoder-only models.")
+    return AutoModelForCausalLM  # whose error names the types that it knows
+
+
+def _check(auto: Any, config: Any) -> None:
+    """Raise KVPatchError if `patched` would refuse a model of this configuration: one without numbers is built and searched."""
+    import torch
+
+    from ..arch.automatic import NeedsWeights
+    from ..hooks.target import Target
+
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=False)
+        Target.find(model)
+    except KVPatchError as error:
+        if not isinstance(error, NeedsWeights):
+            raise
+    except Exception:  # a class of any shape: what is wrong with it shows when it is loaded
+        return
