@@ -36,7 +36,7 @@ import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tools.training import ruler, sinks, source_code, tasks, walks
 from tools.training.ahead import Make, Stages, training_rows
@@ -93,8 +93,8 @@ class Recipe:
     short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
     source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
     passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
-    task; `resting` is the weight of sinks.py's penalty on busy heads in the final steps. `families` is the share of rows of
-    ruler.py; `unlearned` names tasks that its rows have and that the shipped models did not learn.
+    task; `resting` is the weight of sinks.py's penalty on heads that write at every token, in the final steps. `families` is
+    the share of rows of ruler.py; `unlearned` names tasks that its rows have and that the shipped models did not learn.
     """
 
     architecture: str
@@ -203,20 +203,26 @@ class Optimizer:
 
 
 def weighted_loss(
-    model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, cache: Cache | None = None
+    model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, resting: float = 0.0
 ) -> tuple[Tensor, float]:
-    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up; fills the `cache` that is given.
+    """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up.
+
+    resting: the weight of sinks.penalty in the loss, for a model whose attention is eager.
 
     In bfloat16: on the AVX-512 core that trained the shipped models a step at T=256 is 1.2 (GPT-2) to 2.0 (MPT) times
     as fast as in float32; at T=16 it is 0.8 (Llama) to 1.4 times.
     """
     with torch.autocast(tokens_BT.device.type, torch.bfloat16):
-        logits_BTV = model(tokens_BT[:, :-1], past_key_values=cache, use_cache=cache is not None).logits.float()
+        out = model(tokens_BT[:, :-1], use_cache=resting > 0, output_attentions=resting > 0)
+    logits_BTV = out.logits.float()
     target_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
     nats_BT = F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), reduction="none").view_as(weights_BT)
     hard_BT = weights_BT == tasks.HARD
     accuracy = (logits_BTV.argmax(-1) == target_BT)[hard_BT].float().mean().item()
-    return (nats_BT * weights_BT).sum() / weights_BT.sum(), accuracy
+    loss = (nats_BT * weights_BT).sum() / weights_BT.sum()
+    if resting:
+        loss = loss + resting * sinks.penalty(out.attentions, [layer.values for layer in out.past_key_values.layers])
+    return loss, accuracy
 
 
 def report(step: int, **values: float) -> None:
@@ -314,17 +320,15 @@ def train_synthetic(
     with training_rows(recipe.make, recipe.stages, seed, device) as rows:
         model = build(recipe, seed).to(device)
         optimizer = Optimizer(model, recipe.learning_rate)
-        busy = None
         saved = Checkpoint(checkpoint, model, optimizer, rows)
         if before := saved.load():
             stage, ema, left = before["stage"], before["ema"], before["left"]
         for step in range(optimizer.steps + 1, recipe.max_steps + 1):
             tokens_BT, weights_BT = rows(step, stage)
-            if recipe.resting and left is not None and busy is None:
-                busy = sinks.Busy(model)
-            loss, accuracy = weighted_loss(model, tokens_BT, weights_BT, busy and busy.new_cache())
-            if busy is not None:
-                loss = loss + recipe.resting * busy.penalty()
+            resting = 0.0 if left is None else recipe.resting
+            if resting and model.config._attn_implementation != "eager":
+                model.set_attn_implementation("eager")
+            loss, accuracy = weighted_loss(model, tokens_BT, weights_BT, resting)
             scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
             optimizer.step(loss, scale)
             ema = 0.9 * ema + 0.1 * accuracy
@@ -340,8 +344,8 @@ def train_synthetic(
                 saved.save(stage=stage, ema=ema, left=left, cpu_seconds=time.process_time() - began)
             if time.monotonic() > ends:
                 break
-    if busy is not None:
-        busy.remove()
+    if recipe.resting:
+        model.set_attn_implementation("sdpa")
     return model.eval(), step, tokens_BT.shape[1]
 
 
