@@ -14,7 +14,7 @@ WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS
 SUNK = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].resting)
 """Those with sinks."""
 
-LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
+LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe.endswith("-1k"))
 """Those of a thousand tokens and more."""
 
 PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK, *LONG))

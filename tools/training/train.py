@@ -43,7 +43,7 @@ from tools.training.ahead import Make, Stages, training_rows
 from tools.training.cards import describe
 from tools.training.text import (
     TEXT_LENGTH,
-    TEXT_ROWS,
+    TEXT_TOKENS,
     held_out_loss,
     python_sources,
     text_rows,
@@ -95,6 +95,7 @@ class Recipe:
     passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
     task; `resting` is the weight of sinks.py's penalty on heads that write at every token, in the final steps. `families` is
     the share of rows of ruler.py; `unlearned` names tasks that its rows have and that the shipped models did not learn.
+    `length` is that of a language model's rows.
     """
 
     architecture: str
@@ -113,6 +114,7 @@ class Recipe:
     resting: float = 0.0
     families: float = 0.0
     unlearned: tuple[str, ...] = ()
+    length: int = TEXT_LENGTH
 
     @property
     def make(self) -> Make:
@@ -134,6 +136,9 @@ RECIPES = {
     ),
     "gpt2": Recipe("gpt2", _TOKENS | _GPT, sinusoid=0.1, final_steps=350),
     "llama-python": Recipe("llama", _TEXT | _LLAMA | _TEXT_SIZE, max_steps=3200, language=True),
+    "llama-python-1k": Recipe(
+        "llama", _TEXT | _LLAMA | _TEXT_SIZE | {"max_position_embeddings": 1024}, max_steps=3200, language=True, length=1024
+    ),
     "llama-code": Recipe("llama", _CODE, language=True, seconds=270),
 }
 
@@ -354,8 +359,8 @@ def train_language(recipe: Recipe, seed: int, device: str) -> tuple[PreTrainedMo
     tokenizer = text_tokenizer(texts)
     stream, optimizer = text_stream(tokenizer, texts), Optimizer(model, recipe.learning_rate)
     for step in range(1, recipe.max_steps + 1):
-        starts = [rng.randrange(len(stream) - TEXT_LENGTH) for _ in range(TEXT_ROWS)]
-        tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id).to(device)
+        starts = [rng.randrange(len(stream) - recipe.length) for _ in range(TEXT_TOKENS // recipe.length)]
+        tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id, recipe.length).to(device)
         loss, accuracy = weighted_loss(model, tokens_BT, torch.ones(tokens_BT.shape, device=device))
         optimizer.step(loss, min(1.0, 2 * (recipe.max_steps - step + 1) / recipe.max_steps))
         if step % 100 == 0:
@@ -388,7 +393,7 @@ def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str
     if recipe.seconds:
         return source_code.examine(model, tokenizer, source_code.sources(held_out=True), sequences)
     if recipe.language:
-        return {"held_out": held_out_loss(model, tokenizer, sequences)}
+        return {"held_out": held_out_loss(model, tokenizer, sequences, recipe.length)}
     if recipe.walks:
         return {"accuracy": walks.accuracies(model, sequences)}
     found: dict[str, Any] = {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
@@ -427,6 +432,7 @@ def train(
         seen = {"stored": "bfloat16"}
     elif recipe.language:
         model, tokenizer, steps = train_language(recipe, seed, device)
+        seen = {} if recipe.length == TEXT_LENGTH else {"longest_row": recipe.length}
     else:
         kept = out / name / "checkpoint.safetensors"
         began -= Checkpoint.cpu_seconds(kept)
