@@ -58,7 +58,8 @@ def test_the_penalty_is_what_heads_would_write_with_values_of_one_size(name):
         size_BNT = layer.v_BNTD.norm(dim=-1)
         size_BNT[..., 0] /= size_BNT[..., 1:].median(-1).values
         size_BNT[..., 1:] = 1
-        want.append((layer.attention() * size_BNT[..., None, :]).sum(-1)[..., 1:].mean().item())
+        written_BNT = (layer.attention() * size_BNT[..., None, :]).sum(-1)[..., 1:]
+        want += (written_BNT.mean((0, 2)) - sinks.BUSY).relu().tolist()
     weights_BT = torch.ones(ids.shape)
     model.set_attn_implementation("eager")
     with torch.autocast("cpu", enabled=False):
@@ -76,8 +77,15 @@ def test_no_size_of_other_values_saves_anything():
         found = sinks.penalty([a_BNTT], [size.view(1, 1, 5, 1)])
         return found.item(), torch.autograd.grad(found, size)[0].tolist()
 
-    assert slopes(0, 2, 2, 2, 2) == (pytest.approx(0.8), [0, 0, 0, 0, 0])
-    assert slopes(1, 2, 8, 2, 1) == (pytest.approx(0.9), [pytest.approx(0.1), 0, 0, 0, 0])
+    assert slopes(0, 2, 2, 2, 2) == (pytest.approx(0.8 - sinks.BUSY), [0, 0, 0, 0, 0])
+    assert slopes(1, 2, 8, 2, 1) == (pytest.approx(0.9 - sinks.BUSY), [pytest.approx(0.1), 0, 0, 0, 0])
+
+
+def test_a_head_that_rests_often_enough_costs_nothing():
+    a_BNTT = torch.zeros(1, 2, 4, 4)
+    a_BNTT[:, 0, :, 0], a_BNTT[:, 1, :, 0] = 1 - sinks.BUSY, 0.5
+    found = sinks.penalty([a_BNTT], [torch.tensor([0.0, 1, 1, 1]).view(1, 1, 4, 1)])
+    assert found.item() == pytest.approx((0.5 - sinks.BUSY) / 2)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gptj", "gpt2"])
@@ -128,11 +136,11 @@ def test_several_seeds_and_small_files():
 # ---- the section of docs/results.md ----
 
 
-@pytest.mark.parametrize("alone", ["", "sinks", "primary"])
+@pytest.mark.parametrize("alone", ["", *results.ALONE])
 def test_no_two_requests_write_the_same_file(alone, tmp_path):
     names = [(name, request.out) for name, request in results.wanted(tmp_path, alone)]
     assert len(set(names)) == len(names)
-    if alone != "primary":
+    if alone in ("", "sinks"):
         both = (*section.PLAIN, *section.MODELS)
         assert {(task, tmp_path / model) for task in section.POLICIES for model in both} <= set(names)
 

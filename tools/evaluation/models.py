@@ -14,10 +14,11 @@ WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS
 SUNK = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].resting)
 """Those with sinks."""
 
-LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe.endswith("-1k"))
-"""Those of a thousand tokens and more."""
+LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
+LONG_CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].language and name not in CODE)
+"""Those of a thousand tokens."""
 
-PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK, *LONG))
+PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK, *LONG, *LONG_CODE))
 """Those that look things up, trained without sinks."""
 
 

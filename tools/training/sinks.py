@@ -22,6 +22,9 @@ ATTENTION, VALUE, SHARE = 0.3, 0.25, 1 / 3
 """A sink gets more of a head's attention than the first, and its value is smaller than the second, as a share of the median
 token's. A model has sinks where that holds in this share of its heads or more."""
 
+BUSY = 0.2
+"""What a head may write at no cost in training: as if so much of its attention were on other tokens than the first."""
+
 ROWS, AFTER = 16, 64
 """Rows of recall that are measured, and the position from which on their queries count."""
 
@@ -29,10 +32,11 @@ Figures = dict[str, list[Any]]
 
 
 def penalty(attention_LBNTT: Sequence[Tensor], values_LBHTD: Sequence[Tensor]) -> Tensor:
-    """How much a head would write if all values but the first token's had the size of the median; mean over heads and tokens.
+    """What heads write above BUSY, if all values but the first token's had the size of the median; mean over heads.
 
     So neither large nor small values of other tokens save anything: a head must rest on the first token, and the value there
-    must be small. The first token's own query does not count: it sees itself alone.
+    must be small. What it writes below BUSY costs nothing, lest it fall asleep for good. The first token's own query does not
+    count: it sees itself alone.
     """
     found = []
     for a_BNTT, v_BHTD in zip(attention_LBNTT, values_LBHTD, strict=True):
@@ -40,8 +44,8 @@ def penalty(attention_LBNTT: Sequence[Tensor], values_LBHTD: Sequence[Tensor]) -
         first_BH = v_BHT[..., 0] / v_BHT[..., 1:].detach().median(-1).values
         first_BN1 = first_BH.repeat_interleave(a_BNTT.shape[1] // v_BHT.shape[1], 1)[..., None]
         on_first_BNT = a_BNTT[:, :, 1:, 0].float()
-        found.append((1 - on_first_BNT + on_first_BNT * first_BN1).mean())
-    return torch.stack(found).mean()
+        found.append((1 - on_first_BNT + on_first_BNT * first_BN1).mean((0, 2)))
+    return (torch.stack(found) - BUSY).relu().mean()
 
 
 @torch.no_grad()

@@ -147,7 +147,7 @@ def longer(recipe: Recipe) -> Recipe:
     """The recipe continued to rows of 1024 tokens, with as many positions, and to RULER's families."""
     positions = _POSITIONS.get(recipe.architecture, "max_position_embeddings")
     config = recipe.config | {positions: LONG_STAGES[-1][0]}
-    more: dict[str, Any] = {"families": 0.5, "unlearned": ("summary", "counting")}
+    more: dict[str, Any] = {"families": 0.5, "unlearned": ("summary", "counting"), "final_steps": recipe.final_steps + 150}
     return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000, **more)
 
 
