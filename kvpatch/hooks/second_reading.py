@@ -32,8 +32,8 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     else:
         with torch.inference_mode(False), torch.no_grad():
             passes.finish(cache)
-        if cache.settings.strict:
-            anomaly.check_cache(cache)
+    if cache.settings.strict:
+        anomaly.check_cache(cache)
 
 
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:

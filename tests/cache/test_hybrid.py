@@ -1,5 +1,7 @@
 """Hybrids: layers with keys and values are on the budget, transformers' own layers carry their states along."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, Lfm2Config, Lfm2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
@@ -124,6 +126,26 @@ def test_a_pass_that_fails_behind_the_last_budget_is_noticed(model, ids):
             hook.remove()
         with pytest.raises(kvpatch.KVPatchError, match="did not finish"):
             run(model, cache, ids)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_pass_that_ends_behind_the_last_budget_leaves_a_cache_that_can_be_written(model, ids, inference):
+    with torch.inference_mode(inference), torch.no_grad(), kvpatch.patched(model, "h2o", 0.5) as patch:
+        cache = patch.new_cache()
+        for part in (ids, ids[:, :1]):
+            model(part, past_key_values=cache)
+        assert not any(one.is_inference() for one in vars(cache.counters.tensors).values())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_cache_that_contradicts_itself_is_noticed_behind_the_last_budget(model, ids, strict):
+    with kvpatch.patched(model, "h2o", 0.5, strict=strict) as patch:
+        cache = patch.new_cache()
+        run(model, cache, ids)
+        cache.layers[1].positions[1, 0, :4] = 0
+        wrong = pytest.raises(kvpatch.KVPatchError, match="contradicts itself: layer 1: a head holds a token twice")
+        with wrong if strict else nullcontext():
+            run(model, cache, ids[:, :1])
 
 
 def test_what_a_state_cannot_do_is_refused(model, ids):

@@ -348,6 +348,26 @@ def test_compare_bits_at_equal_bytes(prompt):
         assert said.exit_code == 2 and "--bits" in said.stderr
 
 
+def test_compare_budgets_that_follow_the_text(prompt):
+    """A row holds what the library's own Mass holds, the others say why not, and the line to paste has the rule."""
+    arguments = ("--prompt-file", prompt, "--max-new-tokens", 6, "--policies", "h2o,window")
+    result = run("compare", "--model", MODEL, *arguments, "-k", "mass:0.8", "-o", "recent=4", "--json", "--agreement", 0)
+    assert result.exit_code == 0, result.output
+    chance, mass, window = map(json.loads, result.stdout.splitlines())
+    assert [one["policy"] for one in (chance, mass, window)] == ["random", "h2o", "window"]
+    assert all("takes scores for weights" in one["error"] and "kl" not in one for one in (chance, window))
+    model, tokenizer = LlamaForCausalLM.from_pretrained(MODEL), load_tokenizer(str(MODEL))
+    ids, n, _ = text_ids(model, tokenizer, TEXT, None, 6)
+    figures = Comparison(model, ids, n).figures(kvpatch.get_policy("h2o").with_options(recent=4), kvpatch.Mass(0.8))
+    assert (mass["kl"], mass["mean_held"]) == (pytest.approx(figures.kl, rel=1e-6), figures.mean_held)
+    assert mass["held"][0] < mass["held"][1] <= n, "each head holds what its own scores ask for"
+    row = next(line.split() for line in result.stderr.splitlines() if line.startswith("h2o"))
+    assert row[1:4] == ["mass:0.8", f"{figures.mean_held:,.0f}", f"{figures.kl:.4f}"]
+    line = 'with kvpatch.patched(model, policy="h2o", k=kvpatch.Mass(0.8), recent=4):'
+    assert f"    {line}\n" in result.stderr
+    exec(f"{line}\n    pass", {"kvpatch": kvpatch, "model": model})
+
+
 def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
     (tmp_path / "next.txt").write_text("\n\nprint(1)\nprint(2)\n")
     arguments = ("compare", "--model", MODEL, "--prompt-file", prompt, "--continuation-file", "next.txt")

@@ -87,6 +87,23 @@ def test_the_least_of_the_grid_is_tried(search):
     assert search(lambda policy, k: 0.0)._uniform("h2o", kvpatch.get_policy("h2o")).k == (GRID[0],) * 2
 
 
+def test_whichever_budget_is_the_least_is_found(search):
+    """By bisection: of 38 budgets in no more measurements than 2**6 would take."""
+    needed = GRID[0]
+    one, policy = search(lambda policy, k: 0.1 * (k[0] < needed)), kvpatch.get_policy("h2o")
+    for needed in GRID:
+        before = len(one.asked)
+        assert one._uniform(f"h2o for {needed}", policy).k == (needed,) * 2
+        assert len(one.asked) - before <= 6
+
+
+@pytest.mark.parametrize(("needed", "least"), [(0.3, 0.4), (0.4, 0.4), (0.55, 0.55), (0.79, 0.79), (0.795, 0.8)])
+def test_all_layers_shrink_by_eightieths_to_a_half_at_most(search, needed, least):
+    one = search(lambda policy, k: needed - k[0], tolerance=0.0)
+    start = tuning.Setting("h2o", kvpatch.get_policy("h2o"), (0.8, 0.4), Quality(0.0, 0.6))
+    assert one._shrunk(start).k == (least, least / 2)
+
+
 def test_bands_of_unequal_sizes_exchange_as_many_tokens(search):
     one = search(lambda policy, k: 0.0)
     one.layers, one.bands = 3, [range(2), range(2, 3)]

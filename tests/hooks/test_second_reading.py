@@ -1,9 +1,13 @@
 """kvzip's second reading: what it may change and what not, what it costs, and where it is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kvpatch
+from kvpatch.attention import compress
+from kvpatch.hooks import second_reading
 from kvpatch.policies.repeated import FIRST, LATER, Repeated, repeat_instruction
 from tests.helpers.running import kept
 from tests.helpers.tiny import force, left_pad, make, prompt, snapshot
@@ -65,6 +69,18 @@ def test_generate_keeps_what_each_row_alone_would_keep(model):
             alone = model.generate(ids[row : row + 1, -n:], max_new_tokens=6, do_sample=False, pad_token_id=0)
             assert torch.equal(alone[0, n:], out[row, 50:])
         assert patch.report().held().sum() == int(0.4 * 12) * 6 + 5 * 6
+
+
+@pytest.mark.parametrize("k", [0.4, [1.0, 0.4, 0.4]])
+@pytest.mark.parametrize("lengths", [(40, 31, 18), (40, 20, 9)])
+def test_padding_takes_no_part_in_a_second_reading(lengths, k):
+    """Where the rows' first chunks are equally long, and where they are not."""
+    model, ids = make("llama_gqa", layers=3, dtype=torch.float64), prompt(3, 40)
+    with kvpatch.patched(model, "kvzip", k, **OPTIONS):
+        together = kept(force(model, ids, ids[:, :0], left_pad(ids, lengths))[1])
+        for row, n in enumerate(lengths):
+            alone = kept(force(model, ids[row : row + 1, -n:], ids[:1, :0])[1])
+            assert [layer[row] for layer in together] == [layer[0] for layer in alone]
 
 
 def test_beams_and_a_saved_cache_go_on(model, tmp_path):
@@ -136,6 +152,17 @@ def test_an_interrupted_second_reading_leaves_no_half_compressed_cache(model):
         cache.reset()
         model(ids, past_key_values=cache)
         assert sum(int(cache.held(layer).sum()) for layer in range(3)) == 9 * 6
+
+
+def test_a_cache_that_contradicts_itself_is_noticed_after_a_second_reading(model, monkeypatch):
+    def spoiled(cache, now):
+        compress.finish(cache, now)
+        cache.layers[1].positions[0, 0, :2] = 0
+
+    monkeypatch.setattr(second_reading, "compress", SimpleNamespace(finish=spoiled))
+    wrong = pytest.raises(kvpatch.KVPatchError, match="contradicts itself: layer 1: a head holds a token twice")
+    with kvpatch.patched(model, "kvzip", 0.3, strict=True, **OPTIONS) as patch, wrong:
+        model(prompt(1, 30), past_key_values=patch.new_cache())
 
 
 def test_what_to_type_instead(model):

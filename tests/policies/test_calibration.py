@@ -401,3 +401,17 @@ def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     assert run(*whole, 0.5, "-o", f"calibration={out}", "-o", "sinks=1").exit_code == 0
     assert "needs a calibration" in run(*probing).output
     assert "needs a calibration" in run(*arguments).output
+
+
+@pytest.mark.parametrize(("command", "label"), [(("calibrate",), "calibrating"), (("learn", "--teacher", "kvzip"), "learning")])
+def test_the_bar_counts_pieces_and_draws_on_a_terminal_alone(folder, tmp_path, monkeypatch, command, label):  # noqa: F811
+    (tmp_path / "text").write_text("what it reads, and reads again " * 9)
+    name, *more = command
+    arguments = (name, folder, "--text", tmp_path / "text", "-o", tmp_path / "c.safetensors", "--length", 8, "--tokens", 20)
+    result = run(*arguments, *more)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    for variable, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(variable, value)
+    drawn = run(*arguments, *more)
+    assert drawn.exit_code == 0 and drawn.stdout == result.stdout
+    assert label in drawn.stderr and "3/3" in drawn.stderr

@@ -263,6 +263,15 @@ MUTANTS = {
     "padding read into a hybrid's states": (
         "hooks/state.py", "**dict.fromkeys(STATES, real_BQ)", "**dict.fromkeys(STATES)",
         "tests/cache/test_hybrid.py::test_rows_of_a_padded_batch_are_as_alone"),
+    "padding takes part in a second reading": (
+        "attention/second_reading.py", "holes=keys.holes or padded", "holes=keys.holes and padded",
+        "tests/hooks/test_second_reading.py::test_padding_takes_no_part_in_a_second_reading"),
+    "strict looks at no cache that was read twice": (
+        "hooks/second_reading.py", "    if cache.settings.strict:", "    if cache.settings.strict and now.reread_BN is None:",
+        "tests/hooks/test_second_reading.py::test_a_cache_that_contradicts_itself_is_noticed_after_a_second_reading"),
+    "the search steps over a budget": (
+        "evaluation/tune.py", "low = middle + 1", "low = middle + 2",
+        "tests/evaluation/test_tune.py::test_whichever_budget_is_the_least_is_found"),
     "a hybrid's pass ended with its last budget": (
         "cache/passes.py", " or (follow and not cache.scratch)", "",
         "tests/cache/test_hybrid.py::test_a_pass_that_fails_behind_the_last_budget_is_noticed"),
