@@ -42,8 +42,12 @@ ALONE = ("sinks", "primary", "longer")
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
-LONGER: dict[str, dict[str, Any]] = {"longer": {"models": LONG}, "longer-text": {"models": LONG_CODE}}
-"""What contexts of a thousand tokens show."""
+FAR = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "snapkv", "adakv")
+LONGER: dict[str, dict[str, Any]] = {
+    "longer": {"models": LONG, "count": 12, "policies": FAR},
+    "longer-text": {"models": LONG_CODE, "policies": FAR[:-2]},
+}
+"""What contexts of a thousand tokens show. Policies that score by a prompt's end evict no generated token."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
