@@ -137,7 +137,7 @@ RECIPES = {
     "gpt2": Recipe("gpt2", _TOKENS | _GPT, sinusoid=0.1, final_steps=350),
     "llama-python": Recipe("llama", _TEXT | _LLAMA | _TEXT_SIZE, max_steps=3200, language=True),
     "llama-python-1k": Recipe(
-        "llama", _TEXT | _LLAMA | _TEXT_SIZE | {"max_position_embeddings": 1024}, max_steps=3200, language=True, length=1024
+        "llama", _TEXT | _LLAMA | _TEXT_SIZE | {"max_position_embeddings": 1024}, max_steps=1600, language=True, length=1024
     ),
     "llama-code": Recipe("llama", _CODE, language=True, seconds=270),
 }
