@@ -29,7 +29,8 @@ INTRODUCTION = """\
 {first}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
-each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is
+each) look things up in some two hundred tokens; three write Python, one long traces. Nine have attention sinks, a few know
+contexts of a thousand tokens, and further seeds stand behind the primary comparisons. What they show exactly is
 which tokens a policy drops and what that breaks. How policies rank on a large model they show only as far as the mechanism
 is the same; measure yours with `python -m tools.evaluation` or `kvpatch compare`.
 
