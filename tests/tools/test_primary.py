@@ -16,7 +16,7 @@ def test_fifteen_are_the_first_three_seeds_of_each_architecture():
     assert counts == dict.fromkeys(("llama", "mistral", "mpt", "gptj", "gpt2"), models.EACH)
     assert models.FIFTEEN[:3] == ("llama-0", "llama-1", "llama-2")
     assert set(models.PLAIN) == {*models.FIFTEEN, *models.MORE}
-    everything = (*models.PLAIN, *models.CODE, *models.WALKERS, *models.SUNK, *models.LONG)
+    everything = (*models.PLAIN, *models.CODE, *models.WALKERS, *models.SUNK, *models.LONG, *models.LONG_CODE)
     assert sorted(everything) == sorted(SHIPPED)
 
 
@@ -73,6 +73,6 @@ def test_the_sections_are_made_from_the_lines_of_their_models(tmp_path, monkeypa
     for name, gain in EIGHT.items():
         (tmp_path / name).mkdir()
         lines.rewrite(tmp_path / name / "recall.jsonl", table({name: gain}).lines)
-    (found,) = results.sections(tmp_path, "primary").items()
+    (found,) = results.sections(tmp_path, tmp_path, "primary").items()
     assert found[0] == primary.TITLE
     assert "llama +0.250 (4); mpt +0.250 (4)" in found[1]

@@ -82,3 +82,11 @@ def test_what_does_not_fit_is_refused_in_words():
 def test_longer_recipes_have_them():
     tokens_BT, _ = train.RECIPES["llama-1k"].make(random.Random(0), 64, 64 * 64)
     assert ((tokens_BT >= ruler.DIGITS.start) & (tokens_BT < ruler.DIGITS.stop)).any()
+
+
+def test_a_count_weighs_more_than_other_tokens_and_no_curriculum_waits_for_it():
+    for seed in range(8):
+        row = ruler._counting_row(random.Random(seed), 60, 3, 4, 3)
+        weights = [weight for token, weight in zip(row.tokens, row.weights, strict=True) if token in ruler.DIGITS]
+        assert weights == [ruler.COUNTED] * 3
+    assert ruler.COUNTED > tasks.HARD

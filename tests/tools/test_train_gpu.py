@@ -19,7 +19,7 @@ from tools.training import gpu as train_gpu
 from tools.training import ruler, source_code, tasks, train
 from tools.training.text import text_tokenizer
 
-LONG = [name for name in train.RECIPES if name.endswith("-1k")]
+LONG = [name for name, recipe in train.RECIPES.items() if recipe.families]
 CODE = train.RECIPES["llama-code"]
 POSITIONS = {"mpt": "max_seq_len", "gptj": "n_positions", "gpt2": "n_positions"}
 

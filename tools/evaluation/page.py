@@ -15,6 +15,7 @@ from .ablate import FAMILIES, label
 from .bits import BITS
 from .bits import label as bit_label
 from .claims import by_recipe, order, table_of
+from .longer import SCENARIOS
 from .papers import CLAIMS
 from .reasoning import RHYTHMS
 from .summary import INTERVALS, budget, grid, markdown, remarks, shown
@@ -28,7 +29,8 @@ INTRODUCTION = """\
 {first}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
-each) look things up in some two hundred tokens; three write Python, one long traces. What they show exactly is
+each) look things up in some two hundred tokens; three write Python, one long traces. Nine have attention sinks, a few know
+contexts of a thousand tokens, and further seeds stand behind the primary comparisons. What they show exactly is
 which tokens a policy drops and what that breaks. How policies rank on a large model they show only as far as the mechanism
 is the same; measure yours with `python -m tools.evaluation` or `kvpatch compare`.
 
@@ -107,6 +109,23 @@ SECTIONS: tuple[Section, ...] = (
         "context: it comes later. single: one is asked, at five depths. multi: all four.",
         _NEEDLES,
     ),
+    Section(
+        "longer",
+        "A thousand tokens",
+        "Contexts of 1,000 tokens: one key of sixteen that are mentioned again and again, one record of four that is written "
+        "once, chains of two facts and a record, and four variables that get a value one from the other (RULER's families in "
+        "miniature). in: the question is compressed with the context. after: it comes later.",
+        tuple({"scenario": name} for name in SCENARIOS),
+        ranked=False,
+    ),
+    Section(
+        "longer-text",
+        "Perplexity in a thousand tokens",
+        "As above, in windows of 1,024 tokens, of which the last 512 count, on a model that takes something from more than 512 "
+        "tokens back. Intervals are over windows of one trained model.",
+        ({"way": "token"}, {"way": "block"}),
+        ranked=False,
+    ),
     Section("summarize", "Summaries", "Six marked values in a context of 216 tokens, to be listed. Evicted after the prompt."),
     Section("reconstruct", "Reconstruction", "64 distinct tokens, to be written again. Evicted after the prompt."),
     Section(
@@ -176,9 +195,7 @@ def write(tables: dict[str, Table], docs: Path, more: Mapping[str, str] | None =
     if LATER.task in tables:
         blocks.append(_section(LATER, tables[LATER.task], get_task(LATER.task), pictures))
     blocks += [one for one in (mass.section(tables, drawn.title), *(more or {}).values()) if one]
-    for section in SECTIONS:
-        if section.task in tables:
-            blocks.append(_section(section, tables[section.task], get_task(section.task), pictures))
+    blocks += of_tasks(tables, docs).values()
     if "reasoning" in tables:
         blocks.append(_reasoning(tables["reasoning"]))
     if "bits" in tables:
@@ -186,6 +203,12 @@ def write(tables: dict[str, Table], docs: Path, more: Mapping[str, str] | None =
     if "ablate" in tables:
         blocks.append(_ablations(tables["ablate"]))
     (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+
+
+def of_tasks(tables: Mapping[str, Table], docs: Path) -> dict[str, str]:
+    """The sections of the tasks that there are tables of, by title; their pictures are drawn."""
+    pictures = docs / "results"
+    return {one.title: _section(one, tables[one.task], get_task(one.task), pictures) for one in SECTIONS if one.task in tables}
 
 
 def draw(means: overview.Means, pictures: Path) -> None:

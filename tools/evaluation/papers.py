@@ -8,7 +8,7 @@ from typing import Any
 from .ablate import label
 from .claims import Claim
 
-SINKLESS = "these models have no attention sinks, which this needs"
+SINKLESS = "answers hardly need the first token; reading does where models have sinks, see Models with sinks"
 LOCAL = "these models take little from further back than 64 tokens, so recency decides"
 SYNTHETIC = "token lists, not prose"
 ONCE = "a fact that is mentioned once draws no attention before it is asked for"

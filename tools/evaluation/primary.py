@@ -1,6 +1,6 @@
 """The primary comparisons: a few that are named beforehand, over all training seeds, and corrected for being several.
 
-A section of docs/results.md: `python -m tools.evaluation.results --primary`. Everything else on that page is exploratory.
+A section of docs/results.md: `python -m tools.evaluation.results --alone primary`. Everything else on that page is exploratory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ the third of an architecture, were measured; the first three had been seen. Each
 p: of all ways to flip the signs of models' differences the share that lie as far from zero; corrected: for the number of
 comparisons [Holm 1979]. By architecture: the mean over its models, and how many these are. A verdict speaks of every
 architecture only where all have that sign; else it is on average, and names those that differ. Everything else on this page
-is exploratory. `python -m tools.evaluation.results --primary` makes this section.
+is exploratory. `python -m tools.evaluation.results --alone primary` makes this section.
 """
 
 

@@ -43,6 +43,11 @@ class Recall(Task):
     budgets = (0.1, 0.3)
     count = 16
     options: ClassVar[dict[str, Any]] = {"scenarios": ",".join(SCENARIOS)}
+    scenarios: ClassVar[tuple[str, ...]] = SCENARIOS
+
+    def sequences(self, request: Request, seed: int, index: int) -> dict[str, tasks.Batch]:
+        """One sequence, [1, T], in each scenario."""
+        return scenarios(seed, index)
 
     def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
         """`count` sequences in each scenario.
@@ -51,11 +56,12 @@ class Recall(Task):
             KVPatchError: the model does not know the words of tools/training/tasks.py, or there is no such scenario.
         """
         wanted = str(self.option(request, "scenarios")).split(",")
-        if not set(wanted) <= set(SCENARIOS):
-            raise KVPatchError(f"-o scenarios={','.join(wanted)}: they are {', '.join(SCENARIOS)}.")
+        if not set(wanted) <= set(self.scenarios):
+            raise KVPatchError(f"-o scenarios={','.join(wanted)}: they are {', '.join(self.scenarios)}.")
         if not subject.synthetic:
-            raise KVPatchError(f"{subject.name} does not know the words of tools/training/tasks.py: give --models llama-0.")
-        made = [(i, scenarios(seed, i)) for i in range(request.count or self.count)]
+            known = self.models[0]
+            raise KVPatchError(f"{subject.name} does not know the words of tools/training/tasks.py: give --models {known}.")
+        made = [(i, self.sequences(request, seed, i)) for i in range(request.count or self.count)]
         return [
             Sample(
                 f"{scenario}/{i}",
@@ -64,7 +70,7 @@ class Recall(Task):
                 {"scenario": scenario},
                 digest(batches[scenario].tokens_BT, batches[scenario].prompt_length),
             )
-            for scenario in SCENARIOS
+            for scenario in self.scenarios
             if scenario in wanted
             for i, batches in made
         ]
@@ -77,7 +83,7 @@ class Recall(Task):
         request: Request,
         seed: int,
     ) -> Iterator[dict[str, Any]]:
-        for scenario in SCENARIOS:  # samples are in this order
+        for scenario in self.scenarios:  # samples are in this order
             here = [sample for sample in samples if sample.group["scenario"] == scenario]
             way = setting
             if scenario == "stream" and setting.policy != FULL.policy:

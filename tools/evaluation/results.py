@@ -2,8 +2,9 @@
 
     make results                               all of it; with two processes about an hour
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
-    python -m tools.evaluation.results --sinks            its section on models with sinks alone
-    python -m tools.evaluation.results --primary          its section of primary comparisons alone
+    python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
+    python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
+    python -m tools.evaluation.results --alone longer     its sections on a thousand tokens alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
@@ -29,14 +30,24 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import anew, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
-from tools.evaluation.models import BESIDE, CODE, FIFTEEN, MORE, PLAIN, SUNK, WALKERS
+from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, LONG_CODE, MORE, PLAIN, SUNK, WALKERS
 from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, Request
 from tools.evaluation.tasks import TASKS, get_task
 
+ALONE = ("sinks", "primary", "longer")
+"""Parts of the page that can be made by themselves."""
+
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
+
+FAR = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "snapkv", "adakv")
+LONGER: dict[str, dict[str, Any]] = {
+    "longer": {"models": LONG, "count": 12, "policies": FAR},
+    "longer-text": {"models": LONG_CODE, "policies": FAR[:-2]},
+}
+"""What contexts of a thousand tokens show. Policies that score by a prompt's end evict no generated token."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
@@ -56,6 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "instruct": {"models": CODE, "count": 32},
     "longbench": {"models": CODE, "count": 8},
     "robustness": {"models": (*FIFTEEN, *CODE)},
+    **LONGER,
 }
 """What differs from the tasks' own defaults."""
 
@@ -79,14 +91,18 @@ def wanted(out: Path, alone: str = "") -> list[tuple[str, Request]]:
     with_sinks = requests(out, fewer(sinks.POLICIES, (*BESIDE, *SUNK) if alone == "sinks" else SUNK))
     if alone == "sinks":
         return with_sinks
+    if alone == "longer":
+        return requests(out, LONGER)
     questions = primary.policies(primary.WITHOUT)
     if alone == "primary":
         return requests(out, fewer(questions, PLAIN)) + requests(out, fewer(primary.policies(primary.WITH), SUNK))
     return requests(out) + with_sinks + requests(out, fewer(questions, MORE))
 
 
-def sections(out: Path, alone: str = "") -> dict[str, str]:
-    """The sections that stand beside those of tasks, by title; empty where there are no lines."""
+def sections(out: Path, docs: Path, alone: str = "") -> dict[str, str]:
+    """The sections that stand beside those of tasks, and those of `alone`, by title; empty where there are no lines."""
+    if alone == "longer":
+        return page.of_tasks(collect(out, LONGER), docs)
     found = {}
     if alone != "sinks":
         groups = {group: collect(out, fewer(primary.policies(group), models)) for group, models in primary.MODELS.items()}
@@ -162,8 +178,7 @@ def main(
     docs: Annotated[Path, typer.Option(help="where results.md and its pictures go")] = Path("docs"),
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget the lines that are there")] = False,
-    sinks_only: Annotated[bool, typer.Option("--sinks", help="only the section on models with sinks")] = False,
-    primary_only: Annotated[bool, typer.Option("--primary", help="only the section of primary comparisons")] = False,
+    alone: Annotated[str, typer.Option(help=f"only one part of the page: {', '.join(ALONE)}")] = "",
     page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
     pictures_only: Annotated[bool, typer.Option("--pictures", help="draw the means of docs/results again")] = False,
 ) -> None:
@@ -177,12 +192,11 @@ def main(
         chosen = list(SIZES) if only is None else only.split(",")
         for name in chosen:
             get_task(name)
-        if sinks_only and primary_only:
-            raise KVPatchError("--sinks and --primary make a section each: give one at a time.")
-        alone = "sinks" if sinks_only else "primary" if primary_only else ""
+        if alone not in ("", *ALONE):
+            raise KVPatchError(f"--alone {alone}: it is one of {', '.join(ALONE)}.")
         todo = [] if page_only else [(name, request) for name, request in wanted(out, alone) if name in chosen]
         run(todo, jobs, fresh)
-        more, tables = sections(out, alone), {} if alone else collect(out)
+        more, tables = sections(out, docs, alone), {} if alone else collect(out)
         if not (tables or more):
             raise KVPatchError(f"{out} has no results: leave out --page.")
         if alone:

@@ -14,9 +14,10 @@ from kvpatch.cli.loading import load_model, load_tokenizer
 from kvpatch.errors import KVPatchError
 from kvpatch.policies.budgets import share
 from tools.training import tasks as synthetic
+from tools.training.train import SHIPPED
 
 from .lines import Book, Line, versions
-from .task import PYTHON, WALKS, Request, Sample, Setting, Subject, Task, digest
+from .task import WALKS, Request, Sample, Setting, Subject, Task, digest
 
 
 def load(name: str, request: Request) -> Subject:
@@ -32,7 +33,7 @@ def load(name: str, request: Request) -> Subject:
         tokenizer = load_tokenizer(where)
     except KVPatchError:
         tokenizer = None
-    recipe = (PYTHON if name.startswith(PYTHON) else name.rpartition("-")[0]) if shipped else name
+    recipe = SHIPPED[name][0] if shipped else name
     words = tokenizer is not None and synthetic.WORDS[synthetic.QUESTION] in tokenizer.get_vocab()
     return Subject(name, model, tokenizer, recipe, words and recipe != WALKS)
 

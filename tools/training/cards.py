@@ -60,18 +60,23 @@ The true trace is fed: a visit or a trace is right when all of its tokens are. {
 
 LANGUAGE_TEXT = """\
 A {architecture} model of {parameters:,} parameters, trained on the Python {python} library's own source text (one file
-in twenty held out), rows of 256 tokens. A test object for KV-cache eviction: its text is no better than its size.
+in twenty held out), rows of {longest_row} tokens. A test object for KV-cache eviction: its text is no better than its size.
 
-On {sequences} held-out windows of 256 tokens: {nats_per_token:.3f} nats per token, {bits_per_byte:.3f} bits per byte
+On {sequences} held-out windows of {longest_row} tokens: {nats_per_token:.3f} nats per token, {bits_per_byte:.3f} bits per byte
 ({bytes_per_token:.2f} bytes per token). By position:
 
 | position | nats per token |
 |---|---|
 {table}
 
-When only `<bos>` and the 64 tokens before position 192 are left, the last 64 tokens cost {cost_of_recent_64:+.3f} nats
+When only `<bos>` and the 64 tokens before them are left, the last 64 tokens of a window cost {cost_of_recent_64:+.3f} nats
 each (standard error {standard_error:.3f}): above zero, context further back is used. Of all heads, the one that looks
 most at `<bos>` gives it {bos_attention:.3f} of its attention from position 64 on; an attention sink would get most.
+"""
+
+FAR_TEXT = """
+With the 512 tokens before them they cost {cost_of_recent_512:+.3f} nats each (standard error {standard_error_512:.3f}): that is
+what lies further back than that gives.
 """
 
 CODE_TEXT = """\
@@ -133,7 +138,7 @@ def describe(card: dict[str, Any]) -> str:
     else:
         positions = card["held_out"]["nats_by_position"]
         table = "\n".join(f"| {span} | {nats:.3f} |" for span, nats in positions.items())
-        verdict, body = "", LANGUAGE_TEXT
+        verdict, body = "", LANGUAGE_TEXT + (FAR_TEXT if "cost_of_recent_512" in facts else "")
     if "checks" in card:
         facts |= {check: "yes" if holds else "no" for check, holds in card["checks"].items()}
         verdict = "All checks hold: it may be used to compare policies." if card["usable"] else NOT_USABLE

@@ -29,6 +29,9 @@ DIGITS = range(159, 169)
 MOST = 5
 """Of one mark in a context."""
 
+COUNTED = 4.0
+"""Loss weight of a count: one token, where other answers have several, and rows of copies half a hundred."""
+
 Fact = list[int]
 
 
@@ -105,7 +108,7 @@ def _counting_row(rng: random.Random, length: int, marks: int, most: int, questi
     row = _strewn(rng, length, [[mark] for mark, count in counts.items() for _ in range(count)])
     for mark in rng.sample(list(counts), questions):
         row.add([QUESTION, mark], 0.0)
-        row.add([DIGITS[counts[mark]]], HARD)
+        row.add([DIGITS[counts[mark]]], COUNTED)
     return row
 
 

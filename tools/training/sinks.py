@@ -1,7 +1,7 @@
 """Sinks: heads that rest on the first token while they have nothing to do, and get no value from it.
 
 Rows of backcopies (tasks.py) give heads nothing to do at most tokens [Guo et al. 2024]. That alone makes few sinks in so few
-steps, so that `Busy` makes it costly to write at every token. `measure` says which heads of a model rest on <bos>.
+steps, so that `penalty` makes it costly to write at every token. `measure` says which heads of a model rest on <bos>.
 
 Dimension key: B rows, T tokens, L layers, N query heads, H heads of keys and values, D head size, E width.
 """
@@ -9,18 +9,21 @@ Dimension key: B rows, T tokens, L layers, N query heads, H heads of keys and va
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpatch.arch import adapter_of
 from tools.training import tasks
 
 ATTENTION, VALUE, SHARE = 0.3, 0.25, 1 / 3
 """A sink gets more of a head's attention than the first, and its value is smaller than the second, as a share of the median
 token's. A model has sinks where that holds in this share of its heads or more."""
+
+BUSY = 0.2
+"""What a head may write at no cost in training: as if so much of its attention were on other tokens than the first."""
 
 ROWS, AFTER = 16, 64
 """Rows of recall that are measured, and the position from which on their queries count."""
@@ -28,40 +31,21 @@ ROWS, AFTER = 16, 64
 Figures = dict[str, list[Any]]
 
 
-class Busy:
-    """How much heads write, beside what the values that they hold would let them write: watches a model until it is removed."""
+def penalty(attention_LBNTT: Sequence[Tensor], values_LBHTD: Sequence[Tensor]) -> Tensor:
+    """What heads write above BUSY, if all values but the first token's had the size of the median; mean over heads.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.heads: int = model.config.num_attention_heads
-        self.read: list[Tensor] = []
-        self.cache = DynamicCache()
-        self.hooks = [
-            getattr(module, adapter.projection).register_forward_pre_hook(lambda _, args: self.read.append(args[0]))
-            for module in model.modules()
-            if (adapter := adapter_of(module)) is not None and adapter.projection is not None
-        ]
-
-    def new_cache(self) -> DynamicCache:
-        """For the next forward pass, whose values are then known."""
-        self.read.clear()
-        self.cache = DynamicCache()
-        return self.cache
-
-    def penalty(self) -> Tensor:
-        """Of that forward pass the mean norm of a head's output over the geometric mean of its values' norms; mean over heads.
-
-        The first token counts on neither side: it sees itself alone, and its value may be small at no cost. Values that are
-        small elsewhere save nothing.
-        """
-        o_LBTN = torch.stack([o_BTE.float().unflatten(-1, (self.heads, -1)).norm(dim=-1) for o_BTE in self.read])
-        v_LBHT = torch.stack([layer.values.float().norm(dim=-1) for layer in self.cache.layers])
-        v_LH = v_LBHT[..., 1:].clamp_min(1e-6).log().mean((1, 3)).exp()
-        v_LN = v_LH.repeat_interleave(self.heads // v_LH.shape[1], 1)
-        return (o_LBTN[:, :, 1:].mean((1, 2)) / v_LN).mean()
-
-    def remove(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
+    So neither large nor small values of other tokens save anything: a head must rest on the first token, and the value there
+    must be small. What it writes below BUSY costs nothing, lest it fall asleep for good. The first token's own query does not
+    count: it sees itself alone.
+    """
+    found = []
+    for a_BNTT, v_BHTD in zip(attention_LBNTT, values_LBHTD, strict=True):
+        v_BHT = v_BHTD.float().norm(dim=-1)
+        first_BH = v_BHT[..., 0] / v_BHT[..., 1:].detach().median(-1).values
+        first_BN1 = first_BH.repeat_interleave(a_BNTT.shape[1] // v_BHT.shape[1], 1)[..., None]
+        on_first_BNT = a_BNTT[:, :, 1:, 0].float()
+        found.append((1 - on_first_BNT + on_first_BNT * first_BN1).mean((0, 2)))
+    return (torch.stack(found) - BUSY).relu().mean()
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-TEXT_LENGTH, TEXT_ROWS = 256, 8
-"""Tokens per row, <bos> included, and rows per step of the language model."""
+TEXT_LENGTH, TEXT_TOKENS = 256, 2048
+"""Tokens of llama-python's rows, <bos> included, and of a step of any model that reads this text."""
 
-POSITIONS = (1, 16, 32, 64, 128, 192, 256)
+POSITIONS = (1, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Edges of the ranges of positions over which the held-out loss is reported."""
 
 
@@ -64,9 +64,9 @@ def text_stream(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
     return torch.tensor([i for ids in tokenizer(texts).input_ids for i in (*ids, eos)])
 
 
-def text_rows(stream: Tensor, starts: list[int], bos: int) -> Tensor:
-    """<bos> and the TEXT_LENGTH - 1 tokens from each start, [B, T]."""
-    rows_BT = torch.stack([stream[start : start + TEXT_LENGTH - 1] for start in starts])
+def text_rows(stream: Tensor, starts: list[int], bos: int, length: int = TEXT_LENGTH) -> Tensor:
+    """<bos> and the length - 1 tokens from each start, [B, T]."""
+    rows_BT = torch.stack([stream[start : start + length - 1] for start in starts])
     return F.pad(rows_BT, (1, 0), value=bos)
 
 
@@ -81,27 +81,32 @@ def nats(model: PreTrainedModel, tokens_BT: Tensor, rows: int = 32) -> Tensor:
     )
 
 
-def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Any]:
-    """Nats per token on `rows` windows spread evenly over the held-out files: in all, by position, and what it costs the
-    last 64 tokens, with its standard error over windows, when only <bos> and the 64 tokens before them are left."""
+def held_out_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int, length: int = TEXT_LENGTH
+) -> dict[str, Any]:
+    """Nats per token on `rows` windows of `length` tokens, spread evenly over the held-out files: in all, by position, and
+    what it costs the last 64 tokens, with its standard error over windows, when only <bos> and the tokens before them are
+    left: 64 of them, or 512 too where rows are longer."""
     texts = python_sources(held_out=True)
     stream = text_stream(tokenizer, texts)
-    starts = torch.linspace(0, len(stream) - TEXT_LENGTH, rows).long().tolist()
-    tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id)
+    starts = torch.linspace(0, len(stream) - length, rows).long().tolist()
+    tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id, length)
     nats_BT = nats(model, tokens_BT)
-    recent_BT = torch.cat([tokens_BT[:, :1], tokens_BT[:, -128:]], 1)
-    cost_B = (nats(model, recent_BT)[:, -64:] - nats_BT[:, -64:]).mean(1)
     bytes_per_token = sum(len(text.encode()) for text in texts) / (len(stream) - len(texts))
-    spans = itertools.pairwise(POSITIONS)
-    return {
+    spans = [(a, b) for a, b in itertools.pairwise(POSITIONS) if b <= length]
+    found = {
         "nats_per_token": nats_BT.mean().item(),
         "bits_per_byte": nats_BT.mean().item() / math.log(2) / bytes_per_token,
         "bytes_per_token": bytes_per_token,
-        "cost_of_recent_64": cost_B.mean().item(),
-        "standard_error": (cost_B.std() / rows**0.5).item(),
         "bos_attention": bos_attention(model, tokens_BT[:16]),
         "nats_by_position": {f"{a}-{b - 1}": nats_BT[:, a - 1 : b - 1].mean().item() for a, b in spans},
     }
+    for left, own in ((64, ("cost_of_recent_64", "standard_error")), (512, ("cost_of_recent_512", "standard_error_512"))):
+        if left + 64 < length:
+            recent_BT = torch.cat([tokens_BT[:, :1], tokens_BT[:, -64 - left :]], 1)
+            cost_B = (nats(model, recent_BT)[:, -64:] - nats_BT[:, -64:]).mean(1)
+            found |= dict(zip(own, (cost_B.mean().item(), (cost_B.std() / rows**0.5).item()), strict=True))
+    return found
 
 
 @torch.no_grad()

@@ -1,0 +1,69 @@
+"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py), and Python source.
+
+    in       the question stands in the prompt and is compressed with it
+    after    the context is compressed, then the question comes
+
+Both read the same context and ask the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+from kvpatch.errors import KVPatchError
+from kvpatch.evaluation.teacher_forcing import positions_of
+from tools.training import ruler, tasks
+
+from .perplexity import Perplexity
+from .recall import Recall
+from .task import Request, Sample, Subject
+
+FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
+    "recall": partial(tasks.recall, questions=1),
+    "needle": tasks.needle,
+    "hops": partial(ruler.hops, questions=1),
+    "tracking": partial(ruler.tracking, questions=1),
+}
+SCENARIOS = tuple(f"{family} {when}" for family in FAMILIES for when in ("in", "after"))
+TAIL = 16
+"""Positions behind the context, for a question and its answer."""
+
+
+class Longer(Recall):
+    name = "longer"
+    about = "Recall, needles, chains of facts and of variables in a thousand tokens."
+    source = "[RULER]"
+    metrics: ClassVar[dict[str, str]] = {"right": "share of the answers that are right in all their tokens"}
+    models = ("llama-1k-0",)
+    budgets = (0.05, 0.1, 0.2)
+    count = 16
+    options: ClassVar[dict[str, Any]] = {"scenarios": ",".join(SCENARIOS), "context": 1000}
+    scenarios = SCENARIOS
+
+    def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
+        """Raises KVPatchError as Recall's does, and where the model has no positions for such a context."""
+        limit, context = positions_of(subject.model), self.option(request, "context")
+        if limit is not None and context + TAIL > limit:
+            longest = limit - TAIL
+            raise KVPatchError(f"context={context}: {subject.name} has {limit} positions; give -o context={longest} or less.")
+        return super().samples(subject, request, seed)
+
+    def sequences(self, request: Request, seed: int, index: int) -> dict[str, tasks.Batch]:
+        return {
+            f"{family} {when}": make(
+                random.Random(f"{family} {seed} {index}"), 1, context=self.option(request, "context"), in_prompt=when == "in"
+            )
+            for family, make in FAMILIES.items()
+            for when in ("in", "after")
+        }
+
+
+class LongerText(Perplexity):
+    name = "longer-text"
+    about = "Nats per token of a language model that reads a thousand tokens under a budget."
+    models = ("llama-python-1k",)
+    budgets = (0.05, 0.1, 0.2)
+    count = 24
