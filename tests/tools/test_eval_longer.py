@@ -33,7 +33,7 @@ def test_a_window_forgets_what_the_full_cache_answers(subject):
     task = Longer()
     samples = task.samples(subject, request, 0)
     right = {
-        name: sum(line["right"] for line in task.run(subject, setting, samples, {}, request, 0)) / len(samples)
+        name: sum(line["right"] for line in task.run(subject, setting, samples, request, 0)) / len(samples)
         for name, setting in {"full": FULL, "window": Setting("window", 0.1, {})}.items()
     }
     assert right["full"] > 0.8
