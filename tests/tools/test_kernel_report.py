@@ -53,7 +53,7 @@ def test_decode_kernels_fit(chip, tmp_path):
             assert int(row["ahead"]) >= 2, f"the loop waits for the next block's keys and values: {row}"
 
 
-@pytest.mark.parametrize("part", ["prompt", "replay"])
+@pytest.mark.parametrize("part", ["prompt", "replay", "decode"])
 def test_the_files_have_a_row_for_each_call(part):
     """Also after a call has been added: benchmarks/*-kernels.txt, and the number of combinations that the page names."""
     root = Path(__file__).parents[2]
