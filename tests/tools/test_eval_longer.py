@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kvpatch
-from tools.evaluation import models, page, results, runs
-from tools.evaluation.longer import FAMILIES, TAIL, Longer, LongerText
+from tools.evaluation import models, results, runs
+from tools.evaluation.longer import FAMILIES, TAIL, Longer
 from tools.evaluation.task import FULL, Request, Setting
 
 
@@ -50,8 +50,9 @@ def test_a_context_that_has_no_positions_is_refused(subject):
 
 
 def test_the_sections_are_those_of_the_long_models(tmp_path, monkeypatch):
-    assert {name for name, _ in results.wanted(tmp_path, "longer")} <= {"longer", "longer-text"}
-    assert {request.models[0] for name, request in results.wanted(tmp_path, "longer") if name == "longer"} == {*models.LONG}
+    assert [(name, request.models) for name, request in results.wanted(tmp_path, "longer")] == [
+        ("longer", (model,)) for model in models.LONG
+    ]
     size = {"models": ("llama-1k-0",), "count": 1, "budgets": (0.1,), "policies": ("window",), "options": {"context": 200}}
     monkeypatch.setattr(results, "LONGER", {"longer": size})
     ((name, request),) = results.wanted(tmp_path, "longer")
@@ -59,4 +60,3 @@ def test_the_sections_are_those_of_the_long_models(tmp_path, monkeypatch):
     (section,) = results.sections(tmp_path, tmp_path, "longer").items()
     assert section[0] == "A thousand tokens"
     assert all(f"### {scenario[0].upper()}{scenario[1:]}" in section[1] for scenario in Longer.scenarios)
-    assert {one.task for one in page.SECTIONS} >= {Longer.name, LongerText.name}

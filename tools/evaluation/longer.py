@@ -1,4 +1,4 @@
-"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py), and Python source.
+"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py) in long contexts.
 
     in       the question stands in the prompt and is compressed with it
     after    the context is compressed, then the question comes
@@ -17,7 +17,6 @@ from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import ruler, tasks
 
-from .perplexity import Perplexity
 from .recall import Recall
 from .task import Request, Sample, Subject
 
@@ -59,11 +58,3 @@ class Longer(Recall):
             for family, make in FAMILIES.items()
             for when in ("in", "after")
         }
-
-
-class LongerText(Perplexity):
-    name = "longer-text"
-    about = "Nats per token of a language model that reads a thousand tokens under a budget."
-    models = ("llama-python-1k",)
-    budgets = (0.05, 0.1, 0.2)
-    count = 24

@@ -15,10 +15,9 @@ SUNK = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].re
 """Those with sinks."""
 
 LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
-LONG_CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].language and name not in CODE)
 """Those of a thousand tokens."""
 
-PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK, *LONG, *LONG_CODE))
+PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK, *LONG))
 """Those that look things up, trained without sinks."""
 
 

@@ -118,14 +118,6 @@ SECTIONS: tuple[Section, ...] = (
         tuple({"scenario": name} for name in SCENARIOS),
         ranked=False,
     ),
-    Section(
-        "longer-text",
-        "Perplexity in a thousand tokens",
-        "As above, in windows of 1,024 tokens, of which the last 512 count, on a model that takes something from more than 512 "
-        "tokens back. Intervals are over windows of one trained model.",
-        ({"way": "token"}, {"way": "block"}),
-        ranked=False,
-    ),
     Section("summarize", "Summaries", "Six marked values in a context of 216 tokens, to be listed. Evicted after the prompt."),
     Section("reconstruct", "Reconstruction", "64 distinct tokens, to be written again. Evicted after the prompt."),
     Section(

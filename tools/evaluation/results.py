@@ -4,7 +4,7 @@
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
     python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
-    python -m tools.evaluation.results --alone longer     its sections on a thousand tokens alone
+    python -m tools.evaluation.results --alone longer     its section on a thousand tokens alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
@@ -30,7 +30,7 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import anew, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
-from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, LONG_CODE, MORE, PLAIN, SUNK, WALKERS
+from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, MORE, PLAIN, SUNK, WALKERS
 from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, Request
@@ -43,11 +43,8 @@ THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", 
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
 FAR = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "snapkv", "adakv")
-LONGER: dict[str, dict[str, Any]] = {
-    "longer": {"models": LONG, "count": 12, "policies": FAR},
-    "longer-text": {"models": LONG_CODE, "policies": FAR[:-2]},
-}
-"""What contexts of a thousand tokens show. Policies that score by a prompt's end evict no generated token."""
+LONGER: dict[str, dict[str, Any]] = {"longer": {"models": LONG, "count": 12, "policies": FAR}}
+"""What contexts of a thousand tokens show."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
