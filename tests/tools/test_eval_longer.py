@@ -43,6 +43,9 @@ def test_a_window_forgets_what_the_full_cache_answers(subject):
 def test_a_context_that_has_no_positions_is_refused(subject):
     with pytest.raises(kvpatch.KVPatchError, match=r"context=1009: llama-1k-0 has 1024 positions; give -o context=1008"):
         Longer().samples(subject, Request(options={"context": 1009}), 0)
+    for wrong, words in (("long", r"-o context=long must be a number of tokens"), (40, r"=40 is too short .*=200 or more")):
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            Longer().samples(subject, Request(count=1, options={"context": wrong}), 0)
     with pytest.raises(kvpatch.KVPatchError, match=r"give --models llama-1k-0"):
         Longer().samples(runs.load("llama-python", Request()), Request(options={"context": 100}), 0)
     with pytest.raises(kvpatch.KVPatchError, match=r"scenarios=hops: they are recall in, recall after"):
@@ -54,7 +57,7 @@ def test_the_sections_are_those_of_the_long_models(tmp_path, monkeypatch):
         ("longer", (model,)) for model in models.LONG
     ]
     size = {"models": ("llama-1k-0",), "count": 1, "budgets": (0.1,), "policies": ("window",), "options": {"context": 200}}
-    monkeypatch.setattr(results, "LONGER", {"longer": size})
+    monkeypatch.setitem(results.SIZES, "longer", size)
     ((name, request),) = results.wanted(tmp_path, "longer")
     results.measure(name, request)
     (section,) = results.sections(tmp_path, tmp_path, "longer").items()

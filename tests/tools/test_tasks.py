@@ -1,5 +1,6 @@
 """The synthetic tasks say what they promise, and every committed model loads and has learned them."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -10,6 +11,7 @@ import torch
 from tests.helpers.marks import slow_but
 from tools.training import cards as train_cards
 from tools.training import tasks, train
+from tools.training import text as source
 
 NAMES = sorted(tasks.shipped())
 WALKERS = [name for name in NAMES if train.RECIPES[train.SHIPPED[name][0]].walks]
@@ -199,3 +201,23 @@ def test_teacher_forcing_agrees_with_generate():
     made = model.generate(batch.prompt_BT, max_new_tokens=3, do_sample=False)[:, batch.prompt_length :]
     assert torch.equal(batch.correct(made), tasks.exact_match(model, batch))
     assert batch.correct(made).float().mean() >= 0.75
+
+
+def test_a_model_of_longer_rows_begins_as_a_shipped_one_and_says_what_lies_far_back(monkeypatch):
+    sources = ["".join(f"name_{i} = {i}\n" for i in range(n, n + 700)) for n in (0, 50)]
+    monkeypatch.setattr(train, "python_sources", lambda held_out: sources)
+    monkeypatch.setattr(source, "python_sources", lambda held_out: sources)
+    recipe = dataclasses.replace(train.RECIPES["llama-python-1k"], max_steps=0)
+    model, tokenizer, _ = train.train_language(recipe, 3, "cpu")
+    begun, its_tokenizer = tasks.load(recipe.begins)
+    assert model.config.max_position_embeddings == recipe.length == 1024
+    assert all(torch.equal(mine, begun.state_dict()[name]) for name, mine in model.state_dict().items())
+    assert tokenizer.get_vocab() == its_tokenizer.get_vocab()
+    far, near = (source.held_out_loss(model, tokenizer, 2, length) for length in (1024, 256))
+    assert list(far["nats_by_position"])[-1] == "768-1023" and list(near["nats_by_position"])[-1] == "192-255"
+    assert "cost_of_recent_512" in far and "cost_of_recent_512" not in near
+    stream = source.text_stream(tokenizer, sources)
+    rows_BT = source.text_rows(stream, [0, len(stream) - 1024], tokenizer.bos_token_id, 1024)
+    cut_BT = torch.cat([rows_BT[:, :1], rows_BT[:, -576:]], 1)
+    cost = (source.nats(model, cut_BT)[:, -64:] - source.nats(model, rows_BT)[:, -64:]).mean().item()
+    assert far["cost_of_recent_512"] == pytest.approx(cost, abs=1e-5)

@@ -17,6 +17,7 @@ from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import ruler, tasks
 
+from .greedy import number
 from .recall import Recall
 from .task import Request, Sample, Subject
 
@@ -27,8 +28,8 @@ FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
     "tracking": partial(ruler.tracking, questions=1),
 }
 SCENARIOS = tuple(f"{family} {when}" for family in FAMILIES for when in ("in", "after"))
-TAIL = 16
-"""Positions behind the context, for a question and its answer."""
+CONTEXT, TAIL = 1000, 16
+"""Tokens of a context, and positions behind it for a question and its answer."""
 
 
 class Longer(Recall):
@@ -39,16 +40,19 @@ class Longer(Recall):
     models = ("llama-1k-0",)
     budgets = (0.05, 0.1, 0.2)
     count = 16
-    options: ClassVar[dict[str, Any]] = {"scenarios": ",".join(SCENARIOS), "context": 1000}
+    options: ClassVar[dict[str, Any]] = {"scenarios": ",".join(SCENARIOS), "context": CONTEXT}
     scenarios = SCENARIOS
 
     def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
-        """Raises KVPatchError as Recall's does, and where the model has no positions for such a context."""
-        limit, context = positions_of(subject.model), self.option(request, "context")
+        """Raises KVPatchError as Recall's does, and for a context that has no room for its facts or no positions."""
+        limit, context = positions_of(subject.model), number(self, request, "context", CONTEXT)
         if limit is not None and context + TAIL > limit:
             longest = limit - TAIL
             raise KVPatchError(f"context={context}: {subject.name} has {limit} positions; give -o context={longest} or less.")
-        return super().samples(subject, request, seed)
+        try:
+            return super().samples(subject, request, seed)
+        except ValueError as error:
+            raise KVPatchError(f"context={context} is too short ({error}); give -o context=200 or more.") from error
 
     def sequences(self, request: Request, seed: int, index: int) -> dict[str, tasks.Batch]:
         return {

@@ -198,7 +198,7 @@ def write(tables: dict[str, Table], docs: Path, more: Mapping[str, str] | None =
 
 
 def of_tasks(tables: Mapping[str, Table], docs: Path) -> dict[str, str]:
-    """The sections of the tasks that there are tables of, by title; their pictures are drawn."""
+    """The section of each task in `tables`, by title; draws their pictures."""
     pictures = docs / "results"
     return {one.title: _section(one, tables[one.task], get_task(one.task), pictures) for one in SECTIONS if one.task in tables}
 

@@ -43,12 +43,13 @@ FAMILY: tuple[tuple[str, Claim], ...] = (
 
 TITLE = "Primary comparisons"
 TEXT = """
-These {count} comparisons are the ones to cite. They were named before the models with sinks, and the training seeds beyond
-the third of an architecture, were measured; the first three had been seen. Each is a mean over its task's budgets. {brackets}
-p: of all ways to flip the signs of models' differences the share that lie as far from zero; corrected: for the number of
-comparisons [Holm 1979]. By architecture: the mean over its models, and how many these are. A verdict speaks of every
-architecture only where all have that sign; else it is on average, and names those that differ. Everything else on this page
-is exploratory. `python -m tools.evaluation.results --alone primary` makes this section.
+These {count} comparisons are the ones to cite. They were named before the models with sinks, and the training seeds
+beyond the third of an architecture, were trained; the first three had been seen, and so had two models with sinks of
+another penalty. Each is a mean over its task's budgets. {brackets} p: of all ways to flip the signs of models'
+differences the share that lie as far from zero; corrected: for the number of comparisons [Holm 1979]. By architecture:
+the mean over its models, and how many these are. A verdict speaks of every architecture only where all have that sign;
+else it is on average, and names those that differ. Everything else on this page is exploratory.
+`python -m tools.evaluation.results --alone primary` makes this section.
 """
 
 

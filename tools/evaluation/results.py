@@ -4,7 +4,7 @@
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
     python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
-    python -m tools.evaluation.results --alone longer     its section on a thousand tokens alone
+    python -m tools.evaluation.results --alone longer     the section of one task alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
@@ -36,15 +36,10 @@ from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, Request
 from tools.evaluation.tasks import TASKS, get_task
 
-ALONE = ("sinks", "primary", "longer")
-"""Parts of the page that can be made by themselves."""
-
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
 
 FAR = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "snapkv", "adakv")
-LONGER: dict[str, dict[str, Any]] = {"longer": {"models": LONG, "count": 12, "policies": FAR}}
-"""What contexts of a thousand tokens show."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
@@ -64,9 +59,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "instruct": {"models": CODE, "count": 32},
     "longbench": {"models": CODE, "count": 8},
     "robustness": {"models": (*FIFTEEN, *CODE)},
-    **LONGER,
+    "longer": {"models": LONG, "count": 12, "policies": FAR},
 }
 """What differs from the tasks' own defaults."""
+
+ALONE = ("sinks", "primary", *(section.task for section in page.SECTIONS if not section.ranked))
+"""Parts of the page that can be made by themselves: they share no picture and no sentence with others."""
 
 
 def requests(out: Path, sizes: dict[str, dict[str, Any]] = SIZES) -> list[tuple[str, Request]]:
@@ -85,11 +83,11 @@ def fewer(policies: dict[str, tuple[str, ...]], models: Sequence[str]) -> dict[s
 
 def wanted(out: Path, alone: str = "") -> list[tuple[str, Request]]:
     """What a run measures, `alone` for one section; models with sinks bring their lines of that section to the primary one."""
+    if alone in SIZES:
+        return requests(out, {alone: SIZES[alone]})
     with_sinks = requests(out, fewer(sinks.POLICIES, (*BESIDE, *SUNK) if alone == "sinks" else SUNK))
     if alone == "sinks":
         return with_sinks
-    if alone == "longer":
-        return requests(out, LONGER)
     questions = primary.policies(primary.WITHOUT)
     if alone == "primary":
         return requests(out, fewer(questions, PLAIN)) + requests(out, fewer(primary.policies(primary.WITH), SUNK))
@@ -98,8 +96,8 @@ def wanted(out: Path, alone: str = "") -> list[tuple[str, Request]]:
 
 def sections(out: Path, docs: Path, alone: str = "") -> dict[str, str]:
     """The sections that stand beside those of tasks, and those of `alone`, by title; empty where there are no lines."""
-    if alone == "longer":
-        return page.of_tasks(collect(out, LONGER), docs)
+    if alone in SIZES:
+        return page.of_tasks(collect(out, {alone: SIZES[alone]}), docs)
     found = {}
     if alone != "sinks":
         groups = {group: collect(out, fewer(primary.policies(group), models)) for group, models in primary.MODELS.items()}

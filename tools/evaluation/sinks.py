@@ -30,11 +30,12 @@ POLICIES: dict[str, tuple[str, ...]] = {
 TITLE = "Models with sinks"
 TEXT = """
 Large models put much attention on their first token, whose value is almost nothing. These models learned that, too
-(`python -m tools.training llama-sinks`, `tools/training/sinks.py`): from rows of the Bigram-Backcopy task, in which heads have
-nothing to do at most tokens, and from a penalty on what heads write. A head has a sink where `<bos>` gets over 0.3 of its
-attention on rows of recall and its value is below a quarter of the median. Beside them are the models of the same architectures
-that were trained without either. `python -m tools.evaluation.results --alone sinks` makes this section. All of it is
-exploratory but what stands among the primary comparisons, and says nothing of architectures that the first table does not name.
+(`python -m tools.training llama-sinks`, `tools/training/sinks.py`): from rows of the Bigram-Backcopy task, in which heads
+have nothing to do at most tokens, and from a penalty on attention to other tokens than `<bos>`, and on its value, beyond
+a fifth of a head's time. A head has a sink where `<bos>` gets over 0.3 of its attention on rows of recall and its value
+is below a quarter of the median. Beside them are the models of the same architectures that were trained without either.
+`python -m tools.evaluation.results --alone sinks` makes this section. All of it is exploratory but what stands among the
+primary comparisons, and says nothing of architectures that the first table does not name.
 """
 SCENARIOS = ("in", "after", "stream")
 

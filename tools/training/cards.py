@@ -75,8 +75,8 @@ most at `<bos>` gives it {bos_attention:.3f} of its attention from position 64 o
 """
 
 FAR_TEXT = """
-With the 512 tokens before them they cost {cost_of_recent_512:+.3f} nats each (standard error {standard_error_512:.3f}): that is
-what lies further back than that gives.
+When the 512 tokens before them are left, they cost {cost_of_recent_512:+.3f} nats each (standard error
+{standard_error_512:.3f}): above zero, context of more than 512 tokens back is used.
 """
 
 CODE_TEXT = """\

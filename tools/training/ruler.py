@@ -30,7 +30,7 @@ MOST = 5
 """Of one mark in a context."""
 
 COUNTED = 4.0
-"""Loss weight of a count: one token, where other answers have several, and rows of copies half a hundred."""
+"""Loss weight of a count: one token, where other answers have several. Not HARD: no stage of the curriculum waits for it."""
 
 Fact = list[int]
 

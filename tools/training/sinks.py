@@ -23,7 +23,7 @@ ATTENTION, VALUE, SHARE = 0.3, 0.25, 1 / 3
 token's. A model has sinks where that holds in this share of its heads or more."""
 
 BUSY = 0.2
-"""What a head may write at no cost in training: as if so much of its attention were on other tokens than the first."""
+"""The share of a head's attention that other tokens than the first may get in training at no cost."""
 
 ROWS, AFTER = 16, 64
 """Rows of recall that are measured, and the position from which on their queries count."""
@@ -32,11 +32,12 @@ Figures = dict[str, list[Any]]
 
 
 def penalty(attention_LBNTT: Sequence[Tensor], values_LBHTD: Sequence[Tensor]) -> Tensor:
-    """What heads write above BUSY, if all values but the first token's had the size of the median; mean over heads.
+    """Mean over heads of how far they write above BUSY, if every value but the first token's had the size of the median.
 
-    So neither large nor small values of other tokens save anything: a head must rest on the first token, and the value there
-    must be small. What it writes below BUSY costs nothing, lest it fall asleep for good. The first token's own query does not
-    count: it sees itself alone.
+    Of a query that is its attention to other tokens, and its attention to the first times the size of that one's value beside
+    the median. So no size of other tokens' values, large or small, saves anything: a head must rest on the first token, whose
+    value must be small. Below BUSY there is nothing to save, or heads would never look at anything. The first token's own
+    query does not count: it sees itself alone.
     """
     found = []
     for a_BNTT, v_BHTD in zip(attention_LBNTT, values_LBHTD, strict=True):
