@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -182,8 +183,7 @@ def test_the_code_model_reads_held_out_sources_in_rows_like_its_own(python, monk
 def test_models_of_others_read_the_same_in_windows_as_long_as_they_take(python, monkeypatch):
     source = "\n".join(f"x{i} = {i}" for i in range(400))
     monkeypatch.setattr(perplexity.train, "python_sources", lambda held_out: [source])
-    own = {"model": python.model, "tokenizer": python.tokenizer}
-    other = SimpleNamespace(name="other", recipe="other", synthetic=False, **own)
+    other = replace(python, name="other", recipe="other")
     assert {(s.n, s.data.counted) for s in Perplexity().samples(other, Request(count=2), 0)} == {(512, 256)}
 
 

@@ -9,6 +9,7 @@ from kvpatch import plotting
 from tools.evaluation import overview, page, pictures, plots
 from tools.evaluation.page import LATER, SECTIONS
 from tools.evaluation.pictures import Panel
+from tools.evaluation.table import Table
 from tools.evaluation.tasks import get_task
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -106,3 +107,33 @@ def test_words_of_a_task_stand_on_the_axis(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save", lambda figure, path: found.append(figure.axes[0].get_ylabel()))
     pictures.draw({"recall": STORED["recall"]}, tmp_path)
     assert get_task("recall").metrics["right"] in " ".join(found[0].split())
+
+
+def test_the_whole_page_is_written_from_lines_and_gives_the_same_means(tmp_path, monkeypatch):
+    """Lines with the stored means, of every task that a picture is drawn of."""
+    for module in (plots, overview):
+        monkeypatch.setattr(module, "save", lambda figure, path: path.write_bytes(b""))
+    tables = {}
+    for task, every in STORED.items():
+        parts = {panel.title: panel.part for panel in pictures.PICTURES[task].panels}
+        metrics, lines = get_task(task).metrics, []
+        monkeypatch.setattr(type(get_task(task)), "pictures", lambda self, table, out: None)
+        for one in every:
+            if one.name != plots.CHANCE:
+                values = dict.fromkeys(metrics, 0.5) | {"held": one.x} | {get_task(task).metric: one.mean}
+                line = {"name": one.name, "k": one.k, "recipe": "llama", "model": "llama-0", "seed": 0, "sample": one.panel}
+                versions = {"kvpatch": "1"}
+                lines.append(line | {"group": parts[one.panel], "metrics": values, "versions": versions})
+        tables[task] = Table(lines)
+    page.write(tables, tmp_path)
+    found = pictures.read(tmp_path / "results/means.jsonl")
+    assert set(found) == set(STORED)
+    for task, every in STORED.items():
+        points = {(one.panel, one.name, one.k): one for one in found[task]}
+        assert len(points) == len(every), task
+        for one in every:
+            again = points[one.panel, one.name, one.k]
+            assert (again.x, again.mean) == pytest.approx((one.x, one.mean), abs=1e-4), (task, one)
+    text = (tmp_path / "results.md").read_text()
+    assert overview.first_screen(STORED) in text and "Versions: kvpatch 1." in text
+    assert all(f"## {section.title}\n" in text for section in SECTIONS if section.task in STORED)

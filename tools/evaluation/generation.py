@@ -188,7 +188,7 @@ class Instruct(Generation):
     options: ClassVar[dict[str, Any]] = Generation.options | {"schedule": "decode"}
 
     def _made(self, subject: Subject, count: int, seed: int, request: Request) -> list[Sample]:
-        if subject.recipe != PYTHON:
+        if not subject.python:
             raise KVPatchError(f"{subject.name} has no prompts of its own for {self.name}: {_OWN_DATA}")
         new, rng = number(self, request, "max_new_tokens", 96), random.Random(f"{self.name} {seed}")
         tokenizer: Any = subject.tokenizer

@@ -107,7 +107,7 @@ class LongBench(Task):
         return found
 
     def _made(self, subject: Subject, names: list[str], count: int, seed: int) -> dict[str, list[Row]]:
-        if subject.recipe != PYTHON:
+        if not subject.python:
             raise KVPatchError(f"What is made here suits {PYTHON}. For {subject.name}: {UNPACK}")
         if other := [name for name in names if name not in MADE]:
             raise KVPatchError(f"Only {' and '.join(MADE)} can be made here. For {', '.join(other)}: {UNPACK}")

@@ -1,9 +1,9 @@
-"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py) in long contexts.
+"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py), and Python source.
 
     in       the question stands in the prompt and is compressed with it
     after    the context is compressed, then the question comes
 
-Both read the same context and ask the same.
+Both read the same context and ask the same. Source is read as perplexity.py reads it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import ruler, tasks
 
 from .greedy import number
+from .perplexity import Perplexity
 from .recall import Recall
-from .task import Request, Sample, Subject
+from .task import PYTHONS, Request, Sample, Setting, Subject
 
 FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
     "recall": partial(tasks.recall, questions=1),
@@ -30,6 +31,9 @@ FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
 SCENARIOS = tuple(f"{family} {when}" for family in FAMILIES for when in ("in", "after"))
 CONTEXT, TAIL = 1000, 16
 """Tokens of a context, and positions behind it for a question and its answer."""
+
+
+HALF_RECENT = "roco, half recent"
 
 
 class Longer(Recall):
@@ -62,3 +66,20 @@ class Longer(Recall):
             for family, make in FAMILIES.items()
             for when in ("in", "after")
         }
+
+
+class LongerText(Perplexity):
+    name = "longer-text"
+    about = "Nats per token of a language model that reads a thousand tokens under a budget."
+    models = PYTHONS[1:]
+    policies = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", HALF_RECENT, "keyformer")
+    policies += ("snapkv", "adakv")
+    budgets = (0.1, 0.2, 0.5)
+    options: ClassVar[dict[str, Any]] = Perplexity.options | {"window": 1024, "stride": 256}
+
+    def settings(self, request: Request, subject: Subject) -> list[Setting]:
+        """roco also with as many recent tokens as h2o has: published are ten."""
+        return [
+            Setting("roco", one.k, {"recent": 0.5}, HALF_RECENT) if one.policy == HALF_RECENT else one
+            for one in super().settings(request, subject)
+        ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from tools.training.train import RECIPES, SHIPPED
 
-from .task import PYTHON, WALKS
+from .task import PYTHON, PYTHONS, WALKS
 
 EACH = 3
 """Training seeds of an architecture behind most tables; the primary comparisons take all that are shipped."""
 
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
+LONG_CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHONS[1])
 WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
 SUNK = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].resting)
 """Those with sinks."""
@@ -17,7 +18,7 @@ SUNK = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].re
 LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
 """Those of a thousand tokens."""
 
-PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK, *LONG))
+PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *LONG_CODE, *WALKERS, *SUNK, *LONG))
 """Those that look things up, trained without sinks."""
 
 

@@ -51,6 +51,13 @@ USES = (
 )
 
 
+TEXT = ("longer-text", "a prompt of 768 tokens, then token by token")
+"""Task and panel of what is said of language modelling."""
+
+SHOWN = {task for use in USES for task, _ in use.parts} | {TEXT[0]}
+"""The tasks that the first screen is made from."""
+
+
 def policy_of(name: str) -> str:
     """Of a setting's name: `kvzip, floor 0.2` and `roco, every 32` are kvzip and roco."""
     return name.partition(",")[0]
@@ -162,8 +169,9 @@ SENTENCES = """\
 7. **Long reasoning:** with three tenths of prompt and trace `tri_attention` has {think_tri_attention_3} of the steps
    right, `roco` {think_roco_3}, `cur` {think_cur_3}, `h2o` {think_h2o_3}, a window {think_window_3} (full cache
    {think_full}); with half {think_tri_attention_5}, {think_roco_5}, {think_cur_5}, {think_h2o_5} and {think_window_5}.
-8. **Language modelling and long answers:** policies differ little, and from a fifth of the text on a window is as good
-   as any: these models take little from further back than 64 tokens.
+8. **Language modelling:** a window with the first four tokens is as good as any policy, in 1,024 tokens too, though the
+   models use what is 500 tokens back: {text_streaming_llm} nats there with a fifth of the text, `roco` with as many recent
+   tokens as `h2o` {text_roco, half recent}, as published {text_roco}, `h2o` {text_h2o}, full cache {text_full}.
 9. **The papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models;
    Keyformer's noise and CriticalKV's second stage do not help on these models, nor do StreamingLLM's sinks help answers,
    though they keep [reading](#reading-without-the-first-token) as good as with the full cache; the tables below
@@ -189,6 +197,9 @@ def first_screen(means: Means) -> str:
     for one in USES[3].points(means):
         name = policy_of(one.name)
         values["think_full" if name == plots.FULL else f"think_{name}_{round(10 * one.k)}"] = _share(one.mean)
+    for one in means[TEXT[0]]:
+        if one.panel == TEXT[1] and (one.k == 0.2 or one.name == plots.FULL):
+            values[f"text_{one.name}"] = f"{one.mean:.2f}"
     picture = f"![Quality against bytes held: the best policies in four uses](results/{FILE})"
     return f"{picture}\n\n{textwrap.dedent(SENTENCES).format(**values)}"
 

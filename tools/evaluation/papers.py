@@ -7,13 +7,15 @@ from typing import Any
 
 from .ablate import label
 from .claims import Claim
+from .longer import HALF_RECENT
 
 SINKLESS = "answers hardly need the first token; reading does where models have sinks, see Models with sinks"
 LOCAL = "these models take little from further back than 64 tokens, so recency decides"
 SYNTHETIC = "token lists, not prose"
 ONCE = "a fact that is mentioned once draws no attention before it is asked for"
 _LOW, _LATER = (0.1, 0.2), {"scenario": "after"}
-_TEXT = ({"way": "token"}, {"way": "block"})
+_WAYS = ({"way": "token"}, {"way": "block"})
+_TEXTS = (("perplexity", "256 tokens", LOCAL), ("longer-text", "1,024 tokens", ""))
 
 
 def _abl(family: str, a: str, b: str, says: str, source: str, sign: int = 1, caveat: str = "", **where: Any) -> Claim:
@@ -55,13 +57,15 @@ CLAIMS: dict[str, list[Claim]] = {
         Claim("Figure 3", "most tokens' deviation peaks within 50 queries", "robustness", "share_early", "full", level=0.5),
         _abl("scope", "deviation 0.5", "window 0.5", "the deviation scope is better than a window", "Figure 4"),
         _abl("scope", "deviation 0.9", "window 0.9", "the deviation scope is better than a window", "Figure 4"),
-        *(claim for way in _TEXT for claim in (
-            Claim("Figure 5", "roco is best at low budgets", "perplexity", "nats", "roco", "h2o", sign=-1, where=way,
-                  budgets=_LOW, caveat=LOCAL),
-            Claim("Figure 5", "attention beats recency", "perplexity", "nats", "h2o", "streaming_llm", sign=-1, where=way,
-                  caveat=LOCAL),
-            Claim("Figure 5", "attention beats chance", "perplexity", "nats", "roco", "random", sign=-1, where=way),
+        *(claim for task, tokens, caveat in _TEXTS for way in _WAYS for claim in (
+            Claim("Figure 5", f"roco is best at low budgets, {tokens}", task, "nats", "roco", "h2o", sign=-1, where=way,
+                  budgets=_LOW, caveat=caveat),
+            Claim("Figure 5", f"attention beats recency, {tokens}", task, "nats", "h2o", "streaming_llm", sign=-1, where=way,
+                  caveat=caveat),
+            Claim("Figure 5", f"attention beats chance, {tokens}", task, "nats", "roco", "random", sign=-1, where=way),
         )),
+        *(Claim("Figure 5", "roco is best at low budgets, 1,024 tokens", "longer-text", "nats", HALF_RECENT, "h2o", sign=-1,
+                where=way, budgets=_LOW) for way in _WAYS),
         *_ladder("Table 2", "roco > h2o > scissorhands > tova > random", "summarize", "rougeL",
                  ("roco", "h2o", "scissorhands", "tova", "random"), budgets=(0.5,), caveat=ONCE),
         *_ladder("Table 3", "roco > h2o > scissorhands > tova > random", "reconstruct", "rougeL",

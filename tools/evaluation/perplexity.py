@@ -33,7 +33,7 @@ from .task import FULL, PYTHON, Request, Sample, Setting, Subject, Task, digest
 from .together import ROWS_PER_DRAW, seed_of, together
 
 WAYS = ("block", "token")  # what does not run token by token is measured block by block first
-WINDOW, LONGEST = 256, 2048
+LONGEST = 2048
 MOST_LOGITS = 2**28
 """Numbers held at a time: a large vocabulary takes fewer rows together."""
 
@@ -65,7 +65,7 @@ def texts_of(subject: Subject, data: str | None) -> list[Tensor]:
         raise KVPatchError(f"{subject.name} is no language model: give --models llama-python, or a model of your own.")
     if data is not None:
         texts = documents(data)
-    elif subject.recipe == PYTHON:
+    elif subject.python:
         return [train.text_stream(tokenizer, train.python_sources(held_out=True))]
     else:
         texts = ["\n".join(train.python_sources(held_out=True))]
@@ -118,7 +118,7 @@ class Perplexity(Task):
     def sizes(self, subject: Subject, request: Request) -> tuple[int, int]:
         """Tokens of a window, and how many of them count."""
         limit = positions_of(subject.model)
-        usual = WINDOW if subject.recipe == PYTHON else min(limit or LONGEST, LONGEST)  # rows it was trained on
+        usual = train.RECIPES[subject.recipe].length if subject.python else min(limit or LONGEST, LONGEST)
         window = usual if (given := self.option(request, "window")) is None else given
         if not isinstance(window, int) or window < 2 or (limit is not None and window > limit):
             raise KVPatchError(f"window={window}: {subject.name} has {limit} positions; give -o window={usual}.")

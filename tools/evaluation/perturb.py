@@ -84,7 +84,7 @@ class Perturbation(Observing):
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
         """As in tools/evaluation/perturbation.py: short prompts get a short observation window, and the kernel stays."""
-        short = {"window": perturbation.WINDOW} if subject.synthetic or subject.recipe == PYTHON else {}
+        short = {"window": perturbation.WINDOW} if subject.synthetic or subject.python else {}
         chosen = [name for name in request.policies or self.policies if name != "full"]
         windowed = {name: short if "window" in get_policy(name).options() else {} for name in chosen}
         return [FULL, *(Setting(name, k, windowed[name]) for k in request.budgets or self.budgets for name in chosen)]
@@ -92,13 +92,13 @@ class Perturbation(Observing):
     def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
         """Scenarios one after another; seed 0 has the rows of perturbation.py. length and steps: of --data alone."""
         count = request.count or self.count
-        if request.data is not None or not (subject.synthetic or subject.recipe == PYTHON):
+        if request.data is not None or not (subject.synthetic or subject.python):
             length = self.option(request, "length")
             rows = rows_of(subject, request, seed, count, length)
             found = {"text": perturbation.Text(rows, length - self.option(request, "steps"))}
         else:
             assert subject.tokenizer is not None
-            name = PYTHON if subject.recipe == PYTHON else subject.name
+            name = PYTHON if subject.python else subject.name
             found = perturbation.texts(name, subject.tokenizer, count * (seed + 1))
         samples = []
         for scenario, text in found.items():

@@ -64,6 +64,10 @@ class Picture:
     schedule: str | None = None
     own: bool = True
 
+    def titled(self, part: dict[str, Any]) -> str:
+        """The title of the panel of these samples."""
+        return next(one.title for one in self.panels if one.part == part)
+
     def placed(self, point: Point, held: float | None = None) -> Point:
         """The point where what its setting holds puts it, or a measured share `held`."""
         panel = next(one for one in self.panels if one.title == point.panel)
@@ -79,7 +83,7 @@ def _needles(title: str, scenario: str, kind: str) -> Panel:
 
 
 def title(task: str, part: dict[str, Any]) -> str:
-    """A part of a task's samples in words; "" for all of them."""
+    """A part of a task's samples in words; "" for all of them, as a heading has it."""
     panels = PICTURES[task].panels if part and task in PICTURES else ()
     return next((one.title for one in panels if one.part == part), ", ".join(str(value) for value in part.values()))
 
@@ -116,6 +120,14 @@ PICTURES = {
         ),
         KEPT,
     ),
+    "longer-text": Picture(
+        "Language modelling of a thousand tokens of held-out Python source",
+        (
+            Panel("a prompt of 768 tokens, then token by token", {"way": "token"}),
+            Panel("1,024 tokens in one pass, in blocks of 16", {"way": "block"}),
+        ),
+        KEPT,
+    ),
     "instruct": Picture(
         "96 tokens written behind a prompt of 128, which is kept",
         (Panel("generated tokens are evicted", {}, ((128, 96),)),),
@@ -147,7 +159,8 @@ def means(table: Table, task: Task, parts: Iterable[dict[str, Any]]) -> list[Poi
     """What the picture of a task is drawn from: these parts of its samples, each setting where what it holds puts it."""
     picture, found = PICTURES.get(task.name), []
     for part in parts:
-        for point in plots.points(table, task, title(task.name, part), part):
+        panel = picture.titled(part) if picture else title(task.name, part)
+        for point in plots.points(table, task, panel, part):
             held = table.where(**part).mean((point.name, point.k), "held") if "held" in task.metrics else None
             found.append(picture.placed(point, None if held is None else held.mean) if picture else point)
     return found

@@ -1,6 +1,6 @@
 """Every task at the size that separates what is claimed, and docs/results.md from it.
 
-    make results                               all of it; with two processes about an hour
+    make results                               all of it: two hours of a CPU core, an hour with two
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
     python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
@@ -30,7 +30,7 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import anew, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
-from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, MORE, PLAIN, SUNK, WALKERS
+from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, LONG_CODE, MORE, PLAIN, SUNK, WALKERS
 from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, Request
@@ -60,6 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "longbench": {"models": CODE, "count": 8},
     "robustness": {"models": (*FIFTEEN, *CODE)},
     "longer": {"models": LONG, "count": 12, "policies": FAR},
+    "longer-text": {"models": LONG_CODE, "count": 48},
 }
 """What differs from the tasks' own defaults."""
 

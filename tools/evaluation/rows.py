@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpatch.errors import KVPatchError
 from tools.training import tasks, train
 
-from .task import PYTHON, Request, Sample, Subject, batches
+from .task import Request, Sample, Subject, batches
 
 
 def stream(subject: Subject, data: str | None) -> Tensor:
@@ -25,7 +25,7 @@ def stream(subject: Subject, data: str | None) -> Tensor:
     """
     if subject.tokenizer is None:
         raise KVPatchError(f"{subject.name} has no tokenizer, so no text can be read: save one beside the model.")
-    if data is None and subject.recipe == PYTHON:
+    if data is None and subject.python:
         return train.text_stream(subject.tokenizer, train.python_sources(held_out=True))
     if data is None:
         raise KVPatchError(f"{subject.name} does not know the synthetic words: give a text with --data FILE.txt.")

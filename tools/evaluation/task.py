@@ -18,6 +18,8 @@ import kvpatch
 FIVE = ("llama-0", "mistral-0", "mpt-0", "gptj-0", "gpt2-0")
 """The shipped models that learned tools/training/tasks.py, one of each architecture."""
 PYTHON = "llama-python"
+PYTHONS = (PYTHON, f"{PYTHON}-1k")
+"""Recipes of the models of Python source, of 256 and of 1,024 tokens."""
 WALKS = "llama-walks"
 """The recipe of the models that learned tools/training/walks.py."""
 POLICIES = (
@@ -111,6 +113,11 @@ class Subject:
     synthetic: bool
     """Whether it learned tools/training/tasks.py."""
 
+    @property
+    def python(self) -> bool:
+        """Whether it is one of ours that read Python's library."""
+        return self.recipe in PYTHONS
+
 
 @dataclass(frozen=True)
 class Request:
@@ -154,7 +161,7 @@ class Task:
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
         """In the order in which they run, `FULL` first."""
-        small = SMALL if subject.synthetic or subject.recipe == PYTHON else {}
+        small = SMALL if subject.synthetic or subject.python else {}
         chosen = [name for name in request.policies or self.policies if name != "full"]
         budgets = request.budgets or self.budgets
         return [FULL, *(Setting(name, k, small.get(name, {})) for k in budgets for name in chosen)]

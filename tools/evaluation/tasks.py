@@ -10,7 +10,7 @@ from .generation import Instruct, Reconstruct, Summarize
 from .jaccard import Jaccard
 from .later import Later
 from .longbench import LongBench
-from .longer import Longer
+from .longer import Longer, LongerText
 from .mass import Mass, MassOfText
 from .needle import Needle
 from .perplexity import Perplexity
@@ -25,7 +25,7 @@ TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
         Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, Later, LongBench, Reasoning,
-        Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits, Mass, MassOfText, Longer,
+        Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits, Mass, MassOfText, Longer, LongerText,
     )
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvpatch.errors import KVPatchError, suggest
 from kvpatch.evaluation.teacher_forcing import positions_of
 
-from .task import PYTHON, Subject
+from .task import Subject
 
 _ASSISTANT = (
     "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe. "
@@ -117,7 +117,7 @@ def encode(subject: Subject, around: Frame, head: str, tail: str = "") -> tuple[
         split = next((i for i, (_, end) in enumerate(coded["offset_mapping"]) if end > start), len(ids))
     else:
         split = len(tokenizer(around.before + head, add_special_tokens=around.special)["input_ids"])
-    if subject.synthetic or subject.recipe == PYTHON:  # trained on rows that begin with it
+    if subject.synthetic or subject.python:  # trained on rows that begin with it
         return [tokenizer.bos_token_id, *ids], split + 1
     return ids, split
 
