@@ -137,3 +137,25 @@ def test_the_whole_page_is_written_from_lines_and_gives_the_same_means(tmp_path,
     text = (tmp_path / "results.md").read_text()
     assert overview.first_screen(STORED) in text and "Versions: kvpatch 1." in text
     assert all(f"## {section.title}\n" in text for section in SECTIONS if section.task in STORED)
+
+
+ROWS = {
+    "the question is in the prompt": "the question is in the prompt",
+    "questions come after it": "questions come after the prompt",
+    "the text is a stream, questions come after it": "the context is read in blocks, questions follow",
+}
+"""Lines of the policies' pages, and the panels of recall that they are from."""
+
+
+def test_the_pages_of_policies_say_what_the_results_say():
+    checked = 0
+    for path in sorted((DOCS / "policies").glob("*.md")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row, *said = [cell.strip() for cell in line.strip("|").split("|")]
+            if row in ROWS and len(said) == 3:
+                panel = [p for p in STORED["recall"] if (p.panel, p.name) == (ROWS[row], path.stem)]
+                for point, share in zip(sorted(panel, key=lambda point: point.k), said, strict=True):
+                    digits = len(share.partition(".")[2].rstrip("%"))
+                    assert share == f"{100 * point.mean:.{digits}f}%", (path.name, row, point.k)
+                    checked += 1
+    assert checked > 60
