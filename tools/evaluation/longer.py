@@ -20,7 +20,7 @@ from tools.training import ruler, tasks
 from .greedy import number
 from .perplexity import Perplexity
 from .recall import Recall
-from .task import PYTHONS, Request, Sample, Setting, Subject
+from .task import PYTHON_1K, Request, Sample, Setting, Subject
 
 FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
     "recall": partial(tasks.recall, questions=1),
@@ -71,7 +71,7 @@ class Longer(Recall):
 class LongerText(Perplexity):
     name = "longer-text"
     about = "Nats per token of a language model that reads a thousand tokens under a budget."
-    models = PYTHONS[1:]
+    models = (PYTHON_1K,)
     policies = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", HALF_RECENT, "keyformer")
     policies += ("snapkv", "adakv")
     budgets = (0.1, 0.2, 0.5)

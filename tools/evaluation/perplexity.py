@@ -118,7 +118,8 @@ class Perplexity(Task):
     def sizes(self, subject: Subject, request: Request) -> tuple[int, int]:
         """Tokens of a window, and how many of them count."""
         limit = positions_of(subject.model)
-        usual = train.RECIPES[subject.recipe].length if subject.python else min(limit or LONGEST, LONGEST)
+        trained_on = train.RECIPES[subject.recipe].length if subject.python else limit
+        usual = min(trained_on or LONGEST, LONGEST)
         window = usual if (given := self.option(request, "window")) is None else given
         if not isinstance(window, int) or window < 2 or (limit is not None and window > limit):
             raise KVPatchError(f"window={window}: {subject.name} has {limit} positions; give -o window={usual}.")
