@@ -16,8 +16,8 @@ AGAIN_LIMIT = 1500  # seconds of a processor for that, UNSEEN included
 # what notices most; left out are the command line, tools, other processes and whatever needs a GPU
 FILES = (
     "oracle/test_oracle", "oracle/test_oracle_parts", "invariants/test_*", "policies/test_*", "cache/test_*",
-    "attention/test_*", "storage/test_*", "hooks/test_*", "evaluation/test_*", "test_patching", "test_report", "arch/test_bound",
-    "backends/test_backends", "integrations/test_generation_contract", "robustness/test_numerics",
+    "attention/test_*", "storage/test_*", "hooks/test_*", "evaluation/test_*", "test_patching", "test_report",
+    "arch/test_bound", "backends/test_backends", "integrations/test_generation_contract", "robustness/test_numerics",
     "robustness/test_errors", "robustness/test_faults", "robustness/test_faults_files", "robustness/test_misuse",
 )  # fmt: skip
 NOT = "cache/test_memory"  # which watches the process that it runs in
