@@ -5,7 +5,7 @@
     python -m tools.evaluation needle --policies window,snapkv --budgets 0.1,0.3 --samples 100 --seeds 2
     python -m tools.evaluation summarize --model my/model --data prompts.jsonl --policies h2o,roco --budgets 0.5
     python -m tools.evaluation longbench --model my/model --data LongBench/data -o sets=qasper,trec
-    python -m tools.evaluation claims                               what the papers claim, on the shipped models: ten minutes
+    python -m tools.evaluation claims                               what the papers claim, on the shipped models: eleven minutes
 
 DIR/TASK.jsonl gets a line per sample and setting as they come: the same command again goes on where it stopped. Then
 DIR/TASK.md has the means with their intervals, DIR/TASK.png a picture.
