@@ -340,7 +340,7 @@ def test_every_claim_is_about_something_that_is_measured():
         task, size = get_task(claim.task), results.SIZES[claim.task]
         assert claim.metric in task.metrics
         assert set(claim.budgets) <= set(size.get("budgets", task.budgets))
-        known = {"full", *task.policies, *(one.name for one in Ablate().settings(Request(), None))}
+        known = {one.name for one in task.settings(Request(**size), SimpleNamespace(synthetic=True, recipe="llama"))}
         assert {claim.a, claim.b} - {""} <= known, claim
         assert claim.b or claim.level, claim
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import typer
 
 from tests.helpers.marks import slow_but
 from tools.training import cards as train_cards
@@ -226,6 +227,11 @@ def test_a_model_of_longer_rows_begins_as_a_shipped_one_and_says_what_lies_far_b
     cut_BT = torch.cat([rows_BT[:, :1], rows_BT[:, -128:]], 1)
     cost = (source.nats(model, cut_BT)[:, -64:] - whole_BT[:, -64:]).mean().item()
     assert far["cost_of_recent_64"] == pytest.approx(cost, abs=1e-5), "of the last 64 tokens alone"
+
+
+def test_a_seed_without_a_model_to_begin_as_is_refused():
+    with pytest.raises(typer.BadParameter, match=r"begins as llama-python of the same seed: give one of 0, 1, 2"):
+        train.main("llama-python-1k", seed=5, device="cpu")
 
 
 def test_a_pasted_row_repeats_its_first_half_from_afar():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,14 +73,14 @@ class LongerText(Perplexity):
     name = "longer-text"
     about = "Nats per token of a language model that reads a thousand tokens under a budget."
     models = (PYTHON_1K,)
-    policies = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", HALF_RECENT, "keyformer")
+    policies = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer")
     policies += ("snapkv", "adakv")
     budgets = (0.1, 0.2, 0.5)
     options: ClassVar[dict[str, Any]] = Perplexity.options | {"window": 1024, "stride": 256}
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
-        """roco also with as many recent tokens as h2o has: published are ten."""
-        return [
-            Setting("roco", one.k, {"recent": 0.5}, HALF_RECENT) if one.policy == HALF_RECENT else one
-            for one in super().settings(request, subject)
-        ]
+        """Each policy, and roco a second time with as many recent tokens as h2o has; published are ten."""
+        found = []
+        for one in super().settings(request, subject):
+            found += [one, replace(one, options={"recent": 0.5}, label=HALF_RECENT)] if one.policy == "roco" else [one]
+        return found

@@ -1,6 +1,6 @@
 """Every task at the size that separates what is claimed, and docs/results.md from it.
 
-    make results                               all of it: two hours of a CPU core, an hour with two
+    make results                               all of it: two hours of a CPU core, shared by --jobs
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
     python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
@@ -27,7 +27,7 @@ import typer
 
 from kvpatch.cli.commands import short_errors
 from kvpatch.errors import KVPatchError
-from tools.evaluation import anew, page, pictures, primary, runs, sinks
+from tools.evaluation import anew, overview, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
 from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, LONG_CODE, MORE, PLAIN, SUNK, WALKERS
@@ -127,7 +127,7 @@ def claimed(count: int = 8) -> dict[str, dict[str, Any]]:
     for name, names in found.items():
         own = SIZES[name] | {"count": min(count, SIZES[name].get("count", get_task(name).count))}
         families = dict.fromkeys(label.partition(": ")[0] for label in names)
-        chosen: dict[str, Any] = {"policies": tuple(names)}
+        chosen: dict[str, Any] = {"policies": tuple(dict.fromkeys(map(overview.policy_of, names)))}
         if name == "ablate":
             chosen = {"options": {"families": ",".join(families)}}
         sizes[name] = own | (chosen if names else {"policies": ("window",)})  # the full cache is always there

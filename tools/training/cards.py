@@ -75,9 +75,9 @@ most at `<bos>` gives it {bos_attention:.3f} of its attention from position 64 o
 """
 
 FAR_TEXT = """
-When the 512 tokens before each block of 64 are left, the last 256 tokens of a window cost {cost_of_recent_512:+.4f} nats each
-(standard error {standard_error_512:.4f}): above zero, context of more than 512 tokens back is used. In {pasted:.0%} of the rows
-of its training the second half was made of spans of the first; the windows here are as they were written.
+When only `<bos>` and the 512 tokens before each block of 64 are left, the last 256 tokens of a window cost
+{cost_of_recent_512:+.4f} nats each (standard error {standard_error_512:.4f}): above zero, context of more than 512 tokens back
+is used. In {pasted:.0%} of the training rows the second half was made of spans of the first; the windows here are plain source.
 """
 
 CODE_TEXT = """\

@@ -75,7 +75,7 @@ def text_rows(stream: Tensor, starts: list[int], bos: int, length: int = TEXT_LE
 
 
 def pasted(rng: random.Random, row_T: Tensor) -> Tensor:
-    """The row, its second half overwritten by spans of its first: they can be told only by looking as far back as that."""
+    """The row with spans of its first half in place of its second: to predict them, a model must look back that far."""
     new_T, half = row_T.clone(), len(row_T) // 2
     at = half
     while at < len(row_T):
