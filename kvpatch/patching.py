@@ -18,6 +18,8 @@ import torch
 import transformers
 from torch import nn
 
+from .arch.automatic import AutomaticAdapter
+from .arch.proof import prove
 from .backends.dispatch import check_name
 from .cache.lifetimes import Record
 from .errors import KVPatchError
@@ -25,7 +27,7 @@ from .handle import Patch
 from .hooks import settings
 from .hooks.install import unmark
 from .hooks.target import Target
-from .hooks.versions import check_versions
+from .hooks.versions import check_versions, find_untested
 from .policies import Policy
 from .policies.budgets import ONE_TOKEN, Rule, says_one_token
 from .storage.profile import Profile, opened
@@ -119,7 +121,7 @@ class patched:
         settings.check_options(seed, strict=strict, record=record, auto=auto)
         chosen = settings.policy_of(policy, schedule, options, ARGUMENTS)
         settings.check_block(block, chosen)
-        target = Target.find(model, auto=auto)
+        target = _find_target(model, auto)
         if tuned is not None:
             target.check_identity(tuned.model, "profile=", "kvpatch tune")
         how = settings.settings_of(
@@ -164,6 +166,20 @@ class patched:
                 "kvpatch.patched(model, ...):` around the calls, or use kvpatch.patch(model, ...).",
                 stacklevel=2,
             )
+
+
+def _find_target(model: nn.Module, auto: bool) -> Target:
+    """Find the parts of a model; under versions that were not tested, its class is checked on a tiny twin first."""
+    untested, remedy = find_untested(transformers.__version__, torch.__version__)
+    if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
+        return Target.find(model, auto=auto)
+    try:
+        target = Target.find(model, auto=auto)
+    except KVPatchError as error:
+        raise KVPatchError(f"{untested}: {remedy} if this worked before. {error}") from error
+    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # checked on its twin already
+        prove(target.decoder, [module for module, _ in target.attentions], untested, remedy)
+    return target
 
 
 _PARAMETERS = inspect.signature(patched).parameters.values()

@@ -1,7 +1,7 @@
 """Names of transformers that it does not promise, in every spelling that a supported version has.
 
-serving/engine.py and serving/vllm/ hold those of their engines. tests/arch/test_upstream.py compares all of these with the
-installed version, and fails by name where one has moved.
+serving/engine.py, cli/serving.py and serving/vllm/ hold those of their engines. tests/arch/test_upstream.py compares these with
+the installed version, and names the one that an upgrade has moved.
 """
 
 from __future__ import annotations
@@ -12,9 +12,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import GenerationMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
+from transformers.masking_utils import create_masks_for_generate
+from transformers.pytorch_utils import Conv1D
+
+__all__ = ["CacheLayerMixin", "Conv1D", "DynamicLayer", "LinearAttentionLayer", "create_masks_for_generate"]
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names under which models take and return their cache: "cache" since 5.24, for which callers may write the others too."""
+"""Names under which models take and return their cache: "cache" since 5.24, which takes the others from callers until 5.40."""
+
+PREPARE_CACHE = "_prepare_cache_for_generation"
+"""The method in which generate() makes a cache."""
+MAKE_MASKS = "create_masks_for_generate"
+"""The method that makes masks before a step that may be compiled."""
+START_BATCHING = "init_continuous_batching"
+"""The method that makes a manager of continuous batching."""
+KEPT_MANAGER = "_cached_continuous_batching_manager"
+"""The model's attribute that keeps a persistent manager."""
+COMPILED = ("_compiled_call", "_last_compile_config")
+"""The model's attributes that keep a step which generate() has compiled."""
 
 
 @functools.cache
@@ -42,11 +58,22 @@ def set_cache(call: dict[str, Any], cache: Any, name: str) -> None:
 CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
 """The installed version's name of the cache."""
 
-PREPARE_CACHE = "_prepare_cache_for_generation"
-"""The method in which generate() makes a cache."""
-MAKE_MASKS = "create_masks_for_generate"
-"""The method that makes masks before a step that may be compiled."""
-START_BATCHING = "init_continuous_batching"
-"""The method that makes a manager of continuous batching."""
-KEPT_MANAGER = "_cached_continuous_batching_manager"
-"""The model's attribute that keeps a persistent manager."""
+
+def attention_of(config: Any) -> str:
+    """Return the name of the attention function that a configuration asks for."""
+    return config._attn_implementation
+
+
+def name_attention(config: Any, name: str) -> None:
+    """Ask for an attention function without the checks that the setter makes of a model."""
+    config._attn_implementation_internal = name
+
+
+def keeps_state(kind: type) -> bool:
+    """Tell if a model's class says that it keeps a recurrent state."""
+    return getattr(kind, "_is_stateful", False)
+
+
+def mask_columns(generation_config: Any) -> int | None:
+    """Return the columns of the padding mask that generate() has left out since all of it is ones."""
+    return getattr(generation_config, "_mask_length", None)

@@ -20,8 +20,9 @@ from ..errors import KVPatchError
 from .adapter import qualified_name
 from .interface import STATES, InterfaceAdapter, routes_through_interface
 from .kinds import attends_both_ways, knows_number, position_limit
+from .proof import check_twin, describe, is_checkable
 from .refusals import holder_of, innermost_attentions, row_of, unknown
-from .twin import PARAMETERS, make_twin, shrunk
+from .twin import PARAMETERS, make_twin
 
 _LOG = logging.getLogger(__name__)
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
@@ -63,7 +64,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
 
 def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
     """Return the row that passed, or raise the error that says why none did; judge it if this is the first time."""
-    key = type(decoder), _described(decoder)
+    key = type(decoder), describe(decoder)
     if key not in _VERDICTS:
         try:
             twin = make_twin(decoder, attentions)
@@ -81,20 +82,11 @@ def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> Int
     return verdict
 
 
-def _described(decoder: Any) -> str:
-    """Describe the twin of a decoder, or the decoder itself if it has none."""
-    try:
-        return shrunk(decoder.config).to_json_string(use_diff=False)
-    except Exception:  # a configuration of any shape
-        return str(getattr(decoder, "config", ""))
-
-
 def _itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
     """Return the model to be checked itself, if it is small and has its numbers."""
-    small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
-    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate brings its numbers
-    if small and (offloaded or not all(parameter.is_meta for parameter in model.parameters())):
+    if is_checkable(model):
         return decoder
+    small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
     raise (NeedsWeights if small else KVPatchError)(
         f"No adapter for {type(model).__name__}, and no tiny twin of {type(decoder).__name__} could be built to check an "
         f"automatic row ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Register the row, "
@@ -106,8 +98,6 @@ def _judge(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
     """Return the first row that passes, or the error that names the first failure of the plain one."""
-    import kvpatch  # the checks are a layer above: taken by their public name
-
     failures = list[tuple[str, str]]()
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention
@@ -116,8 +106,8 @@ def _judge(
             break
         row = derive(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
         try:
-            with _on_trial(row), torch.random.fork_rng(devices=[]):
-                table = kvpatch.check_model(twin, "h2o", 0.5)
+            with _on_trial(row):
+                table = check_twin(twin)
         except KVPatchError as error:
             return KVPatchError(f"No adapter for {type(model).__name__}, and no automatic row serves it: {error}")
         except Exception as error:  # the unpatched twin's own: a class of any shape

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..backends.protocol import Geometry
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.queries import mean_rotation
+from ..upstream import Conv1D
 from .adapter import Adapter
 
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
-from ..upstream import cache_argument
+from ..upstream import attention_of, cache_argument, name_attention
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
@@ -114,8 +114,8 @@ class InterfaceAdapter(Adapter):
 
     def attributes(self, attn: Any) -> dict[str, Any]:
         config = copy.copy(attn.config)
-        config._kvpatch_own = config._attn_implementation
-        config._attn_implementation_internal = NAME
+        config._kvpatch_own = attention_of(config)
+        name_attention(config, NAME)
         return {"config": config, **({"expand_kv": MethodType(latents.expand_kv, attn)} if self.latent(attn) else {})}
 
     def scale(self, attn: nn.Module) -> float:

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
+from ..upstream import keeps_state
 from .adapter import list_architectures
 from .interface import routes_through_interface
 from .kinds import attends_both_ways, crosses, decoder_wanted, encoder_refused
@@ -22,7 +23,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
             f"{name} writes by diffusion: it reads whole blocks of text in both directions, again and again. kvpatch serves "
             "models that generate one token after another."
         )
-    stateful = any(getattr(type(module), "_is_stateful", False) for module in text.modules())
+    stateful = any(keeps_state(type(module)) for module in text.modules())
     if stateful and not any(map(routes_through_interface, attentions)):
         raise KVPatchError(f"{name} keeps a recurrent state, not keys and values: there is nothing to evict.")
     if attentions and all(map(attends_both_ways, attentions)):

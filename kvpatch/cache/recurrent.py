@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import KVPatchError
+from ..upstream import LinearAttentionLayer
 
 
 @dataclass(frozen=True)

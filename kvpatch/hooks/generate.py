@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, GenerationMixin, masking_utils
+from transformers import Cache, GenerationConfig, GenerationMixin
 
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
@@ -26,7 +26,8 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
-from ..upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, set_cache
+from ..upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
+from ..upstream import create_masks_for_generate as make_masks
 from . import inputs, ownership
 from .attention import Courier
 from .decoder import own_cache
@@ -127,7 +128,7 @@ def _begin_uncalled(
 ) -> None:
     """Tell a cache what `wrap_generate` would have told it; valid as long as generate()'s configuration exists."""
     mask = model_kwargs.get("attention_mask")
-    columns = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
         _draft(cache, columns)
     elif columns is not None:
@@ -277,7 +278,7 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
         past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         if not isinstance(past, EvictingCache):
-            return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
+            return (previous or make_masks)(*args, **kwargs)
         Q = kwargs["inputs_embeds"].shape[1]
         if mask is None or Q > 1 or past.seen_B is None:
             return mask

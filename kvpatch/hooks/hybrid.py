@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..arch.adapter import source_module
 from ..arch.interface import ATTENTION
 from ..arch.kinds import knows_number, source_of
 from ..cache.recurrent import Stack
 from ..errors import KVPatchError
+from ..upstream import DynamicLayer, LinearAttentionLayer, keeps_state
 
 
 def stack_of(decoder: Any) -> Stack | None:
@@ -35,7 +35,7 @@ def stack_of(decoder: Any) -> Stack | None:
     kept = [(number, layer) for number, layer in layers if isinstance(layer, DynamicLayer | LinearAttentionLayer)]
     states = tuple((number, layer.number_of_states) for number, layer in kept if isinstance(layer, LinearAttentionLayer))
     attention = tuple(number for number, layer in kept if isinstance(layer, DynamicLayer))
-    return Stack(attention, states, croppable=not getattr(type(decoder), "_is_stateful", False))
+    return Stack(attention, states, croppable=not keeps_state(type(decoder)))
 
 
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:

@@ -12,7 +12,7 @@ from types import MethodType
 
 from torch import nn
 
-from ..upstream import KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
+from ..upstream import COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward, parameters
@@ -101,7 +101,7 @@ class Installation:
             changes["generate_batch"] = MethodType(batches(), generator)
             changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
             mark.undo.append(end_continuous_batching)
-        for name in ("_compiled_call", "_last_compile_config"):  # compiled by generate(): dropped with the patch
+        for name in COMPILED:  # dropped with the patch
             changes[name] = MISSING
         for name, value in changes.items():
             self._set(generator, mark, name, value)

@@ -10,6 +10,7 @@ from ..upstream import CACHE
 
 TRANSFORMERS = "5.15", "6"  # from, to below; pyproject.toml says the same
 TORCH = "2.10"
+TESTED = {"transformers": "5.24", "torch": "2.13"}  # the newest minor releases that the tests have passed with
 PEFT_BY_OLD_NAME = "0.21.2"  # the newest release whose prompt tuning looks for past_key_values alone
 ENGINE = "5.19"  # the first release whose continuous batching can be put on a budget
 
@@ -29,6 +30,24 @@ def check_versions(transformers: str, torch: str) -> None:
         )
     if _release(torch) < _release(TORCH):
         raise KVPatchError(f"kvpatch knows torch {TORCH} and newer; this is {torch}: pip install 'torch>={TORCH}'")
+
+
+def find_untested(transformers: str, torch: str) -> tuple[str, str]:
+    """Return a sentence that names the versions above the newest tested, and the command that installs tested ones.
+
+    Two empty strings where there is none.
+    """
+    newer = {"transformers": transformers, "torch": torch}
+    newer = {name: version for name, version in newer.items() if _release(version)[:2] > _release(TESTED[name])}
+    said = [f"{name} {version} is newer than {TESTED[name]}, the newest tested" for name, version in newer.items()]
+    below = [f"'{name}<{_following(TESTED[name])}'" for name in newer]
+    return (f"This is untested: {' and '.join(said)}", f"pip install {' '.join(below)}") if newer else ("", "")
+
+
+def _following(minor: str) -> str:
+    """Return the minor release that follows another: 5.25 of 5.24."""
+    major, number = _release(minor)
+    return f"{major}.{number + 1}"
 
 
 def check_engine(transformers: str) -> None:

@@ -1,0 +1,86 @@
+"""Proof on a tiny twin that a class of models is served rightly: for automatic rows, and under versions nobody has tested."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import KVPatchError
+from .twin import PARAMETERS, make_twin, shrunk
+
+_LOG = logging.getLogger(__name__)
+_PROVED: dict[tuple[type, str, str], str] = {}
+_PROVING: ContextVar[bool] = ContextVar("proving", default=False)
+
+
+def check_twin(twin: nn.Module) -> Any:
+    """Run the checks of `kvpatch check` on a twin, whose decoder is patched inside; the random state is left as it was."""
+    import kvpatch  # the checks are a layer above: taken by their public name
+
+    token = _PROVING.set(True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return kvpatch.check_model(twin, "h2o", 0.5)
+    finally:
+        _PROVING.reset(token)
+
+
+def prove(decoder: nn.Module, attentions: list[nn.Module], untested: str, remedy: str) -> None:
+    """Check a decoder's class under versions that were not tested, once in a process, before it is served.
+
+    A decoder that inherits nothing of transformers does not depend on its version.
+
+    Args:
+        decoder: the decoder that is about to be patched.
+        attentions: its attention modules, each with an adapter.
+        untested: a sentence that names the versions.
+        remedy: the command that installs tested ones.
+
+    Raises:
+        KVPatchError: the twin fails a check, or there is none to check.
+    """
+    if _PROVING.get() or not isinstance(decoder, PreTrainedModel):
+        return
+    name, key = type(decoder).__name__, (type(decoder), describe(decoder), untested)
+    if key not in _PROVED:
+        _PROVED[key] = _find_failure(decoder, attentions)
+        if not _PROVED[key]:
+            _LOG.warning(f"[kvpatch] {untested}; a tiny {name} passed the checks, and {name} is served.")
+    if _PROVED[key]:
+        raise KVPatchError(f"{untested}, and {name} is not served under it, since {_PROVED[key]}: {remedy}")
+
+
+def _find_failure(decoder: nn.Module, attentions: list[nn.Module]) -> str:
+    """Return the reason that a decoder's twin does not pass the checks; an empty string if it does."""
+    try:
+        twin = make_twin(decoder, attentions)
+    except Exception as error:  # a class of any shape
+        if not is_checkable(decoder):
+            return f"no tiny twin of it could be built to check ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        twin = decoder
+    try:
+        table = check_twin(twin)
+    except Exception as error:  # a version of any shape
+        return f"its tiny twin does not run ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    failed = next((result for result in table if not result.passed), None)
+    return "" if failed is None else f"its tiny twin fails a check ({failed.name}: {failed.detail})"
+
+
+def is_checkable(model: nn.Module) -> bool:
+    """Tell whether a model is small and has its numbers, so that it can be checked itself where it has no twin."""
+    small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate brings its numbers
+    return small and (offloaded or not all(parameter.is_meta for parameter in model.parameters()))
+
+
+def describe(decoder: Any) -> str:
+    """Describe the twin of a decoder, or the decoder itself if it has none."""
+    try:
+        return shrunk(decoder.config).to_json_string(use_diff=False)
+    except Exception:  # a configuration of any shape
+        return str(getattr(decoder, "config", ""))
