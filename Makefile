@@ -8,7 +8,7 @@ PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 VLLM_PIP = $(subst .venv,.venv-vllm,$(PIP))
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-slow test-all test-vllm check docs soak test-matrix test-wheel results mutation reliability upstream-tests peer-env peer-scores
+.PHONY: help demo test test-slow test-all test-vllm check docs soak test-matrix canary test-wheel results mutation reliability upstream-tests peer-env peer-scores
 
 help:  ## this list
 	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
@@ -47,6 +47,9 @@ soak: .venv/ok  ## random sequences of everything on a patched model for 30 minu
 
 test-matrix: .venv/ok  ## the tests under several versions of transformers and torch (several GB), and docs/reliability.md
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.test_matrix --write
+
+canary: .venv/ok .venv/torchao  ## the core of the tests under the oldest transformers and the newest that pip gives
+	.venv/bin/python -m tools.reliability.canary
 
 test-wheel: .venv/ok  ## the sdist's tests, and the wheel in an environment of its own; WHEEL="3.10 3.12" for other Pythons
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.wheel $(WHEEL)

@@ -10,7 +10,7 @@ from ..upstream import CACHE
 
 TRANSFORMERS = "5.15", "6"  # from, to below; pyproject.toml says the same
 TORCH = "2.10"
-TESTED = {"transformers": "5.24", "torch": "2.13"}  # the newest minor releases that the tests have passed with
+TESTED = {"transformers": "5.24", "torch": "2.15"}  # the newest minor releases that the tests have passed with
 PEFT_BY_OLD_NAME = "0.21.2"  # the newest release whose prompt tuning looks for past_key_values alone
 ENGINE = "5.19"  # the first release whose continuous batching can be put on a budget
 

@@ -71,7 +71,7 @@ def test_a_mask_of_ones_that_generate_leaves_out_is_counted():
     config = GenerationConfig()
     config._mask_length = 7
     assert upstream.mask_columns(config) == 7 and upstream.mask_columns(GenerationConfig()) is None
-    assert "_mask_length" in inspect.getsource(transformers.generation.utils)
+    assert "_mask_length" in inspect.getsource(transformers.generation.utils) or not NEW
 
 
 def is_there(qualified):
