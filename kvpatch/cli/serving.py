@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import transformers
@@ -18,6 +19,7 @@ from .loading import Source
 from .output import note
 
 EXTRA = ("fastapi", "uvicorn", "pydantic", "openai")
+PATIENCE = 10  # seconds that a server which is told to stop gives to requests under way
 FAILED = "CB generation failed"  # how transformers' server begins what it says of such a request
 
 
@@ -73,11 +75,13 @@ def _check_extra() -> None:
 
 @contextmanager
 def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Let transformers' server find this model where it would load one, list no other, and do what `_mend` adds."""
+    """Let transformers' server find this model where it would load one, list no other, stop in time, and do what `_mend` adds."""
+    import uvicorn
     from transformers.cli.serving import model_manager, server
 
     home: Any = model_manager
     app: Any = server
+    network: Any = uvicorn
     started = int(time.time())
 
     class Loaded(model_manager.ModelManager):
@@ -93,13 +97,14 @@ def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
             """List the one model that is served, by the name that a request gives; transformers lists the Hub's cache."""
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
-    own, build = home.ModelManager, app.build_server
+    own, build, config = home.ModelManager, app.build_server, network.Config
     home.ModelManager = Loaded
+    network.Config = partial(config, timeout_graceful_shutdown=PATIENCE)  # else it waits for every client
     app.build_server = lambda *told, **more: _mend(build(*told, **more), more["generation_state"])
     try:
         yield
     finally:
-        home.ModelManager, app.build_server = own, build
+        home.ModelManager, app.build_server, network.Config = own, build, config
 
 
 def _mend(app: Any, state: Any) -> Any:
