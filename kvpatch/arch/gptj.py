@@ -24,10 +24,19 @@ class GPTJAdapter(Adapter):
     projection = "out_proj"
     renumbers = turns_back = True
 
-    def project(self, attn: Any, hidden_BQE: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self,
+        attn: Any,
+        hidden_BQE: Tensor,
+        position_ids: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(attn, hidden_BQE)
-        table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)[:, None]
-        return self.rotate(attn, q, places, table), self.rotate(attn, k, places, table), v
+        if position_embeddings is None:  # before transformers 5.24 each module has the table
+            position_embeddings = attn.embed_positions[position_ids].to(hidden_BQE.dtype).chunk(2, -1)
+        sin, cos = (one.to(hidden_BQE.device)[:, None] for one in position_embeddings)
+        return _turn(attn, q, sin, cos), _turn(attn, k, sin, cos), v
 
     def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to heads, without positions."""
@@ -35,7 +44,10 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
-        return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # by which nothing is rotated
+        if call.get("position_embeddings") is None:
+            return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # by which nothing is rotated
+        sin, cos = call["position_embeddings"]
+        return {**call, "position_embeddings": (torch.zeros_like(sin), torch.ones_like(cos))}
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         if count > decoder.config.max_position_embeddings:
@@ -43,12 +55,12 @@ class GPTJAdapter(Adapter):
                 f"A head would hold {count} tokens, but this model has {decoder.config.max_position_embeddings} positions: "
                 "lower k, or read the prompt with a smaller block=."
             )
-        return decoder.h[0].attn.embed_positions.to(device)
+        holder = getattr(decoder, "rotary_emb", decoder.h[0].attn)
+        return holder.embed_positions.to(device)
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        sin, cos = table.to(x_BHTD.device)[places_BHT].to(x_BHTD.dtype).repeat_interleave(2, -1).chunk(2, -1)
-        turned = x_BHTD[..., : sin.shape[-1]]
-        return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)
+        sin, cos = table.to(x_BHTD.device)[places_BHT].to(x_BHTD.dtype).chunk(2, -1)
+        return _turn(attn, x_BHTD, sin, cos)
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         sin, cos = table.chunk(2, -1)
@@ -62,13 +74,20 @@ class GPTJAdapter(Adapter):
         return attn.head_dim**-0.5
 
     def dropout(self, attn: Any) -> float:
-        return attn.attn_dropout.p
+        return attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.attn_dropout.p
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         return attn.num_attention_heads, attn.head_dim
 
     def max_positions(self, config: Any) -> int | None:
         return config.max_position_embeddings
+
+
+def _turn(attn: Any, x_BHTD: Tensor, sin_BHTP: Tensor, cos_BHTP: Tensor) -> Tensor:
+    """Rotate the first 2P elements of queries or keys, pair by pair."""
+    sin, cos = sin_BHTP.repeat_interleave(2, -1), cos_BHTP.repeat_interleave(2, -1)
+    turned = x_BHTD[..., : sin.shape[-1]]
+    return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)
 
 
 class CodeGenAdapter(GPTJAdapter):

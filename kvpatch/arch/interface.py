@@ -19,6 +19,7 @@ from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
+from ..upstream import cache_argument
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
@@ -97,7 +98,7 @@ class InterfaceAdapter(Adapter):
                 "what the cache holds was decided where the block began. Change it before patched()."
             )
         if absorbs:
-            call["past_key_values"] = Entries()
+            call[cache_argument(type(attn).forward)] = Entries()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
             nonlocal attended

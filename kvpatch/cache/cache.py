@@ -48,6 +48,16 @@ class EvictingCache(TextState):
         """True if generate() may compile the decode step by itself."""
         return self.request.room is not None and self.settings.stack is None
 
+    @property
+    def is_croppable(self) -> bool:
+        """True once `activate_past_recording()` has been called, unless a hybrid's recurrent state cannot be taken back.
+
+        Assisted decoding of transformers 5.24 asks for it.
+        """
+        stack = self.settings.stack
+        taken_back = stack is None or stack.croppable or not stack.states
+        return taken_back and all(layer.record_past for layer in self.layers)
+
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""
         checks.layer_of("layer", layer, len(self.layers))

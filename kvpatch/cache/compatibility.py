@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import KVPatchError
+from ..upstream import CACHE
 from .layer import SlotLayer
 from .state import TextState
 
@@ -22,7 +23,7 @@ def check(caches: Sequence[TextState]) -> None:
         if not isinstance(cache, TextState):
             raise KVPatchError(
                 f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated: "
-                "give past_key_values of its output."
+                f"give {CACHE} of its output."
             )
         cache.check_finished()
         cache.catch_up()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..upstream import CACHE
 from .cache import EvictingCache
 
 Tokens = tuple[int, ...]
@@ -38,7 +39,7 @@ class Prefix:
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"A Prefix has no {name!r}: it is taken as past_key_values inside a block of its model. Its copy() is a cache."
+                f"A Prefix has no {name!r}: it is taken as {CACHE} inside a block of its model. Its copy() is a cache."
             )
 
     @property

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..upstream import CACHE, cache_of
+
 
 @dataclass(frozen=True)
 class Fed:
@@ -50,11 +52,9 @@ def feed(
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
     past, logits = None, []
     for start, stop in [(0, n), *((t, t + 1) for t in range(n, ids_BT.shape[1]))]:
-        extra = {"position_ids": positions_BT[:, start:stop]} if takes_positions else {}
-        out = model(
-            ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], past_key_values=past, use_cache=True, **extra
-        )
-        past = out.past_key_values
+        extra = {CACHE: past} | ({"position_ids": positions_BT[:, start:stop]} if takes_positions else {})
+        out = model(ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], use_cache=True, **extra)
+        past = cache_of(out)
         watch(past)
         logits.append(wide(predictions(out)[:, -1:]))
     return Fed(torch.cat(logits, 1), past)

@@ -17,6 +17,7 @@ from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from ..serving.packed import PackedPass
+from ..upstream import cache_argument
 
 
 def attention_forward(
@@ -27,13 +28,13 @@ def attention_forward(
     layer: index of its layer in the cache, which layers without keys are not counted in. reads: the module is one of those,
     and uses the keys of that layer.
     """
-    names = parameters(cls)  # type: ignore[arg-type]
+    names, taken_as = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
     # a bound method belongs to the model that was patched, not to a copy of it
     replaced = None if getattr(previous, "__func__", None) is cls.forward else previous
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
-        cache = call.get("past_key_values")
+        cache = call.get(taken_as)
         if not isinstance(cache, EvictingCache):
             cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
             cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)

@@ -18,6 +18,7 @@ from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.repeated import Repeated
 from ..serving.pool import RequestPool
+from ..upstream import CACHE, cache_of, set_cache
 from . import inputs, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
@@ -33,9 +34,10 @@ NO_CAPTURE = (
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Any:
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
-    past = call.get("past_key_values")
+    past = cache_of(call)
     if isinstance(past, Prefix):
-        past = call["past_key_values"] = ownership.begun(past, state)
+        past = ownership.begun(past, state)
+        set_cache(call, past, state.cache_name)
     if state.capturing and isinstance(past, EvictingCache):
         if not _step(decoder, call, past, state):
             raise KVPatchError(NO_CAPTURE)
@@ -54,18 +56,18 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     mask = call.get("attention_mask")
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
         return _begin_packed(decoder, call, mask.cache, state)
-    past = call.get("past_key_values")
+    past = cache_of(call)
     if state.replayed is not None and (past is None or state.settings.transparent):
         return begin_replay(decoder, call, state, state.replayed)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.repeat is not None:
-        return begin_repeat(call, past, call["input_ids"].device)
+        return begin_repeat(call, past, call["input_ids"].device, state)
     made_here = past is None
     changed = _begin(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.own_code(call, decoder.training)
     else:
-        mask, cache = call["attention_mask"], call["past_key_values"]
+        mask, cache = call["attention_mask"], cache_of(call)
         carried = mask["full_attention"] if isinstance(mask, dict) else mask
         state.log.begin(carried.cache if cache is None else cache, decoder.training, made_here)
     return changed
@@ -75,7 +77,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     """Run `before_decoder` for any pass except a traced decode step."""
     if runs_own_code(decoder, call, state):
         return None
-    past, config, scratch = call.get("past_key_values"), getattr(decoder, "config", None), _is_scratch(decoder, call)
+    past, config, scratch = cache_of(call), getattr(decoder, "config", None), _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch
     n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
@@ -125,7 +127,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     own = pass_mask(tokens.device)
     carrying = Courier.carrying(cache, own) if scratch else own.as_subclass(PassMask)
     call["attention_mask"] = by_kind(state.settings.stack, carrying, mask, Q)
-    call.update(past_key_values=None if scratch else cache, use_cache=not scratch)
+    set_cache(call, None if scratch else cache, state.cache_name)
+    call["use_cache"] = not scratch
     return (), call
 
 
@@ -150,13 +153,14 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
         state.log.begin(part.cache, decoder.training, made_here=False)
     if "position_ids" in state.decoder_parameters:
         call["position_ids"] = packed.positions_1Q
-    call.update(past_key_values=None, use_cache=False, attention_mask=Courier.carrying(packed, pass_mask(tokens.device)))
+    set_cache(call, None, state.cache_name)
+    call.update(use_cache=False, attention_mask=Courier.carrying(packed, pass_mask(tokens.device)))
     return (), call
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
     """Tell if a pass is left to the model's own code: training and forwards without a cache, unless block= is set."""
-    past = call.get("past_key_values")
+    past = cache_of(call)
     foreign = past is not None or _own_attention(decoder, call)
     if state.settings.transparent and not isinstance(past, EvictingCache) and foreign:
         return True
@@ -165,7 +169,7 @@ def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
     """Tell if the cache of a pass ends with it."""
-    past, use_cache = call.get("past_key_values"), call.get("use_cache")
+    past, use_cache = cache_of(call), call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True
     return not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
@@ -199,7 +203,8 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
         inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
     compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask)
     mask = pass_mask(tokens.device)
-    call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
+    set_cache(call, cache, state.cache_name)
+    call.update(use_cache=True, attention_mask=mask)
     return True
 
 
@@ -210,11 +215,11 @@ def own_cache(past: object) -> EvictingCache:
     kind = type(past).__name__
     if isinstance(past, Cache) and past.get_seq_length() == 0:
         raise KVPatchError(
-            f"An empty {kind} was passed as past_key_values; it would stay empty, for inside the block kvpatch's own cache "
-            "is filled. Leave past_key_values out, or pass patch.new_cache()."
+            f"An empty {kind} was passed as {CACHE}; it would stay empty, for inside the block kvpatch's own cache "
+            f"is filled. Leave {CACHE} out, or pass patch.new_cache()."
         )
     raise KVPatchError(
-        f"past_key_values is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "
+        f"{CACHE} is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "
         "cache with patch.new_cache(past), which works for policies that do not score by attention."
     )
 

@@ -1,6 +1,6 @@
 """Hooks of generate(): they supply an EvictingCache, however generate() is called, and raise for options that bypass it.
 
-There are two ways in. `wrap_generate` passes the cache as `past_key_values`, as any caller could. A generate() that was
+There are two ways in. `wrap_generate` passes the cache as an argument, as any caller could. A generate() that was
 called on the class, or that has no such argument, makes its own cache: there `wrap_prepare_cache` replaces it.
 """
 
@@ -25,16 +25,14 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
+from ..upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, set_cache
 from . import inputs, ownership
 from .attention import Courier
 from .decoder import own_cache
 from .state import PatchState, pass_mask
 from .versions import check_engine
 
-BATCHED = "init_continuous_batching"
-KEPT_MANAGER = "_cached_continuous_batching_manager"
 ENGINE = "kvpatch.serving.engine"  # imported with the first manager
-PREPARE = "_prepare_cache_for_generation"
 
 
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
@@ -51,10 +49,11 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
             return run(*args, **kwargs)
         _refuse_cache_implementation(kwargs, *configs)
-        if _no_cache_wanted(kwargs, config) or not _takes_cache(run, kwargs):
+        taken_as = _cache_parameter(run, kwargs)
+        if _no_cache_wanted(kwargs, config) or taken_as is None:
             return run(*args, **kwargs)
         _refuse_checkpointing(self)
-        past = kwargs.get("past_key_values")
+        past = cache_of(kwargs)
         past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
         columns = _prompt_columns(args, kwargs)
@@ -80,7 +79,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
                 cache.request.new_tokens = _new_tokens(self, kwargs, config, cache.request.prompt_len - virtual)
                 if compiles:
                     cache.request.room = cache.request.new_tokens
-            kwargs["past_key_values"] = cache
+            set_cache(kwargs, cache, taken_as)
             state.log.start(cache, made_here=past is None)
             return run(*args, **kwargs)
         except BaseException:
@@ -102,8 +101,8 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        run = functools.partial(getattr(type(self), PREPARE), self) if previous is None else previous
-        past = model_kwargs.get("past_key_values")
+        run = functools.partial(getattr(type(self), PREPARE_CACHE), self) if previous is None else previous
+        past = cache_of(model_kwargs)
         past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         ours = isinstance(past, EvictingCache)
         foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
@@ -116,7 +115,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
                 past = _cache_for(self, state, past, model_kwargs.get("attention_mask"))
                 state.log.start(past, made_here)
                 _begin_uncalled(past, generation_config, model_kwargs, state)
-            model_kwargs["past_key_values"] = past
+            set_cache(model_kwargs, past, CACHE)
         return run(generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation
@@ -163,12 +162,13 @@ def _draft(cache: EvictingCache, columns: int | None) -> None:
     cache.request.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 
 
-def _takes_cache(run: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Tell if generate() takes a cache as an argument; a user's own may not, and then makes one inside."""
+def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
+    """Return the name under which generate() takes a cache; None for a user's own that takes none, and makes one inside."""
     if isinstance(kwargs.get("custom_generate"), str):
-        return False
-    taken = inspect.signature(run).parameters.values()
-    return any(one.name == "past_key_values" or one.kind is one.VAR_KEYWORD for one in taken)
+        return None
+    taken = inspect.signature(run).parameters
+    others = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    return next((name for name in CACHE_NAMES if name in taken), CACHE if others else None)
 
 
 # ---- the caller's options ----
@@ -176,7 +176,7 @@ def _takes_cache(run: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() is asked for the model's own cache, or to return attention matrices."""
-    past = kwargs.get("past_key_values")
+    past = cache_of(kwargs)
     if past is not None and not isinstance(past, EvictingCache):
         return True
     asked = [kwargs.get("output_attentions"), *(getattr(c, "output_attentions", None) for c in configs)]
@@ -271,7 +271,7 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
     """
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
-        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         if not isinstance(past, EvictingCache):
             return (previous or masking_utils.create_masks_for_generate)(*args, **kwargs)
         Q = kwargs["inputs_embeds"].shape[1]

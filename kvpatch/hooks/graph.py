@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..upstream import CACHE
 from . import ownership
 from .state import PatchState
 
@@ -152,7 +153,7 @@ class StepGraph:
 
     def _run(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
         """Call the model, with everything that changes from step to step in tensors if it can be."""
-        call: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        call: dict[str, Any] = {CACHE: cache, "use_cache": True}
         capturing = self._steps(cache, ids_B1) > 0
         if capturing and "position_ids" in self.state.decoder_parameters:
             call["position_ids"] = _positions(cache, len(ids_B1))

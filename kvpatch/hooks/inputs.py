@@ -15,6 +15,7 @@ from ..cache.cache import EvictingCache
 from ..cache.checks import real
 from ..errors import KVPatchError, suggest
 from ..policies.context import at_hand
+from ..upstream import CACHE, cache_of
 
 BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size", "max_capacity_prompt")  # names for k in other libraries
 MISPLACED = (
@@ -135,7 +136,7 @@ def same_text(ids: object, mask: object, cache: EvictingCache) -> None:
         raise KVPatchError(
             f"input_ids have {ids.shape[1]} columns, but the cache has read {seen} tokens: give the whole text so far with "
             f"what is new at its end, or what is new alone with an attention_mask of {seen + ids.shape[1]} columns over both. "
-            "Give another question about one text a copy made before the first question, past_key_values=cache.clone()."
+            f"Give another question about one text a copy made before the first question, {CACHE}=cache.clone()."
         )
     if alone or known is None or len(ids) != len(known):
         return
@@ -146,7 +147,7 @@ def same_text(ids: object, mask: object, cache: EvictingCache) -> None:
     raise KVPatchError(
         f"input_ids differ from what the cache has read at column {start + column} of row {row}: it has read another text, "
         "such as an earlier question, and goes on with that. Give each question a copy made before the first one, "
-        "past_key_values=cache.clone(); to go on, give the whole text so far."
+        f"{CACHE}=cache.clone(); to go on, give the whole text so far."
     )
 
 
@@ -172,7 +173,7 @@ def one_text_a_row(call: dict[str, Any]) -> None:
     It does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
-    if call.get("past_key_values") is not None or call.get("attention_mask") is not None:
+    if cache_of(call) is not None or call.get("attention_mask") is not None:
         return
     packed = isinstance(lengths, Tensor) and lengths.numel() > 2
     if packed or (isinstance(given, Tensor) and given.ndim == 2 and bool((given.diff(dim=-1) < 1).any())):

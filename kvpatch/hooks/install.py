@@ -12,13 +12,11 @@ from types import MethodType
 
 from torch import nn
 
+from ..upstream import KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward, parameters
 from .generate import (
-    BATCHED,
-    KEPT_MANAGER,
-    PREPARE,
     batches,
     continuous_batching,
     end_continuous_batching,
@@ -96,10 +94,10 @@ class Installation:
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
         state, changes = self.state, dict[str, object]()
         changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
-        changes["create_masks_for_generate"] = masks_for_generate(getattr(generator, "create_masks_for_generate", None))
-        changes[PREPARE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE), state), generator)
-        if not state.settings.transparent and hasattr(generator, BATCHED):
-            changes[BATCHED] = MethodType(continuous_batching(state), generator)
+        changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))
+        changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE_CACHE), state), generator)
+        if not state.settings.transparent and hasattr(generator, START_BATCHING):
+            changes[START_BATCHING] = MethodType(continuous_batching(state), generator)
             changes["generate_batch"] = MethodType(batches(), generator)
             changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
             mark.undo.append(end_continuous_batching)

@@ -8,6 +8,7 @@ from transformers import Cache
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from ..upstream import CACHE
 from .state import PatchState
 
 
@@ -49,7 +50,7 @@ def check_own(cache: object, state: PatchState) -> None:
     if not isinstance(cache, EvictingCache):
         raise KVPatchError(
             f"This is a {type(cache).__name__}: give a cache that the patched model filled, such as patch.new_cache() after a "
-            "prompt, or past_key_values of its output."
+            f"prompt, or {CACHE} of its output."
         )
     check(cache, state)
 

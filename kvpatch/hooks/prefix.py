@@ -25,7 +25,7 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
         return known
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
-        target.decoder(input_ids=ids_1N, past_key_values=cache, use_cache=True)
+        target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
     return state.prefixes.add(Prefix(tokens, cache, state.identity()))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..attention.replay import ReplayPass
 from ..cache.lifetimes import Record
 from ..errors import KVPatchError
+from ..upstream import CACHE, cache_of, set_cache
 from . import inputs
 from .attention import Courier
 from .state import PatchState, by_kind, pass_mask, put_aside
@@ -17,9 +18,9 @@ from .state import PatchState, by_kind, pass_mask, put_aside
 
 def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Any:
     """Begin a pass that follows the record: `call` gets a mask that carries it, and positions where it has none."""
-    if call.get("past_key_values") is not None:
+    if cache_of(call) is not None:
         raise KVPatchError(
-            "A replay reads whole texts without a cache: leave out past_key_values, and call generate() outside the block, or "
+            f"A replay reads whole texts without a cache: leave out {CACHE}, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
     if state.places_itself is not None:
@@ -50,7 +51,8 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     now = ReplayPass(state.settings, record, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
     state.log.replayed = now.choice.ran
     carried = by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
-    call.update(past_key_values=None, use_cache=False, attention_mask=carried)
+    set_cache(call, None, state.cache_name)
+    call.update(use_cache=False, attention_mask=carried)
     return (), call
 
 

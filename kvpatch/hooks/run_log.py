@@ -19,6 +19,7 @@ from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..cache.snapshot import Snapshot
 from ..cache.state import PassRecord
+from ..upstream import CACHE
 from .pass_record import TextRecord, Timing, evicting
 
 _LOG = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ _TEXTS = {
         "this forward without a cache",
         "; or let it have one: leave use_cache=False out of generate(), or of the model's config",
     ),
-    "prompt": ("this pass, from whose cache nothing went on", "; or go on from its past_key_values"),
+    "prompt": ("this pass, from whose cache nothing went on", f"; or go on from its {CACHE}"),
 }
 
 

@@ -15,13 +15,14 @@ from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..policies.repeated import Repeated
+from ..upstream import cache_of, set_cache
 from .attention import PassMask
 from .state import PatchState, by_kind, pass_mask
 
 
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> None:
     """End a pass that outlasts its last layer; a prompt may be repeated before. A forward hook of the decoder."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return
     now = cache.now
@@ -48,7 +49,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
                 pieces = [text[chunk] if chunk < len(text) else (0, 0, []) for text in texts]
                 with torch.inference_mode(False):
                     tokens, positions = passes.begin_repeat(cache, now, pieces, ids_BN.device)
-                call: dict[str, Any] = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
+                call: dict[str, Any] = {"input_ids": tokens, state.cache_name: cache, "use_cache": True}
                 if "position_ids" in state.decoder_parameters:
                     call["position_ids"] = positions.clamp(min=0)
                 with cache.states.kept():
@@ -60,8 +61,9 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
             passes.finish(cache)
 
 
-def begin_repeat(call: dict[str, Any], cache: EvictingCache, device: torch.device) -> Any:
+def begin_repeat(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Any:
     """Begin a pass of a second reading: nothing of the cache's own counts it."""
     mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
-    call.update(past_key_values=cache, use_cache=True, attention_mask=mask)
+    set_cache(call, cache, state.cache_name)
+    call.update(use_cache=True, attention_mask=mask)
     return (), call

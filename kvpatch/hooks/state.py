@@ -20,6 +20,7 @@ from ..cache.recurrent import Stack
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..storage.schema import LayerShape
+from ..upstream import CACHE, CACHE_NAMES
 from .run_log import RunLog
 
 
@@ -70,11 +71,12 @@ class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
     max_positions: the number of positions that the model has. shapes: of the cache's layers.
-    decoder_parameters: names of the parameters of the decoder's forward. aside: for each attribute of the decoder that changes
-    during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a step for a graph
-    (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed texts that others begin
-    with. identity: describes the model. merged: what a pass was given in front of the decoder, in each thread. places_itself:
-    the reason that the decoder counts positions by columns and can be told no others, or None.
+    decoder_parameters: names of the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each
+    attribute of the decoder that changes during a pass under the patch, the model's own value and ours. log: of the passes.
+    capturing: the pass is a step for a graph (graph.py). replayed: the record that passes without a cache follow, or None.
+    prefixes: compressed texts that others begin with. identity: describes the model. merged: what a pass was given in front of
+    the decoder, in each thread. places_itself: the reason that the decoder counts positions by columns and can be told no
+    others, or None.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class PatchState:
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
+        self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = False
         self.replayed: Record | None = None

@@ -25,6 +25,7 @@ from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
+from ..upstream import CACHE, CACHE_NAMES
 from .accelerate import device_of, weights
 from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
 from .sharding import Parallel, check_layers, parallel_of
@@ -303,11 +304,12 @@ class Target:
 def _check_decoder(decoder: nn.Module) -> None:
     """Raise KVPatchError if a decoder outside transformers does not take the arguments that the patch passes."""
     takes = inspect.signature(type(decoder).forward).parameters
-    missing = [name for name in ("past_key_values", "attention_mask", "use_cache") if name not in takes]
+    named = next((name for name in CACHE_NAMES if name in takes), CACHE)
+    missing = [name for name in (named, "attention_mask", "use_cache") if name not in takes]
     if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         raise KVPatchError(
             f"The forward of {type(decoder).__name__} takes no {', '.join(missing)}: kvpatch hands the decoder its cache as "
-            "past_key_values, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
+            f"{CACHE}, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
             "attention modules."
         )
 

@@ -51,4 +51,5 @@ def _read(target: Target, state: PatchState, length: int, batch_size: int, paddi
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for begin, end in ((0, length), *((length + step, length + step + 1) for step in range(STEPS))):
         call = {"position_ids": positions[:, begin:end]} if "position_ids" in state.decoder_parameters else {}
-        target.decoder(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **call)
+        call[state.cache_name] = cache
+        target.decoder(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **call)

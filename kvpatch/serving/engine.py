@@ -31,11 +31,11 @@ from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.scopes import protect_tensor
+from ..upstream import KEPT_MANAGER
 from .admission import Admission
 from .pool import RequestPool
 
 _LOG = logging.getLogger("kvpatch.serving")
-CACHED = "_cached_continuous_batching_manager"  # the model's attribute that keeps a persistent manager
 
 # options that assume unevicted blocks or graphs of a fixed shape: (name, value here, what it is)
 OFF: tuple[tuple[str, object, str], ...] = (
@@ -188,7 +188,7 @@ def manager_of(
 
     tokenizer: for stop strings.
     """
-    kept = vars(model).get(CACHED)
+    kept = vars(model).get(KEPT_MANAGER)
     if isinstance(kept, BudgetManager) and kept.terms.settings is terms.settings:
         return kept
     generation_config = model.generation_config if generation_config is None else generation_config

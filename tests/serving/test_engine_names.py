@@ -65,7 +65,7 @@ def test_methods_take_what_they_took():
 def test_options_that_are_switched_off_exist():
     for name, _, what in engine.OFF:
         assert hasattr(ContinuousBatchingConfig(), name), f"{what} has another name"
-    assert engine.CACHED in inspect.getsource(continuous_api)
+    assert engine.KEPT_MANAGER in inspect.getsource(continuous_api)
 
 
 def test_a_request_has_what_is_read_of_it():
