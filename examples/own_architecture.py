@@ -64,19 +64,20 @@ class ToyModel(PreTrainedModel, GenerationMixin):
         return self.tokens
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
-        use_cache: bool | None = None, **_: Any,
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, cache: Any = None,
+        use_cache: bool | None = None, past_key_values: Any = None, **_: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.24
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+        seen = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device)[None]
         hidden = self.tokens(input_ids) + self.places(position_ids)
-        mask = create_causal_mask(self.config, hidden, attention_mask, past_key_values=past_key_values)
+        mask = create_causal_mask(self.config, hidden, attention_mask, cache)
         for layer in self.layers:
-            hidden = hidden + layer(hidden, mask, past_key_values)[0]
-        return CausalLMOutputWithPast(logits=self.head(hidden), past_key_values=past_key_values)
+            hidden = hidden + layer(hidden, mask, cache)[0]
+        return CausalLMOutputWithPast(None, self.head(hidden), cache)
 
 
 class ToyAdapter(kvpatch.Adapter):

@@ -39,10 +39,11 @@ class After(StoppingCriteria):
 
 
 def second_best(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **given: Any) -> Tensor:
-    """A loop that takes the second likeliest token; `past_key_values` is the block's own cache."""
-    cache, new = given["past_key_values"], input_ids
+    """A loop that takes the second likeliest token; the cache is the block's own."""
+    name = "cache" if "cache" in given else "past_key_values"  # before transformers 5.24
+    new = input_ids
     while not stopping_criteria(input_ids, None).all():
-        logits = model(new, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(new, **{name: given[name]}, use_cache=True).logits[:, -1]
         new = logits_processor(input_ids, logits).topk(2).indices[:, 1:]
         input_ids = torch.cat([input_ids, new], 1)
     return input_ids

@@ -24,7 +24,7 @@ from ..policies.policy import Policy
 from ..policies.queries import Recent
 from ..policies.repeated import repeat_instruction
 from ..storage.calibration import made
-from ..upstream import CACHE
+from ..upstream import cache_argument
 
 _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 
@@ -52,7 +52,7 @@ def calibrate(
         parts = [_Parts.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
             cache = patch.new_cache()
-            model(piece, **{CACHE: cache})
+            model(piece, **{cache_argument(type(model).forward): cache})
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:
                     _add(_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))

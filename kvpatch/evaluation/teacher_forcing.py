@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..upstream import CACHE, cache_of
+from ..upstream import cache_argument, cache_of
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def feed(
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-    past, logits = None, []
+    past, logits, name = None, [], cache_argument(type(model).forward)
     for start, stop in [(0, n), *((t, t + 1) for t in range(n, ids_BT.shape[1]))]:
-        extra = {CACHE: past} | ({"position_ids": positions_BT[:, start:stop]} if takes_positions else {})
+        extra = {name: past} | ({"position_ids": positions_BT[:, start:stop]} if takes_positions else {})
         out = model(ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], use_cache=True, **extra)
         past = cache_of(out)
         watch(past)

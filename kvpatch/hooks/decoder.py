@@ -122,6 +122,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         call["position_ids"] = cache.running.positions_BQ
+    if renumbered and state.max_positions is not None:
+        _give_no_place(call, tokens)
     if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
         cache.rows.by_columns |= call.get("position_ids") is None
     own = pass_mask(tokens.device)
@@ -130,6 +132,11 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     set_cache(call, None if scratch else cache, state.cache_name)
     call["use_cache"] = not scratch
     return (), call
+
+
+def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
+    """Let a decoder look position 0 up for every token: keys are rotated later, and a text may be longer than its table."""
+    call["position_ids"] = torch.zeros(1, tokens.shape[1], dtype=torch.long, device=tokens.device)
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
@@ -202,6 +209,8 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
     if cache.rows.joined and not cache.settings.renumbered:
         inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
     compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask)
+    if cache.settings.renumbered and state.max_positions is not None:
+        _give_no_place(call, tokens)
     mask = pass_mask(tokens.device)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

@@ -7,6 +7,7 @@ called on the class, or that has no such argument, makes its own cache: there `w
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import sys
 import weakref
@@ -30,7 +31,7 @@ from . import inputs, ownership
 from .attention import Courier
 from .decoder import own_cache
 from .state import PatchState, pass_mask
-from .versions import check_engine
+from .versions import check_engine, check_prompt_tuning
 
 ENGINE = "kvpatch.serving.engine"  # imported with the first manager
 
@@ -247,7 +248,10 @@ def _virtual_tokens(model: Any) -> int:
     """Count the tokens that PEFT's prompt tuning puts before the prompt; during generate() it prepares the model's inputs."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config: Any = getattr(wrapper, "active_peft_config", None)
-    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
+    if not getattr(config, "is_prompt_learning", False):
+        return 0
+    check_prompt_tuning(importlib.metadata.version("peft"))
+    return config.num_virtual_tokens
 
 
 def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
-from ..upstream import CACHE
+from ..upstream import cache_argument
 from . import ownership
 from .state import PatchState
 
@@ -103,6 +103,7 @@ class StepGraph:
 
     def __init__(self, model: nn.Module, state: PatchState, make: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
         self.model, self.state, self.make = model, state, make
+        self.cache_name = cache_argument(type(model).forward if isinstance(model, nn.Module) else model)
         self.captures = self.replays = 0
         self._known: dict[object, _Captured | None] = {}
         self._newest: _Captured | None = None
@@ -153,7 +154,7 @@ class StepGraph:
 
     def _run(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
         """Call the model, with everything that changes from step to step in tensors if it can be."""
-        call: dict[str, Any] = {CACHE: cache, "use_cache": True}
+        call: dict[str, Any] = {self.cache_name: cache, "use_cache": True}
         capturing = self._steps(cache, ids_B1) > 0
         if capturing and "position_ids" in self.state.decoder_parameters:
             call["position_ids"] = _positions(cache, len(ids_B1))

@@ -6,9 +6,11 @@ import functools
 import re
 
 from ..errors import KVPatchError
+from ..upstream import CACHE
 
 TRANSFORMERS = "5.15", "6"  # from, to below; pyproject.toml says the same
 TORCH = "2.10"
+PEFT_BY_OLD_NAME = "0.21.2"  # the newest release whose prompt tuning looks for past_key_values alone
 ENGINE = "5.19"  # the first release whose continuous batching can be put on a budget
 
 
@@ -35,6 +37,15 @@ def check_engine(transformers: str) -> None:
         raise KVPatchError(
             f"Continuous batching under a budget needs transformers {ENGINE} or newer; this is {transformers}: "
             f"pip install 'transformers>={ENGINE},<{TRANSFORMERS[1]}'. Or use generate() with a padded batch."
+        )
+
+
+def check_prompt_tuning(peft: str) -> None:
+    """Raise KVPatchError for a PEFT whose prompts are put before every token, since it looks for the cache by its old name."""
+    if CACHE == "cache" and _release(peft) <= _release(PEFT_BY_OLD_NAME):
+        raise KVPatchError(
+            f"PEFT {peft} puts its tuned prompt before every generated token under transformers 5.24, without a patch too: "
+            f"install a PEFT newer than {PEFT_BY_OLD_NAME}, or pip install 'transformers<5.24'."
         )
 
 

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import kvpatch
@@ -57,6 +58,8 @@ SHELLS = {
 
 
 def make(kind, dtype=torch.float32):
+    if kind == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("Llama4ForConditionalGeneration of 5.24.0 reads an attribute that its output does not have, unpatched too")
     torch.manual_seed(0)
     auto = AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText
     model = auto.from_config(AutoConfig.for_model(kind, **SHELLS[kind])).eval()

@@ -26,7 +26,7 @@ def test_the_contract_holds(name, share):
     if share:
         plugin.install()
     try:
-        for test, check in vars(generation_contract).items():
+        for test, check in list(vars(generation_contract).items()):
             if not test.startswith("test_"):
                 continue
             for mode in generation_contract.MODES if "mode" in inspect.signature(check).parameters else (None,):

@@ -1,7 +1,9 @@
 """PEFT's adapters inside the block: trained, generated with, switched, merged; or refused in words."""
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import (
     CartridgeConfig,
     IA3Config,
@@ -14,10 +16,13 @@ from peft import (
 
 import kvpatch
 from examples import finetune_lora
+from kvpatch.hooks import versions
+from kvpatch.upstream import CACHE
 from tests.helpers.tiny import make, prompt
 
 ATTENTION = {"llama_gqa": ["q_proj", "k_proj", "v_proj", "o_proj"], "gpt2": ["c_attn", "c_proj"], "mpt": ["Wqkv", "out_proj"]}
 VIRTUAL = 6
+OLD_PEFT = CACHE == "cache" and Version(peft.__version__) <= Version(versions.PEFT_BY_OLD_NAME)
 PROMPTS = {
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL),
     "P-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL, encoder_hidden_size=16),
@@ -149,6 +154,7 @@ def test_ia3_scales_keys_and_values_before_they_are_kept():
         torch.testing.assert_close(generate(merged, ids), kept, atol=1e-4, rtol=0)
 
 
+@pytest.mark.skipif(OLD_PEFT, reason="this PEFT puts its prompt before every token, without a patch too")
 @pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
 def test_virtual_tokens_belong_to_the_prompt(name, kind):
@@ -171,6 +177,13 @@ def test_virtual_tokens_belong_to_the_prompt(name, kind):
                 out = run(input_ids=tokens, past_key_values=past, use_cache=True)
                 past = out.past_key_values
                 torch.testing.assert_close(out.logits[:, -1], logits[:, t], atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(not OLD_PEFT, reason="this PEFT finds the cache")
+def test_a_prompt_before_every_token_is_refused():
+    model, ids = get_peft_model(make("llama_gqa"), PROMPTS["prompt tuning"]).eval(), prompt(1, 24)
+    with kvpatch.patched(model, "h2o", 0.5), pytest.raises(kvpatch.KVPatchError, match="puts its tuned prompt before every"):
+        generate(model, ids)
 
 
 @pytest.mark.parametrize("config", [PrefixTuningConfig, CartridgeConfig])

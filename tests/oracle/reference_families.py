@@ -12,6 +12,7 @@ Shapes: T tokens of one row, E model width, H query heads, K KV heads, D head si
 batch axis is 1.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class Before:
     def get_seq_length(self, layer_idx: int) -> int:
         return self.count
 
-    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return k, v
 
 
@@ -65,7 +66,7 @@ def same_kind(output: Any, x: Tensor) -> Any:
 class Given:
     """A cache that keeps nothing: it notes what a module of latent attention gives to it."""
 
-    def update(self, latent: Tensor, rotary: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def update(self, latent: Tensor, rotary: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.latent, self.rotary = latent, rotary
         return latent, rotary
 
@@ -188,9 +189,11 @@ class Routed(Decoder):
         """The attention module's own forward."""
         rest, kwargs = self.inner[l]
         module = self.attentions[l]
-        kwargs = {**kwargs, "past_key_values": cache} if cache is not None else kwargs
         if getattr(module, "attn_temperature_tuning", False):
-            kwargs = {**kwargs, "past_key_values": Before(int(self.positions[0]))}
+            cache = Before(int(self.positions[0]))
+        takes = inspect.signature(type(module).forward).parameters
+        name = "cache" if "cache" in takes else "past_key_values"  # since transformers 5.24, and before
+        kwargs = {**kwargs, name: cache} if cache is not None else kwargs
         with self.answering(answer):
             return type(module).forward(module, h_TE[None], *rest, **kwargs)[0][0]
 

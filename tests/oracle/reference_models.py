@@ -331,7 +331,9 @@ class Gptj(Decoder):
         return q, k, v
 
     def tables(self, l: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        sin, cos = self.model.transformer.h[l].attn.embed_positions[positions_T].chunk(2, -1)
+        decoder = self.model.transformer  # which has the table since transformers 5.24; before, each module has one
+        table = decoder.rotary_emb.embed_positions if hasattr(decoder, "rotary_emb") else decoder.h[l].attn.embed_positions
+        sin, cos = table[positions_T].chunk(2, -1)
         return cos, sin
 
     def rotate(self, x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -62,7 +62,10 @@ class OwnForCausalLM(PreTrainedModel, GenerationMixin):
         causal = (at <= at[seen:, None])[None, None]
         return causal if attention_mask is None else causal & attention_mask[:, None, None, :].bool()
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, cache=None, use_cache=None, past_key_values=None, **kwargs
+    ):  # fmt: skip
+        past_key_values = past_key_values if cache is None else cache  # whose name it is since transformers 5.24
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         seen, new = 0 if past_key_values is None else past_key_values.get_seq_length(), input_ids.shape[1]
@@ -73,4 +76,4 @@ class OwnForCausalLM(PreTrainedModel, GenerationMixin):
         mask = self.mask(attention_mask, seen, new, hidden.device)
         for layer in self.layers:
             hidden = hidden + layer(hidden, (angles.cos(), angles.sin()), mask, past_key_values)[0]
-        return CausalLMOutputWithPast(logits=self.head(hidden), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(None, self.head(hidden), past_key_values)

@@ -80,10 +80,10 @@ class RoutedModel(PreTrainedModel):
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(seen, seen + hidden_states.shape[1], device=hidden_states.device)[None]
-        mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values=past_key_values)
+        mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values)
         for layer in self.layers:
             hidden_states = hidden_states + layer(hidden_states, position_ids, mask, past_key_values, **kwargs)[0]
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(hidden_states, past_key_values)
 
 
 class RoutedForCausalLM(PreTrainedModel, GenerationMixin):
@@ -99,6 +99,9 @@ class RoutedForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.model.embed_tokens
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None, past_key_values=None, **kwargs
+    ):  # fmt: skip
+        past_key_values = past_key_values if cache is None else cache  # whose name it is since transformers 5.24
         out = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, **kwargs)
-        return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(None, self.lm_head(out.last_hidden_state), out[1] if len(out) > 1 else None)
