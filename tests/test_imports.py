@@ -79,7 +79,8 @@ def test_importing_every_module_changes_nothing_of_others(found):
 
 def test_every_module_that_writes_to_another_library_s_registry_is_explained():
     """By name: whatever registers with another library is in the section of docs/architecture.md."""
-    said = (ROOT / "docs" / "architecture.md").read_text().partition("## What importing kvpatch changes")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    said = page.partition("## What importing kvpatch changes")[2].partition("\n## ")[0]
     for words, where in (
         ("AttentionInterface.register", "arch/interface.py"),
         ("torch.library.custom_op", "backends/triton/triton_backend.py"),

@@ -75,7 +75,7 @@ def _check_extra() -> None:
 
 @contextmanager
 def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Let transformers' server find this model where it would load one, list no other, stop in time, and do what `_mend` adds."""
+    """Have transformers' server serve this model where it would load one, list no other, stop in time, and do as `_mend` says."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
 

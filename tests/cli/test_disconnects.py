@@ -1,4 +1,7 @@
-"""A client that hangs up ends its request in `kvpatch serve`: transformers' app, driven without sockets, over an engine that never answers."""
+"""A client that hangs up ends its request in `kvpatch serve`.
+
+transformers' app is driven without sockets, over an engine that never answers.
+"""
 
 import asyncio
 import json
@@ -59,7 +62,8 @@ def make_app(engine):
     with serving._loaded(model, tokenizer):
         manager = model_manager.ModelManager(device="cpu", force_model=NAME)
         handlers = (kind(manager, state) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
-        app = server.build_server(manager, *handlers, systemone_handler=None, transcription_handler=None, generation_state=state)
+        none = {"systemone_handler": None, "transcription_handler": None}
+        app = server.build_server(manager, *handlers, **none, generation_state=state)
     return app, manager
 
 
@@ -73,8 +77,8 @@ def made():
 
 def scope_of(path, method="POST"):
     headers = [(b"content-type", b"application/json")]
-    return {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-            "root_path": "", "scheme": "http", "http_version": "1.1", "headers": headers, "client": None, "server": None}  # fmt: skip
+    asked = {"method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+    return {"type": "http", "root_path": "", "scheme": "http", "http_version": "1.1", "client": None, "server": None, **asked}
 
 
 async def call(app, scope, messages, sent):

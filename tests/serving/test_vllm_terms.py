@@ -70,7 +70,7 @@ def test_a_misspelt_key():
     """Settings that nothing would read are refused; another plugin's key is not taken for one."""
     budget = {"policy": "h2o", "k": 16}
     for key in ("kvpach", "kv_patch", "KVPatch", "kv-patch"):
-        with pytest.raises(kvpatch.KVPatchError, match=rf"settings under '{key}', which nothing reads. Did you mean 'kvpatch'?"):
+        with pytest.raises(kvpatch.KVPatchError, match=rf"under '{key}', which nothing reads. Did you mean 'kvpatch'\?"):
             configured({key: budget}, None)
     for other in ({"kv_path": "/store"}, {"kv_cache": {"policy": "lru"}}, {"press": budget}, {"kvpatc": None}):
         assert configured(other, None) is None

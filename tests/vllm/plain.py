@@ -1,4 +1,4 @@
-"""Ask an engine without settings of kvpatch: `python -m tests.vllm.plain job.json answer.json`, with whichever vLLM is found first.
+"""Ask one engine of whichever vLLM is found first: `python -m tests.vllm.plain job.json answer.json`.
 
 The engine runs in a process of its own, as vLLM's usually do. The answer has vLLM's version, the tokens, the classes of the
 attention of its layers, and the modules of kvpatch that the engine has loaded; or the error.
@@ -36,7 +36,7 @@ def ask(job: dict[str, Any]) -> dict[str, Any]:
     """Answer the job: {model, prompts, new, options}."""
     import vllm
 
-    from tests.vllm.plain import look  # by a name that the engine's process can import, which this one's __main__ is not
+    from tests.vllm import plain  # the engine's process imports look() by this name, and has another __main__
 
     usual = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
     try:
@@ -46,7 +46,7 @@ def ask(job: dict[str, Any]) -> dict[str, Any]:
     sampling = vllm.SamplingParams(detokenize=False, ignore_eos=True, max_tokens=job["new"], temperature=0)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"version": vllm.__version__, "tokens": tokens, **engine.apply_model(look)[0]}
+    return {"version": vllm.__version__, "tokens": tokens, **engine.apply_model(plain.look)[0]}
 
 
 if __name__ == "__main__":

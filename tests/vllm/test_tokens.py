@@ -201,7 +201,7 @@ def test_what_the_log_says(answers):
     )
     cached = "[kvpatch] prefix caching is off under a budget."
     start = "[kvpatch] policy h2o, k={}: a request takes pages of {} slots in 3 layers, {} MB of keys and values."
-    few, all_ = start.format(24, 25, "0.0384"), start.format(512, 513, "0.788")  # a slot has 2 * 2 heads * 32 numbers of 4 bytes
+    few, all_ = start.format(24, 25, "0.0384"), start.format(512, 513, "0.788")  # a slot has 2 * 2 * 32 numbers of 4 bytes
     assert usual["said"] == [cached, few] and off["said"] == [few]
     assert none["said"] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted.", all_]
     assert first(none) == answers.generated("Llama", TEXTS[:1], None)

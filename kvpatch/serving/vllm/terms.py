@@ -39,7 +39,7 @@ class Terms:
         return isinstance(self.k, float)
 
     def describe_request(self, slots: int, layers: int, size: int) -> str:
-        """Return the line that an operator reads at the start. slots: of a page. size: the largest request's bytes, in all layers."""
+        """Return the line that an operator reads at the start. slots: of a page. size: bytes of the largest request."""
         most = "at most " if self.of_the_prompt or self.policy.schedule == "prompt" else ""
         return (
             f"[kvpatch] policy {self.policy.name}, k={self.k}: a request takes pages of {slots} slots in {layers} layers, "
