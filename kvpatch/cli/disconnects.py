@@ -27,7 +27,7 @@ class EndAtDisconnect:
             return
         messages, begun = asyncio.Queue[Any](), asyncio.Event()
 
-        async def watch() -> None:
+        async def read_messages() -> None:
             """Read what the client sends until it is gone: the app itself reads no more than the body."""
             connected = True
             while connected:
@@ -35,18 +35,18 @@ class EndAtDisconnect:
                 connected = message["type"] != "http.disconnect"
                 messages.put_nowait(message)
 
-        async def hand_on() -> Any:
+        async def hand_on_message() -> Any:
             message = await messages.get()
             if message["type"] == "http.disconnect":
                 messages.put_nowait(message)  # for whoever asks again
             return message
 
-        async def answer(message: Any) -> None:
+        async def send_message(message: Any) -> None:
             begun.set()
             await send(message)
 
-        working = asyncio.ensure_future(self.app(scope, hand_on, answer))
-        watching = asyncio.ensure_future(watch())
+        working = asyncio.ensure_future(self.app(scope, hand_on_message, send_message))
+        watching = asyncio.ensure_future(read_messages())
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
             if working.done() or begun.is_set():
@@ -54,9 +54,9 @@ class EndAtDisconnect:
         finally:
             watching.cancel()
             if not working.done():
-                await self._end(working, scope.get("state", {}).get("request_id"))
+                await self._end_work(working, scope.get("state", {}).get("request_id"))
 
-    async def _end(self, working: asyncio.Future[None], request: str | None) -> None:
+    async def _end_work(self, working: asyncio.Future[None], request: str | None) -> None:
         """Cancel the work on a request: the engine first, which else goes on without a listener."""
         if request is not None:
             self.cancel(request)

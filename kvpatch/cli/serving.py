@@ -75,7 +75,7 @@ def _check_extra() -> None:
 
 @contextmanager
 def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Have transformers' server serve this model where it would load one, list no other, stop in time, and do as `_mend` says."""
+    """Have transformers' server serve this model where it would load one, list no other, stop in time, and answer as mended."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
 
@@ -100,14 +100,14 @@ def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
     own, build, config = home.ModelManager, app.build_server, network.Config
     home.ModelManager = Loaded
     network.Config = partial(config, timeout_graceful_shutdown=PATIENCE)  # else it waits for every client
-    app.build_server = lambda *told, **more: _mend(build(*told, **more), more["generation_state"])
+    app.build_server = lambda *told, **more: _mend_app(build(*told, **more), more["generation_state"])
     try:
         yield
     finally:
         home.ModelManager, app.build_server, network.Config = own, build, config
 
 
-def _mend(app: Any, state: Any) -> Any:
+def _mend_app(app: Any, state: Any) -> Any:
     """Have a server give the reason for which its engine failed a request, and end those whose client is gone.
 
     Without this the answer to the first is status 500 without a word, and the second run to their end.

@@ -47,6 +47,7 @@ def _register_backends(asked: bool) -> None:
             raise describe_refusal(vllm.__version__, _runs_on_cpu())
         _LOG.debug("[kvpatch] vLLM %s was not tested, and nothing is registered.", vllm.__version__)
         return
+    # from here on a later configuration may ask for a budget, which a plugin cannot know: choice.py says how it stays out
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
