@@ -32,7 +32,7 @@ test-slow: .venv/ok .venv/torchao  ## the other tests; those for a GPU skip them
 test-all: .venv/ok .venv/torchao  ## every test
 	$(PYTEST)
 
-test-vllm: .venv-vllm/ok  ## the plugin for vLLM, in .venv-vllm with vLLM's build for CPUs (about 2 GB): some minutes
+test-vllm: .venv-vllm/ok  ## the plugin for vLLM, in .venv-vllm with vLLM's builds for CPUs (about 3 GB): some minutes
 	.venv-vllm/bin/python -m pytest tests/vllm
 
 check: .venv/ok docs  ## ruff, mypy and the documentation

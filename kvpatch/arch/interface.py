@@ -113,6 +113,7 @@ class InterfaceAdapter(Adapter):
         return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
+        AttentionInterface.register(NAME, attention)  # not at import: transformers would take and list the name for any model
         config = copy.copy(attn.config)
         config._kvpatch_own = attention_of(config)
         name_attention(config, NAME)
@@ -255,6 +256,3 @@ def attention(
         )
         return own(module, query, key, value, attention_mask, **asked)
     return core(query, key, value, asked), None
-
-
-AttentionInterface.register(NAME, attention)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import transformers
@@ -12,10 +14,12 @@ from ..errors import KVPatchError
 from ..hooks.versions import check_engine
 from ..patching import patch
 from ..policies import Policy
+from .disconnects import EndAtDisconnect
 from .loading import Source
 from .output import note
 
 EXTRA = ("fastapi", "uvicorn", "pydantic", "openai")
+PATIENCE = 10  # seconds that a server which is told to stop gives to requests under way
 FAILED = "CB generation failed"  # how transformers' server begins what it says of such a request
 
 
@@ -71,11 +75,14 @@ def _check_extra() -> None:
 
 @contextmanager
 def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Let transformers' server find this model where it would load one, and tell a client why its request failed."""
+    """Have transformers' server serve this model where it would load one, list no other, stop in time, and answer as mended."""
+    import uvicorn
     from transformers.cli.serving import model_manager, server
 
     home: Any = model_manager
     app: Any = server
+    network: Any = uvicorn
+    started = int(time.time())
 
     class Loaded(model_manager.ModelManager):
         """A model manager whose one model was loaded, and patched, before."""
@@ -86,17 +93,29 @@ def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
         def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
             return tokenizer
 
-    own, build = home.ModelManager, app.build_server
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+            """List the one model that is served, by the name that a request gives; transformers lists the Hub's cache."""
+            return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
+
+    own, build, config = home.ModelManager, app.build_server, network.Config
     home.ModelManager = Loaded
-    app.build_server = lambda *told, **more: _telling(build(*told, **more))
+    network.Config = partial(config, timeout_graceful_shutdown=PATIENCE)  # else it waits for every client
+    app.build_server = lambda *told, **more: _mend_app(build(*told, **more), more["generation_state"])
     try:
         yield
     finally:
-        home.ModelManager, app.build_server = own, build
+        home.ModelManager, app.build_server, network.Config = own, build, config
 
 
-def _telling(app: Any) -> Any:
-    """Have a server answer a request that its engine has failed with the reason: else its answer is 500 without a word."""
+def _mend_app(app: Any, state: Any) -> Any:
+    """Have a server give the reason for which its engine failed a request, and end those whose client is gone.
+
+    Without this the answer to the first is status 500 without a word, and the second run to their end.
+
+    Args:
+        app: transformers' app.
+        state: the app's GenerationState, which has the engine.
+    """
     from fastapi.responses import JSONResponse
 
     async def answer(request: Any, error: RuntimeError) -> Any:
@@ -105,5 +124,11 @@ def _telling(app: Any) -> Any:
         told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": told}, status_code=400)
 
+    def cancel(request: str) -> None:
+        engine = state._cb_manager._cb if state._cb_manager is not None else None
+        if engine is not None:  # which begins with the first request
+            engine.cancel_request(request)
+
     app.add_exception_handler(RuntimeError, answer)
+    app.add_middleware(EndAtDisconnect, cancel=cancel)
     return app

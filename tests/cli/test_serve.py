@@ -122,6 +122,19 @@ def test_a_client_that_hangs_up(served):
     raise AssertionError("the request of the client that hung up still runs")
 
 
+def test_a_server_that_stops_does_not_wait_for_every_client(served):
+    """Requests under way have some seconds, and transformers and uvicorn are as before once it runs."""
+    import uvicorn
+    from transformers.cli.serving import model_manager, server
+
+    from kvpatch.cli import serving
+
+    _, _, running, _, _ = served
+    assert running.server.config.timeout_graceful_shutdown == serving.PATIENCE
+    homes = {uvicorn.config: uvicorn.Config, model_manager: model_manager.ModelManager, server: server.build_server}
+    assert all(one.__module__ == home.__name__ for home, one in homes.items())
+
+
 def test_bad_requests(served):
     """A malformed request is answered with an error, and the server goes on."""
     client, name, _, alone, address = served

@@ -1,14 +1,10 @@
 """The settings of a budget in vLLM's configuration: read and refused without vLLM."""
 
 import json
-import subprocess
-import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import kvpatch
-from kvpatch.serving.vllm import plugin
 from kvpatch.serving.vllm.terms import configured, terms_of
 
 
@@ -70,80 +66,19 @@ def test_refused(given, words):
     assert words in str(refused.value)
 
 
-def test_the_plugin_imports_little():
-    """vLLM loads it in every process, also where no budget is asked for."""
-    look = "import sys, kvpatch.serving.vllm.plugin; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+def test_a_misspelt_key():
+    """Settings that nothing would read are refused; another plugin's key is not taken for one."""
+    budget = {"policy": "h2o", "k": 16}
+    for key in ("kvpach", "kv_patch", "KVPatch", "kv-patch"):
+        with pytest.raises(kvpatch.KVPatchError, match=rf"under '{key}', which nothing reads. Did you mean 'kvpatch'\?"):
+            configured({key: budget}, None)
+    for other in ({"kv_path": "/store"}, {"kv_cache": {"policy": "lru"}}, {"press": budget}, {"kvpatc": None}):
+        assert configured(other, None) is None
 
 
-NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN", "CUSTOM")
-BUDGET = '{"policy": "h2o", "k": 16}'
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Run the plugin beside a stub of vLLM; returns what its registry then has. taken: by another plugin."""
-
-    class Member:
-        def __init__(self, name):
-            self.name = name
-
-        def is_overridden(self):
-            return self.name in named
-
-        def get_path(self):
-            return named[self.name]
-
-    class Members(dict):
-        def __iter__(self):
-            return iter(self.values())
-
-        CUSTOM = property(lambda self: self["CUSTOM"])
-
-    named = {}
-
-    def run(platform, variable, taken=None):
-        named.update({"CUSTOM": taken} if taken else {})
-        platforms, registry = ModuleType("vllm.platforms"), ModuleType("vllm.v1.attention.backends.registry")
-        platforms.current_platform = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda")
-        registry.AttentionBackendEnum = Members({name: Member(name) for name in NAMES})
-        registry.register_backend = lambda member, path: named.__setitem__(member.name, path)
-        for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        for module in (platforms, registry):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setenv("KVPATCH_VLLM", variable)
-        plugin.register()
-        return named
-
-    run.named = named
-    return run
-
-
-@pytest.mark.parametrize(
-    ("platform", "variable", "found"),
-    [
-        ("cpu", "", plugin.CPU),
-        ("cpu", BUDGET, plugin.CPU),
-        ("cuda", "", {"CUSTOM": plugin.CUDA}),
-        ("cuda", BUDGET, dict.fromkeys(NAMES, plugin.CUDA)),
-        ("rocm", "", {}),
-    ],
-)
-def test_the_plugin_registers(registered, platform, variable, found):
-    """On CUDA all of vLLM's own backends stay where no settings are known."""
-    assert registered(platform, variable) == found
-    assert registered(platform, variable) == found, "vLLM may run it again"
-
-
-def test_a_backend_of_another_plugin(registered):
-    assert registered("cuda", "", taken="other.Backend") == {"CUSTOM": "other.Backend"}
-    with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM is set, but another plugin.*\(other.Backend\): unset it"):
-        registered("cuda", BUDGET, taken="other.Backend")
-
-
-def test_a_budget_is_refused_where_none_is_served(registered):
-    with pytest.raises(kvpatch.KVPatchError, match=r"this is neither: unset it, or use transformers' server"):
-        registered("rocm", BUDGET)
-    assert not registered.named
+def test_the_line_of_a_start():
+    """It says the policy, k, the slots of a page and the bytes of a request."""
+    said = terms_of({"policy": "h2o", "k": 512}).describe_request(513, 30, 23_639_040)
+    assert said == "[kvpatch] policy h2o, k=512: a request takes pages of 513 slots in 30 layers, 23.6 MB of keys and values."
+    for given in ({"policy": "h2o", "k": 0.5}, {"policy": "snapkv", "k": 64}):
+        assert "in 30 layers, at most 23.6 MB" in terms_of(given).describe_request(16, 30, 23_639_040)

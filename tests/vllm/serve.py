@@ -44,7 +44,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if "variable" in job:
         os.environ["KVPATCH_VLLM"] = job["variable"]
     said = _listen()
-    said = _listen()
     usual = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
     try:
         engine = LLM(model=job["model"], **{**usual, **job["options"]})
@@ -61,12 +60,6 @@ def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
         return {"schedules": [_scheduled(engine.llm_engine, {**job, "arrivals": seed}, sampling) for seed in job["schedules"]]}
     if "arrivals" in job:
         return {"tokens": _scheduled(engine.llm_engine, job, sampling), "pages": _pages(engine.llm_engine)}
-    refused = []
-    for ids in job.get("first", ()):
-        try:
-            engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-        except Exception as error:
-            refused.append(str(error))
     refused = []
     for ids in job.get("first", ()):
         try:

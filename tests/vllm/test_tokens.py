@@ -190,7 +190,7 @@ def test_a_request_that_is_too_long_fails_alone(answers):
 
 
 def test_what_the_log_says(answers):
-    """Prefix caching is off, which is said once, and a budget that evicts nothing is noted."""
+    """Prefix caching is off, which is said once, as are the budget and a request's bytes; one that evicts nothing is noted."""
     _, usual, none, off = answers.of(
         [
             job("Llama", "h2o", TEXTS[:1]),  # vLLM sets up its logging anew with a process's first engine
@@ -200,8 +200,10 @@ def test_what_the_log_says(answers):
         ]
     )
     cached = "[kvpatch] prefix caching is off under a budget."
-    assert usual["said"] == [cached] and off["said"] == []
-    assert none["said"] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted."]
+    start = "[kvpatch] policy h2o, k={}: a request takes pages of {} slots in 3 layers, {} MB of keys and values."
+    few, all_ = start.format(24, 25, "0.0384"), start.format(512, 513, "0.788")  # a slot has 2 * 2 * 32 numbers of 4 bytes
+    assert usual["said"] == [cached, few] and off["said"] == [few]
+    assert none["said"] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted.", all_]
     assert first(none) == answers.generated("Llama", TEXTS[:1], None)
 
 
@@ -243,6 +245,7 @@ DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, 
         ("h2o", {"kv_cache_dtype": "fp8"}, "kvpatch does not serve fp8 keys in vLLM"),
         ("h2o", DRAFT, "speculative decoding takes tokens back"),
         ("h2p", {}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
+        (None, {"additional_config": {"kvpach": {"policy": "h2o", "k": K}}}, "Did you mean 'kvpatch'?"),
     ],
 )
 def test_refused_at_start(answers, policy, options, words):

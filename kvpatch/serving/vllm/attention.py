@@ -1,6 +1,6 @@
 """A layer of vLLM under a budget: metadata of a pass, the attention of a layer, and the worker that all layers share.
 
-All names that vLLM does not promise are imported in this folder; `terms.TESTED` has the versions that they were tested in.
+All names that vLLM does not promise are imported in this folder; `versions.TESTED` has the versions that they were tested in.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Worker:
         assert terms is not None
         check(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
-        self._next = itertools.count()
+        self._next, self._bytes = itertools.count(), 0
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
         if terms.policy.over_layers is not None:
@@ -262,8 +262,12 @@ class Worker:
 
     def spec(self, spec: AttentionSpec) -> BudgetSpec:
         """Return the spec of the next layer: vLLM asks for them in the order in which it made them, again and again."""
-        layer = next(self._next) % len(self.layers)
-        return BudgetSpec.of(spec, self.held[layer], self.config.model_config.max_model_len, len(set(self.held)) == 1)
+        asked, count = next(self._next), len(self.layers)
+        own = BudgetSpec.of(spec, self.held[asked % count], self.config.model_config.max_model_len, len(set(self.held)) == 1)
+        self._bytes += own.max_memory_usage_bytes(self.config)
+        if asked == count - 1 and self.settings.parallel.rank == 0:
+            _LOG.info(self.terms.describe_request(own.block_size, count, self._bytes * self.settings.parallel.size))
+        return own
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
         """Note the module that gets one of the layers' attention as a child: it has the output projection too."""

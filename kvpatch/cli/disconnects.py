@@ -1,0 +1,64 @@
+"""Middleware of `kvpatch serve` that ends a request whose client is gone. It imports nothing but asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class EndAtDisconnect:
+    """An ASGI app around another, which is cancelled if the client hangs up, or the server stops, before it has answered.
+
+    transformers' server ends a request that streams when nobody reads on; for a plain answer it waits until the engine is done.
+
+    Args:
+        app: the app.
+        cancel: called with the id of a request whose work is to end.
+    """
+
+    def __init__(self, app: Any, cancel: Callable[[str], None]) -> None:
+        self.app, self.cancel = app, cancel
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        messages, begun = asyncio.Queue[Any](), asyncio.Event()
+
+        async def read_messages() -> None:
+            """Read what the client sends until it is gone: the app itself reads no more than the body."""
+            connected = True
+            while connected:
+                message = await receive()
+                connected = message["type"] != "http.disconnect"
+                messages.put_nowait(message)
+
+        async def hand_on_message() -> Any:
+            message = await messages.get()
+            if message["type"] == "http.disconnect":
+                messages.put_nowait(message)  # for whoever asks again
+            return message
+
+        async def send_message(message: Any) -> None:
+            begun.set()
+            await send(message)
+
+        working = asyncio.ensure_future(self.app(scope, hand_on_message, send_message))
+        watching = asyncio.ensure_future(read_messages())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if working.done() or begun.is_set():
+                await working
+        finally:
+            watching.cancel()
+            if not working.done():
+                await self._end_work(working, scope.get("state", {}).get("request_id"))
+
+    async def _end_work(self, working: asyncio.Future[None], request: str | None) -> None:
+        """Cancel the work on a request: the engine first, which else goes on without a listener."""
+        if request is not None:
+            self.cancel(request)
+        working.cancel()
+        await asyncio.wait((working,))
