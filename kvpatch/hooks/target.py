@@ -185,7 +185,7 @@ class Target:
                     )
         if calibration is None:
             raise KVPatchError(
-                f"policy {policy.name!r} needs a calibration of this model: run `{command} --model NAME --text FILE -o "
+                f"policy {policy.name!r} needs a calibration of this model: run `{command} NAME FILE --out "
                 "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
             )
         self.check_identity(calibration.model, "calibration=", command)
