@@ -18,6 +18,7 @@ from kvpatch.policies.merging import Merge
 from kvpatch.policies.options import PolicyOptions
 from kvpatch.policies.scopes import DeviationScope, Scope
 from kvpatch.policies.selection import TwoStage
+from kvpatch.policies.uses import USES
 from tests.helpers.tiny import MODELS, MORE, force, make, prompt, snapshot
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -27,14 +28,15 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("door", [kvpatch.patched, kvpatch.patch])
-def test_the_policy_must_be_named_and_four_are_listed_by_use(door):
+def test_the_policy_must_be_named_and_one_is_listed_for_each_use(door):
     model = make("llama_gqa")
     before = snapshot(model)
     with pytest.raises(KVPatchError, match="needs a policy") as told:
         door(model)
     lines = [line.strip() for line in str(told.value).splitlines() if line.strip().startswith("patched(model")]
-    assert len(lines) == 4 and snapshot(model) == before
-    for line in lines:
+    assert [line.split("  #")[0].rstrip() for line in lines] == [use.write_call() for use in USES] and snapshot(model) == before
+    for line, use in zip(lines, USES, strict=True):
+        assert line.endswith(f"# {use.name}")
         with eval(line, {"patched": kvpatch.patched, "model": model}) as patch:  # as it stands there
             assert repr(patch.settings.policy.name)[1:-1] in line
 

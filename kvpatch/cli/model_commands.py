@@ -90,8 +90,8 @@ def _find_prompt(
         if files:
             raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")
         return one_model(model, model_option), prompt
-    given = [None if one is None else [one] for one in (file, prompt_file)]
-    name, found = model_and_files(model, given[0], model_option, given[1])
+    arguments, by_option = ([] if one is None else [one] for one in (file, prompt_file))
+    name, found = model_and_files(model, arguments, model_option, by_option)
     if len(found) > 1:
         raise KVPatchError(f"The prompt is given twice: {found[0].name} and {found[1].name}.")
     return name, found[0]

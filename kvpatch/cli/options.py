@@ -206,7 +206,8 @@ def model_and_files(
     """
     arguments = list(files or ())
     if option is not None and argument is not None:
-        argument, arguments = None, [argument, *arguments]
+        arguments = [argument, *arguments]
+        argument = None
     model = one_model(argument, option)
     found = [*map(TextFile, arguments), *(TextFile(name, more_given) for name in more or ())]
     if not found:
@@ -230,7 +231,8 @@ def model_and_text(
     if file is None and second is None and text is None:
         one_model(argument, option)
         raise KVPatchError("Name a text after the model, a file of a few thousand words or more; - reads standard input.")
-    model, files = model_and_files(argument, [] if file is None else [file], option, [] if text is None else [text], "--text")
+    arguments, by_option = ([] if one is None else [one] for one in (file, text))
+    model, files = model_and_files(argument, arguments, option, by_option, "--text")
     if len(files) > 1:
         raise KVPatchError(f"The text is given twice: {files[0].name} and {files[1].name}.")
     return model, files[0]
