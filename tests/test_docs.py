@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Jais2Config, Jais2ForCausalLM
 
 import kvpatch
+from examples.chat import TEMPLATE
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.cli.loading import MODELS
 from kvpatch.evaluation.check import Checks
@@ -40,9 +41,12 @@ def world(monkeypatch, tmp_path):
     for auto in (AutoModelForCausalLM, AutoTokenizer):
         own = auto.from_pretrained
 
-        def load(name, *args, own=own, **options):
+        def load(name, *args, own=own, auto=auto, **options):
             assert re.fullmatch(r"[\w-]+/[\w.-]+", name), f"{name} is no name on the hub"
-            return own(MODELS / "llama-python", *args, **options)
+            loaded = own(MODELS / "llama-python", *args, **options)
+            if auto is AutoTokenizer:  # the named model has one
+                loaded.chat_template = TEMPLATE
+            return loaded
 
         monkeypatch.setattr(auto, "from_pretrained", load)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # inductor takes half a minute
