@@ -2,17 +2,20 @@
 
 import functools
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Jais2Config, Jais2ForCausalLM
 
 import kvpatch
 from examples.chat import TEMPLATE
 from kvpatch.arch.adapter import REGISTRY
+from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
@@ -172,6 +175,25 @@ def test_only_true_commands():
         bash = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
         for command in re.findall(r"^kvpatch (\w+)", bash, re.MULTILINE) + re.findall(r"`kvpatch ([a-z]\w*)", text):
             assert command in known, f"{name}: kvpatch {command}"
+
+
+def _typed():
+    """Commands of the pages' bash blocks, with the line that names each."""
+    for name, text in TEXT.items():
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["kvpatch"]:
+                    yield name, words[1:]
+
+
+def test_commands_have_the_arguments_and_options_that_pages_type():
+    group, count = typer.main.get_command(app), 0
+    for name, (command, *arguments) in _typed():
+        context = group.commands[command].make_context(command, arguments)  # raises for an option that is not there
+        assert command not in ("tune", "calibrate", "learn") or (context.params["file"] and not context.params["option"]), name
+        count += 1
+    assert count > 12
 
 
 def test_make_targets_exist():

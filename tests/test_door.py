@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import rlcompleter
 import warnings
 
 import numpy as np
@@ -44,6 +45,30 @@ def test_the_policy_must_be_named_and_one_is_listed_for_each_use(door):
 def test_a_missing_policy_does_not_hide_a_slip():
     with pytest.raises(KVPatchError, match=r"no option 'polic'\. Did you mean 'policy'"):
         kvpatch.patched(make("llama_gqa"), polic="h2o")
+
+
+# ---- the names of the package ----
+
+
+def test_dir_and_completion_show_the_public_names_alone():
+    import kvpatch.storage.save_load  # an inner module, which importing makes an attribute
+
+    for module in (kvpatch, kvpatch.policies):
+        shown = dir(module)
+        assert set(shown) - {"__version__"} == set(module.__all__) and len(shown) == len(set(shown))
+        assert all(getattr(module, name) is not None for name in shown)
+    completer = rlcompleter.Completer({"kvpatch": kvpatch})
+    typed = {name.removeprefix("kvpatch.").rstrip("()") for name in completer.attr_matches("kvpatch.")}
+    assert typed == set(kvpatch.__all__)
+    assert [name.rstrip("(") for name in completer.attr_matches("kvpatch.unp")] == ["kvpatch.unpatch"]
+
+
+def test_an_inner_module_is_found_by_its_name_and_a_slip_is_answered():
+    assert kvpatch.policies.statistics.STATISTICS and kvpatch.policies.uses.USES
+    with pytest.raises(AttributeError, match=r"has no attribute 'critcal'; public names: POLICIES"):
+        kvpatch.policies.critcal  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute '__wrapped__'"):
+        kvpatch.policies.__wrapped__  # noqa: B018
 
 
 # ---- one signature ----

@@ -181,7 +181,7 @@ ARGUMENTS = [
     _m("a profile of another model", lambda w: kvpatch.patched(w.model, profile=_profile({"layers": 9})),
        r"profile= is of another model: layers is 9 there and 2 here"),
     _m("kvpatch check of a missing folder", lambda w: _call("check", "--model", "./none"),
-       r"kvpatch: --model \./none: there is no"),
+       r"kvpatch: The model \./none cannot be loaded: there is no"),
 ]
 # fmt: on
 assert "mine" not in POLICIES
