@@ -3,14 +3,19 @@
 import ast
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 import kvpatch
 from examples import chat
 from kvpatch.cli import catalogue
+from kvpatch.cli.commands import app
+from kvpatch.cli.loading import parse_k
 from kvpatch.cli.model_commands import check, generate
+from kvpatch.cli.options import parse_options
 from kvpatch.cli.serve_command import serve
 from kvpatch.errors import KVPatchError
 from kvpatch.policies import POLICIES
@@ -120,6 +125,14 @@ def test_commands_without_a_policy_take_the_one_of_their_use():
     assert inspect.signature(serve).parameters["policy"].default == find_use("server").policy
     for command in (generate, check):
         assert inspect.signature(command).parameters["policy"].default == find_use("question").policy
+
+
+def test_the_options_of_the_command_line_are_those_of_the_call():
+    for use in USES:
+        words = shlex.split(use.write_options())
+        context = typer.main.get_command(app).commands["generate"].make_context("generate", ["m", "f", *words])
+        options = parse_options(context.params["option"])
+        assert (context.params["policy"], parse_k(context.params["k"]), options) == (use.policy, use.k, use.options)
 
 
 def test_the_list_of_policies_begins_with_the_uses():

@@ -14,7 +14,7 @@ from ..errors import KVPatchError
 from . import options as given
 from .catalogue import check_choice
 from .loading import Source, fit
-from .options import TextFile, model_and_text
+from .options import TextFile, find_model_and_text
 from .output import console, print_json, progress, short_errors
 
 _TEACHERS = ("kvzip_plus", "kvzip")
@@ -43,9 +43,9 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     The file goes with this model in this dtype: --option calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """
     with short_errors():
-        name, read = model_and_text(model, file, model_option, text, option)
+        name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, read, out, (length, tokens), json)
+        _measure(source, text_file, out, (length, tokens), json)
 
 
 def learn(  # noqa: PLR0913 - as above
@@ -74,9 +74,9 @@ def learn(  # noqa: PLR0913 - as above
     """
     with short_errors():
         check_choice("teacher", teacher, _TEACHERS)
-        name, read = model_and_text(model, file, model_option, text, option)
+        name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, read, out, (length, tokens), json, teacher)
+        _measure(source, text_file, out, (length, tokens), json, teacher)
 
 
 def _measure(
@@ -84,7 +84,7 @@ def _measure(
 ) -> None:
     """Read the text, `sizes` tokens at a time and in all, and write the calibration."""
     source.check()
-    content, (length, tokens) = text.read(), sizes
+    content, (length, tokens) = text.read_text(), sizes
     from ..evaluation.calibrate import calibrate as measure
     from ..evaluation.calibrate import teacher_of
     from ..storage.calibration import save_calibration

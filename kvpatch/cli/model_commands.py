@@ -72,7 +72,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         chosen, size = named_policy(policy, schedule, options), parse_k(k)
-        text = asked.read() if isinstance(asked, TextFile) else asked
+        text = asked.read_text() if isinstance(asked, TextFile) else asked
         from .generating import Sampling, run
 
         settings: dict[str, Any] = {
@@ -198,6 +198,6 @@ def compare(  # noqa: PLR0913 - as above
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
         asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json)
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
-        prompts = {one.name: one.read() for one in texts_of}
+        prompts = {one.name: one.read_text() for one in texts_of}
         comparing.prepare(out)
         comparing.run(asked, source, prompts, own)

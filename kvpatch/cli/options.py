@@ -185,7 +185,7 @@ class TextFile:
     def __str__(self) -> str:
         return f"{self.given} {self.name}"
 
-    def read(self) -> str:
+    def read_text(self) -> str:
         """Read the text. Raises KVPatchError as `read_prompt`."""
         return read_prompt(self.name, self.given)
 
@@ -215,7 +215,7 @@ def model_and_files(
     return model, found
 
 
-def model_and_text(
+def find_model_and_text(
     argument: str | None, file: str | None, option: str | None, text: str | None, misplaced: list[str] | None
 ) -> tuple[str, TextFile]:
     """Return the model and the text that `tune`, `calibrate` or `learn` reads.

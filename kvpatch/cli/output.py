@@ -119,8 +119,8 @@ class Steps:
 
     Example:
         with Steps(console(stderr=True)) as steps:
-            steps.expect(40)
-            steps.count("roco")
+            steps.set_total(40)
+            steps.count_step("roco")
     """
 
     def __init__(self, out: Console) -> None:
@@ -135,12 +135,12 @@ class Steps:
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def expect(self, total: int) -> None:
+    def set_total(self, total: int) -> None:
         """Set the largest number of steps."""
         self.total = total
         self.bar.update(self.task, total=total)
 
-    def count(self, label: str) -> None:
+    def count_step(self, label: str) -> None:
         """Count a step that begins; `label` says what it measures."""
         self.bar.update(self.task, description=label, advance=1)
         if not self.drawn and (label != self.label or self.done % 10 == 0):

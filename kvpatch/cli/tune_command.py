@@ -15,7 +15,7 @@ from ..errors import KVPatchError
 from . import options as given
 from .catalogue import check_policy
 from .loading import Source, fit
-from .options import TextFile, model_and_text
+from .options import TextFile, find_model_and_text
 from .output import Steps, console, note, print_json, short_errors
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ def tune(  # noqa: PLR0913 - typer: an option is a parameter
     The file goes with this model in this dtype: kvpatch.patched(model, profile=FILE) in Python.
     """
     with short_errors():
-        name, read = model_and_text(model, file, model_option, text, option)
+        name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         names = [name.strip() for name in policies.split(",") if name.strip()]
         _check(tolerance, names)
-        content = read.read()
+        content = text_file.read_text()
         from ..policies import get_policy
         from ..storage.profile import save_profile
 
@@ -69,8 +69,8 @@ def tune(  # noqa: PLR0913 - typer: an option is a parameter
             raise KVPatchError(f"--policies {wanting[0]} needs a calibration, which a profile cannot hold: leave it out.")
         loaded, tokenizer = source.model(), source.tokenizer()
         ids = tokenizer(content, return_tensors="pt").input_ids.long()
-        found = _cut(loaded, ids, tokenizer.bos_token_id, read, (length, max_new_tokens, 2 * pieces))
-        profile, refused = _search(loaded, found, chosen, tolerance, seed)
+        found = _cut_text(loaded, ids, tokenizer.bos_token_id, text_file, (length, max_new_tokens, 2 * pieces))
+        profile, refused = _search_profile(loaded, found, chosen, tolerance, seed)
         save_profile(profile, out)
     for name, said in refused.items():
         note(f"{name} was left out: {said}")
@@ -79,10 +79,10 @@ def tune(  # noqa: PLR0913 - typer: an option is a parameter
             {"file": str(out), "policy": profile.policy, "options": profile.options, "k": profile.k, **profile.measured}
         )
     else:
-        _print(profile, out, tolerance)
+        _print_profile(profile, out, tolerance)
 
 
-def _cut(model: Any, ids: Any, bos: int | None, text: TextFile, sizes: tuple[int, int, int]) -> list[Any]:
+def _cut_text(model: Any, ids: Any, bos: int | None, text: TextFile, sizes: tuple[int, int, int]) -> list[Any]:
     """Cut token ids [1,T] of a text into pieces, each with the tokens of its prompt.
 
     sizes: tokens of a piece's prompt, tokens fed after it, and pieces, at most.
@@ -103,19 +103,19 @@ def _cut(model: Any, ids: Any, bos: int | None, text: TextFile, sizes: tuple[int
     return cut(ids[:, len(first) :].to(model.device), n, new, pieces, first)
 
 
-def _search(
+def _search_profile(
     model: Any, pieces: list[Any], policies: dict[str, Policy], tolerance: float, seed: int
 ) -> tuple[Profile, dict[str, str]]:
     """Search on every second piece and check on the others: the profile, and why policies were left out."""
     from ..evaluation.tune import Search, tune
 
     with _quiet(), Steps(console(stderr=True)) as steps:
-        search = Search(model, pieces[::2], tolerance, steps.count, seed)
-        steps.expect(search.most(len(policies)))
+        search = Search(model, pieces[::2], tolerance, steps.count_step, seed)
+        steps.set_total(search.most(len(policies)))
         return tune(search, policies, pieces[1::2]), search.refused
 
 
-def _print(profile: Profile, out: Path, tolerance: float) -> None:
+def _print_profile(profile: Profile, out: Path, tolerance: float) -> None:
     """Print a profile's settings, its quality, and the line that uses it."""
     from ..policies import get_policy
 

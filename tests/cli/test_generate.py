@@ -13,7 +13,7 @@ import kvpatch
 from kvpatch.cli import loading
 from kvpatch.cli.generating import MARK, Sampling, prompt_ids
 from kvpatch.cli.loading import check_dtype, load_model, load_tokenizer
-from kvpatch.cli.options import TextFile, model_and_files, model_and_text, one_model, parse_options
+from kvpatch.cli.options import TextFile, find_model_and_text, model_and_files, one_model, parse_options
 from kvpatch.errors import KVPatchError
 from tests.cli.test_cli import folder, prompt, run  # noqa: F401
 
@@ -178,16 +178,16 @@ def test_arguments_and_options_name_the_model_and_the_files():
 
 def test_a_text_is_an_argument_or_the_option_of_before():
     for arguments in (("m", "t", None, None), ("t", None, "m", None)):
-        assert model_and_text(*arguments, None) == ("m", TextFile("t"))
+        assert find_model_and_text(*arguments, None) == ("m", TextFile("t"))
     for arguments in (("m", None, None, "t"), (None, None, "m", "t")):
-        assert model_and_text(*arguments, None) == ("m", TextFile("t", "--text"))
+        assert find_model_and_text(*arguments, None) == ("m", TextFile("t", "--text"))
     for arguments, words in (
         ((None, None, None, None), "Name a model"),
         (("m", None, None, None), "Name a text after the model"),
         (("m", "t", None, "u"), "The text is given twice: t and u"),
     ):
         with pytest.raises(KVPatchError, match=words):
-            model_and_text(*arguments, None)
+            find_model_and_text(*arguments, None)
 
 
 @pytest.mark.parametrize("command", ["tune", "calibrate", "learn"])

@@ -75,15 +75,15 @@ def test_a_text_of_one_piece_and_a_result_that_does_not_hold(folder, text, tmp_p
 def test_a_profile_has_the_name_that_reports_print(tmp_path, capsys):
     measured = {"share": 0.1, "kl": 0.1, "pieces": 1, "unseen_kl": None}
     profile = kvpatch.Profile({}, "adaptive(snapkv)", {"floor": 0.5}, 0.25, measured)
-    tune_command._print(profile, tmp_path / "p.json", 0.05)
+    tune_command._print_profile(profile, tmp_path / "p.json", 0.05)
     assert f"p.json: {kvpatch.get_policy('adaptive(snapkv)').name}, floor=0.5, k=0.25" in capsys.readouterr().out
 
 
 def test_lines_tell_how_far_it_is_where_there_is_no_terminal(capsys):
     with output.Steps(output.console(stderr=True)) as steps:
-        steps.expect(40)
+        steps.set_total(40)
         for label in ["h2o"] * 3 + ["roco"] * 12:
-            steps.count(label)
+            steps.count_step(label)
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
@@ -95,8 +95,8 @@ def test_a_terminal_gets_a_bar_and_no_lines(capsys, monkeypatch):
     for variable, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
         monkeypatch.setenv(variable, value)
     with output.Steps(output.console(stderr=True)) as steps:
-        steps.expect(2)
-        steps.count("h2o")
+        steps.set_total(2)
+        steps.count_step("h2o")
     assert "measurements done" not in capsys.readouterr().err
 
 
