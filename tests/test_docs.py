@@ -70,6 +70,14 @@ def test_there_is_code():
     assert {"README.md", "quickstart.md", "extend/policy.md", "guides/serving.md", "guides/train.md"} <= pages
 
 
+def test_the_landing_page_says_what_it_is_and_shows_it():
+    page = TEXT["index.md"]
+    for wanted in ("**Take it** if", "**You do not need it**", "pip install -e", "![", "(kept.png)", "guides/choose.md"):
+        assert wanted in page.split("## Pages")[0], wanted
+    (code,) = (code for name, _, code in CODE if name == "index.md")
+    assert len(code.strip().splitlines()) <= 11
+
+
 def _block(text):
     return next(code for _, _, code in CODE if text in code)
 
