@@ -230,7 +230,7 @@ def find_model_and_text(
     second = argument if option is not None else None
     if file is None and second is None and text is None:
         one_model(argument, option)
-        raise KVPatchError("Name a text after the model, a file of a few thousand words or more; - reads standard input.")
+        raise KVPatchError("Give a text after the model, a file of a few thousand words or more; - reads standard input.")
     arguments, by_option = ([] if one is None else [one] for one in (file, text))
     model, files = model_and_files(argument, arguments, option, by_option, "--text")
     if len(files) > 1:

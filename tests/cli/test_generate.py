@@ -183,7 +183,7 @@ def test_a_text_is_an_argument_or_the_option_of_before():
         assert find_model_and_text(*arguments, None) == ("m", TextFile("t", "--text"))
     for arguments, words in (
         ((None, None, None, None), "Name a model"),
-        (("m", None, None, None), "Name a text after the model"),
+        (("m", None, None, None), "Give a text after the model"),
         (("m", "t", None, "u"), "The text is given twice: t and u"),
     ):
         with pytest.raises(KVPatchError, match=words):

@@ -103,7 +103,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((), "Name a text after the model, a file of a few thousand words"),
+        ((), "Give a text after the model, a file of a few thousand words"),
         (("none",), "FILE none cannot be read"),
         (("text", "--tolerance", "0"), "--tolerance 0.0 must be a number of nats per token above 0, such as 0.05."),
         (("text", "--tolerance", "nan"), "--tolerance nan must be"),

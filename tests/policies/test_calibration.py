@@ -389,7 +389,7 @@ def test_a_file_without_mean_queries(model, calibration, path):
 def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     (tmp_path / "text").write_text("what it reads, and reads again " * 9)
     out = tmp_path / "c.safetensors"
-    assert "Name a text after the model" in run("calibrate", folder, "--out", out).output
+    assert "Give a text after the model" in run("calibrate", folder, "--out", out).output
     result = run("calibrate", folder, tmp_path / "text", "--out", out, "--length", 50, "--tokens", 120, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tokens"] == kvpatch.load_calibration(out).tokens <= 120

@@ -194,7 +194,7 @@ def test_a_model_that_is_patched_again_is_as_before(model, found):
 def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     (tmp_path / "text").write_text("what it reads, and reads again " * 9)
     out = tmp_path / "l.safetensors"
-    assert "Name a text after the model" in run("learn", folder, "--out", out).output
+    assert "Give a text after the model" in run("learn", folder, "--out", out).output
     result = run("learn", folder, tmp_path / "text", "--out", out, "--length", 50, "--tokens", 120, "--json")
     assert result.exit_code == 0, result.output
     own = kvpatch.load_calibration(out)

@@ -171,7 +171,7 @@ ARGUMENTS = [
        r"kvpatch: --bits=5 must be one of 16, 8, 4"),
     _m("kvpatch compare under no budget", lambda w: _call("compare", "--model", "x", "x", "-k", "mass:"),
        r"-k mass: is no budget: give .* mass:0\.95, share:0\.5"),
-    _m("kvpatch tune of no text", lambda w: _call("tune", "--model", "x"), r"Name a text after the model"),
+    _m("kvpatch tune of no text", lambda w: _call("tune", "--model", "x"), r"Give a text after the model"),
     _m("kvpatch tune without a tolerance", lambda w: _call("tune", "x", "x", "--tolerance", "0"),
        r"--tolerance 0\.0 must be a number of nats per token above 0"),
     _m("a profile that is none", lambda w: kvpatch.patched(w.model, profile=3), r"profile=3 is no profile: give the file"),
