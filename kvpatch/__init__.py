@@ -124,4 +124,5 @@ else:  # unseen by them, or every misspelt name would be of type Any
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """List the public names alone, also for completion in a shell."""
+    return sorted(["__version__", *__all__])

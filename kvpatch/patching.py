@@ -49,7 +49,8 @@ class patched:
 
     Args:
         model: a decoder of transformers (also wrapped by PEFT or hooked by accelerate) with an adapter.
-        policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It has no default.
+        policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It must be given where
+            `profile` is not: None is refused.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
             all keys and values of one row held between steps ("2GiB", over all processes of a sharded model; buffers have one
             free slot per head more), or a list of these, one per layer; a table of tokens or shares, `k[layer][head]`; or a

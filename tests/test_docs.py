@@ -2,16 +2,20 @@
 
 import functools
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Jais2Config, Jais2ForCausalLM
 
 import kvpatch
+from examples.chat import TEMPLATE
 from kvpatch.arch.adapter import REGISTRY
+from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
@@ -40,9 +44,12 @@ def world(monkeypatch, tmp_path):
     for auto in (AutoModelForCausalLM, AutoTokenizer):
         own = auto.from_pretrained
 
-        def load(name, *args, own=own, **options):
+        def load(name, *args, own=own, auto=auto, **options):
             assert re.fullmatch(r"[\w-]+/[\w.-]+", name), f"{name} is no name on the hub"
-            return own(MODELS / "llama-python", *args, **options)
+            loaded = own(MODELS / "llama-python", *args, **options)
+            if auto is AutoTokenizer:  # the named model has one
+                loaded.chat_template = TEMPLATE
+            return loaded
 
         monkeypatch.setattr(auto, "from_pretrained", load)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # inductor takes half a minute
@@ -61,6 +68,14 @@ def test_code_runs_as_pasted(world, page, number, code):
 def test_there_is_code():
     pages = {page for page, _, _ in CODE}
     assert {"README.md", "quickstart.md", "extend/policy.md", "guides/serving.md", "guides/train.md"} <= pages
+
+
+def test_the_landing_page_says_what_it_is_and_shows_it():
+    page = TEXT["index.md"]
+    for wanted in ("**Take it** if", "**You do not need it**", "pip install -e", "![", "(kept.png)", "guides/choose.md"):
+        assert wanted in page.split("## Pages")[0], wanted
+    (code,) = (code for name, _, code in CODE if name == "index.md")
+    assert len(code.strip().splitlines()) <= 11
 
 
 def _block(text):
@@ -168,6 +183,25 @@ def test_only_true_commands():
         bash = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
         for command in re.findall(r"^kvpatch (\w+)", bash, re.MULTILINE) + re.findall(r"`kvpatch ([a-z]\w*)", text):
             assert command in known, f"{name}: kvpatch {command}"
+
+
+def _typed():
+    """Commands of the pages' bash blocks, with the line that names each."""
+    for name, text in TEXT.items():
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["kvpatch"]:
+                    yield name, words[1:]
+
+
+def test_commands_have_the_arguments_and_options_that_pages_type():
+    group, count = typer.main.get_command(app), 0
+    for name, (command, *arguments) in _typed():
+        context = group.commands[command].make_context(command, arguments)  # raises for an option that is not there
+        assert command not in ("tune", "calibrate", "learn") or (context.params["file"] and not context.params["option"]), name
+        count += 1
+    assert count > 12
 
 
 def test_make_targets_exist():

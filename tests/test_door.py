@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import rlcompleter
 import warnings
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvpatch.policies.merging import Merge
 from kvpatch.policies.options import PolicyOptions
 from kvpatch.policies.scopes import DeviationScope, Scope
 from kvpatch.policies.selection import TwoStage
+from kvpatch.policies.uses import USES
 from tests.helpers.tiny import MODELS, MORE, force, make, prompt, snapshot
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -27,14 +29,15 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("door", [kvpatch.patched, kvpatch.patch])
-def test_the_policy_must_be_named_and_four_are_listed_by_use(door):
+def test_the_policy_must_be_named_and_one_is_listed_for_each_use(door):
     model = make("llama_gqa")
     before = snapshot(model)
     with pytest.raises(KVPatchError, match="needs a policy") as told:
         door(model)
     lines = [line.strip() for line in str(told.value).splitlines() if line.strip().startswith("patched(model")]
-    assert len(lines) == 4 and snapshot(model) == before
-    for line in lines:
+    assert [line.split("  #")[0].rstrip() for line in lines] == [use.write_call() for use in USES] and snapshot(model) == before
+    for line, use in zip(lines, USES, strict=True):
+        assert line.endswith(f"# {use.name}")
         with eval(line, {"patched": kvpatch.patched, "model": model}) as patch:  # as it stands there
             assert repr(patch.settings.policy.name)[1:-1] in line
 
@@ -42,6 +45,30 @@ def test_the_policy_must_be_named_and_four_are_listed_by_use(door):
 def test_a_missing_policy_does_not_hide_a_slip():
     with pytest.raises(KVPatchError, match=r"no option 'polic'\. Did you mean 'policy'"):
         kvpatch.patched(make("llama_gqa"), polic="h2o")
+
+
+# ---- the names of the package ----
+
+
+def test_dir_and_completion_show_the_public_names_alone():
+    import kvpatch.storage.save_load  # an inner module, which importing makes an attribute
+
+    for module in (kvpatch, kvpatch.policies):
+        shown = dir(module)
+        assert set(shown) - {"__version__"} == set(module.__all__) and len(shown) == len(set(shown))
+        assert all(getattr(module, name) is not None for name in shown)
+    completer = rlcompleter.Completer({"kvpatch": kvpatch})
+    typed = {name.removeprefix("kvpatch.").rstrip("()") for name in completer.attr_matches("kvpatch.")}
+    assert typed == set(kvpatch.__all__)
+    assert [name.rstrip("(") for name in completer.attr_matches("kvpatch.unp")] == ["kvpatch.unpatch"]
+
+
+def test_an_inner_module_is_found_by_its_name_and_a_slip_is_answered():
+    assert kvpatch.policies.statistics.STATISTICS and kvpatch.policies.uses.USES
+    with pytest.raises(AttributeError, match=r"has no attribute 'critcal'; public names: POLICIES"):
+        kvpatch.policies.critcal  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute '__wrapped__'"):
+        kvpatch.policies.__wrapped__  # noqa: B018
 
 
 # ---- one signature ----

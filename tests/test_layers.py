@@ -9,13 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
-    ("errors",), ("upstream",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("serving",),
+    ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("serving",),
     ("hooks",),
     ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",), ("__main__",),
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",
-    "cache.from_dynamic", "cache.recurrent", "serving.engine", "upstream",
+    "cache.from_dynamic", "cache.recurrent", "serving.engine",
 )  # fmt: skip
 ROOT_MODULES = 8  # at most
 LINES = 300  # of a file that docs/architecture.md does not name among the long ones

@@ -33,13 +33,14 @@ def test_the_help_says_what_is_fetched_and_how_to_take_less():
     assert "CUDA: more than 5 GB" in said and "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in said and "0.9 GB" in said
 
 
-def test_an_environment_tells_its_steps(tmp_path):
-    """Recipes of a folder without an environment, shown and not run."""
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_an_environment_tells_its_steps(tmp_path, target):
+    """Recipes of a folder without an environment, shown and not run: each of the README's two commands makes it."""
     for name in ("Makefile", "requirements-dev.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    done = subprocess.run(["make", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True)
     steps = [line for line in done.stdout.splitlines() if line.startswith('echo "[')]
     assert [step[6:11] for step in steps] == ["[1/3]", "[2/3]", "[3/3]"]
     assert "with CUDA" in steps[0] and "(3, 10)" in done.stdout
-    done = subprocess.run(["make", "-n", "demo", "TORCH_INDEX=URL"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", target, "TORCH_INDEX=URL"], cwd=tmp_path, capture_output=True, text=True)
     assert "--extra-index-url URL" in done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 import kvpatch
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.policies import POLICIES, Policy
+from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
 from tools.evaluation import grpo_table
@@ -169,6 +170,20 @@ def served(_: str) -> str:
     return f"{rows}; {found[1]} of transformers' {found[2]} causal model types [are served](docs/architectures.md)."
 
 
+FOLDERS = {"readme": "docs/policies/", "guides": "../policies/", "policies": ""}
+"""Where the policies' pages are, seen from a page."""
+
+
+def uses(page: str) -> str:
+    """One row for each use: the policy to take, its budget, and why."""
+    rows = []
+    for use in USES:
+        names = " or ".join(f"[{name}]({FOLDERS[page]}{name}.md)" for name in (use.policy, *use.also))
+        budget = ", ".join(f"{name}={value!r}" for name, value in {"k": use.k, **use.options}.items())
+        rows.append((f"**{use.name}**", names, f"`{budget}`", use.why))
+    return markdown(("use", "policy", "budget", "why"), rows)
+
+
 def grpo(policy: str) -> str:
     """What `python -m examples.grpo_under_budget` found with one policy."""
     return grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy))
@@ -184,6 +199,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "goldens": goldens,
     "served": served,
     "grpo": grpo,
+    "uses": uses,
 }
 
 

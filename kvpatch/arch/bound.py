@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..backends.protocol import Geometry
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.queries import mean_rotation
-from ..upstream import Conv1D
 from .adapter import Adapter
+from .upstream import Conv1D
 
 
 @contextmanager

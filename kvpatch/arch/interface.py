@@ -19,12 +19,12 @@ from transformers import AttentionInterface, Cache
 
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
-from ..upstream import attention_of, cache_argument, name_attention
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
 from .kinds import attends_both_ways, crosses, encoder_refused, knows_number, position_limit
 from .rotary import Rotary
+from .upstream import attention_of, cache_argument, name_attention
 
 NAME = "kvpatch"
 CHUNKED = "chunked_attention"

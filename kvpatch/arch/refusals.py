@@ -8,10 +8,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
-from ..upstream import keeps_state
 from .adapter import list_architectures
 from .interface import routes_through_interface
 from .kinds import attends_both_ways, crosses, decoder_wanted, encoder_refused
+from .upstream import keeps_state
 
 
 def refuse_other_kinds(model: nn.Module) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..arch.upstream import CACHE
 from ..errors import KVPatchError
-from ..upstream import CACHE
 from .layer import SlotLayer
 from .state import TextState
 

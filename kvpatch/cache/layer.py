@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..arch.upstream import CacheLayerMixin
 from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.context import Limits, accumulator
 from ..policies.queries import Recent
 from ..policies.rhythm import moves, waits
-from ..upstream import CacheLayerMixin
 from . import slots
 from .growth import Layout, capacities, plan, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted

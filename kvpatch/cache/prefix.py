@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..arch.upstream import CACHE
 from ..errors import KVPatchError
-from ..upstream import CACHE
 from .cache import EvictingCache
 
 Tokens = tuple[int, ...]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
+from ..arch.upstream import LinearAttentionLayer
 from ..errors import KVPatchError
-from ..upstream import LinearAttentionLayer
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,21 @@ import typer
 from ..errors import KVPatchError
 from . import options as given
 from .catalogue import check_choice
-from .loading import Source, fit, read_prompt
-from .options import one_model
+from .loading import Source, fit
+from .options import TextFile, find_model_and_text
 from .output import console, print_json, progress, short_errors
 
 _TEACHERS = ("kvzip_plus", "kvzip")
-_Text = Annotated[
-    str | None, typer.Option("--text", help="A file of text like yours; - reads standard input.", show_default=False)
-]
-_Out = Annotated[Path, typer.Option("--out", "-o", help="The file to write.")]
 _Length = Annotated[int, typer.Option(min=2, help="Tokens that are read at a time.")]
 _Tokens = Annotated[int, typer.Option(min=2, help="Tokens to read in all, at most.")]
 
 
 def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     model: given.Model = None,
+    file: given.Text = None,
     model_option: given.ModelOption = None,
-    text: _Text = None,
-    out: _Out = Path("calibration.safetensors"),
+    text: given.TextOption = None,
+    out: given.Out = Path("calibration.safetensors"),
     length: _Length = 2048,
     tokens: _Tokens = 65536,
     dtype: given.Dtype = "auto",
@@ -38,6 +35,7 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     device_map: given.DeviceMap = None,
     revision: given.Revision = None,
     trust_remote_code: given.RemoteCode = False,
+    option: given.NoOption = None,
     json: given.Json = False,
 ) -> None:
     """Measure once what q_filter, tri_attention and duo need to know of a model, on a text, and write it to a file.
@@ -45,15 +43,17 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     The file goes with this model in this dtype: --option calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """
     with short_errors():
-        source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, text, out, (length, tokens), json)
+        name, text_file = find_model_and_text(model, file, model_option, text, option)
+        source = Source(name, dtype, device, device_map, revision, trust_remote_code)
+        _measure(source, text_file, out, (length, tokens), json)
 
 
 def learn(  # noqa: PLR0913 - as above
     model: given.Model = None,
+    file: given.Text = None,
     model_option: given.ModelOption = None,
-    text: _Text = None,
-    out: _Out = Path("learned.safetensors"),
+    text: given.TextOption = None,
+    out: given.Out = Path("learned.safetensors"),
     teacher: Annotated[
         str, typer.Option(help="Policy to learn from: kvzip_plus, or kvzip where the model's output projection is not known.")
     ] = "kvzip_plus",
@@ -64,6 +64,7 @@ def learn(  # noqa: PLR0913 - as above
     device_map: given.DeviceMap = None,
     revision: given.Revision = None,
     trust_remote_code: given.RemoteCode = False,
+    option: given.NoOption = None,
     json: given.Json = False,
 ) -> None:
     """Learn once what a second reading of your text looks at, for the policy learned, and write it to a file.
@@ -73,18 +74,17 @@ def learn(  # noqa: PLR0913 - as above
     """
     with short_errors():
         check_choice("teacher", teacher, _TEACHERS)
-        source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, text, out, (length, tokens), json, teacher)
+        name, text_file = find_model_and_text(model, file, model_option, text, option)
+        source = Source(name, dtype, device, device_map, revision, trust_remote_code)
+        _measure(source, text_file, out, (length, tokens), json, teacher)
 
 
 def _measure(
-    source: Source, text: str | None, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
+    source: Source, text: TextFile, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
 ) -> None:
     """Read the text, `sizes` tokens at a time and in all, and write the calibration."""
     source.check()
-    if text is None:
-        raise KVPatchError("Name a text: --text FILE, of a few thousand words or more; - reads standard input.")
-    content, (length, tokens) = read_prompt(text, "--text"), sizes
+    content, (length, tokens) = text.read_text(), sizes
     from ..evaluation.calibrate import calibrate as measure
     from ..evaluation.calibrate import teacher_of
     from ..storage.calibration import save_calibration

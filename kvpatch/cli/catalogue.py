@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import KVPatchError, named, suggest
+from ..policies.uses import find_use, list_uses
 
 COMMON = {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "every": 1}
 """Options that every policy has, with the default of most."""
@@ -22,7 +23,8 @@ POSITIONS = ("original", "renumbered")
 BACKENDS = ("auto", "torch", "flash", "triton")
 BITS = (16, 8, 4)
 
-DEFAULT_POLICY = "snapkv"
+DEFAULT_POLICY = find_use("question").policy
+"""Policy of the commands where none is given: a file holds a text with its question, and so does a request to a server."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class PolicyEntry:
 
     Attributes:
         name: as `--policy` takes it.
-        use: when to take it, in a few words.
+        about: what it keeps, in a few words, after a use if policies/uses.py names none.
         paper: short name of the paper, "" for a baseline.
         arxiv: its number on arXiv, or the address of a paper that is elsewhere.
         schedule: the policy's own.
@@ -39,11 +41,17 @@ class PolicyEntry:
     """
 
     name: str
-    use: str
+    about: str
     paper: str = ""
     arxiv: str = ""
     schedule: str = "both"
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def use(self) -> str:
+        """When to take it, and what it keeps."""
+        uses = "; ".join(use.name for use in list_uses(self.name))
+        return f"{uses}: {self.about}" if uses else self.about
 
     @property
     def link(self) -> str:
@@ -67,21 +75,21 @@ POLICIES = {entry.name: entry for entry in (
     PolicyEntry("window", "a baseline: keeps the newest tokens", "RoCo", "2402.06262"),
     PolicyEntry("dilated_window", "a baseline: keeps every second of the newest tokens", "Keyformer", "2403.09054",
                 options={"dilation": 1}),
-    PolicyEntry("streaming_llm", "endless streams: keeps the first 4 tokens and the newest ones", "StreamingLLM", "2309.17453",
+    PolicyEntry("streaming_llm", "keeps the first 4 tokens and the newest ones", "StreamingLLM", "2309.17453",
                 options={"sinks": 4}),
     PolicyEntry("key_attention", "a baseline: the most attention so far, without protecting the newest tokens",
                 "Keyformer", "2403.09054", options={"scores": "all"}),
-    PolicyEntry("h2o", "long generation: keeps what drew the most attention so far, and the newest tokens",
+    PolicyEntry("h2o", "keeps what drew the most attention so far, and the newest tokens",
                 "H2O", "2306.14048", options={"scores": "all", "recent": 0.5}),
     PolicyEntry("scissorhands", "long generation: as h2o, but counts how often a token drew more than average attention",
                 "Scissorhands", "2305.17118", options={"scores": "all", "recent": 0.5}),
     PolicyEntry("tova", "text that depends on little: the newest token alone chooses what stays", "TOVA", "2401.06104",
                 options={"heads": "layer"}),
-    PolicyEntry("roco", "read now, ask later: keeps the highest mean attention, and tokens whose attention varies",
+    PolicyEntry("roco", "keeps the highest mean attention, and tokens whose attention varies",
                 "RoCo", "2402.06262", options={"scores": "all", "recent": 10, "protected": 0.5}),
     PolicyEntry("keyformer", "long generation: the most attention so far under Gumbel noise, and the newest tokens",
                 "Keyformer", "2403.09054", options=_KEYFORMER | {"recent": 0.3}),
-    PolicyEntry("snapkv", "the question is at the prompt's end: its last tokens choose what stays of the rest",
+    PolicyEntry("snapkv", "the prompt's last tokens choose what stays of the rest",
                 "SnapKV", "2404.14469", "prompt", _WINDOW),
     PolicyEntry("pyramidkv", "as snapkv, with larger budgets for the lower layers", "PyramidKV", "2406.02069", "prompt",
                 _WINDOW | {"beta": 20}),
@@ -125,7 +133,7 @@ POLICIES = {entry.name: entry for entry in (
                 "CriticalKV", "2502.03805", "prompt", _WINDOW | {"beta": 20} | _CRITICAL),
     PolicyEntry("critical_adakv", "as adakv, and weighs attention with the size of the values",
                 "CriticalKV", "2502.03805", "prompt", _WINDOW | {"floor": 0.2} | _CRITICAL),
-    PolicyEntry("kvzip", "questions come later: reads the prompt a second time, and keeps what repeating it looks at", "KVzip",
+    PolicyEntry("kvzip", "reads the prompt a second time, and keeps what repeating it looks at", "KVzip",
                 "2505.23416", "prompt", _REPEATED),
     PolicyEntry("kvzip_plus", "questions come later: as kvzip, and weighs attention with the size of the values", "KVzip",
                 "2505.23416", "prompt", _REPEATED),
@@ -228,6 +236,20 @@ def check_policy(name: str, options: dict[str, Any] | None = None) -> None:
                 f"Policy {entry.name!r} has no option {option!r}.{suggest(option, known)} It has: {', '.join(known)}."
             )
     return None
+
+
+def check_calibration(name: str, options: dict[str, Any]) -> None:
+    """Refuse a policy that needs a calibration and got none. Raises KVPatchError."""
+    while (combined := _COMBINED.fullmatch(name)) is not None:
+        name = combined[1]
+    known_as = named(name, POLICIES)
+    if known_as is None or "calibration" not in POLICIES[known_as].options or options.get("calibration") is not None:
+        return
+    command, file = ("learn", "learned") if known_as == "learned" else ("calibrate", "calibration")
+    raise KVPatchError(
+        f"Policy {known_as!r} needs a calibration of this model: run `kvpatch {command} MODEL FILE --out {file}.safetensors` "
+        f"once, and give -o calibration={file}.safetensors."
+    )
 
 
 def check_choice(option: str, value: object, known: tuple[object, ...]) -> None:

@@ -5,12 +5,13 @@ Needs the extra `cli`. Nothing here imports torch, so that help, lists and answe
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import KVPatchError
+from ..policies.uses import USES, list_uses
 from . import options as given
 from .calibrate_command import calibrate, learn
 from .catalogue import ARCHITECTURES, POLICIES
@@ -19,6 +20,7 @@ from .options import parse_options
 from .output import print_json, print_rows, short_errors
 from .serve_command import serve
 from .tune_command import tune
+from .versions import describe_machine, describe_version
 
 __all__ = ["app", "parse_options", "short_errors"]
 
@@ -31,40 +33,36 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from .. import __version__
-
-        python = ".".join(map(str, sys.version_info[:3]))
-        print(f"kvpatch {__version__} ({_installed('torch')}, {_installed('transformers')}, Python {python})")
-        raise typer.Exit
-
-
-def _installed(package: str) -> str:
-    from importlib import metadata
-
-    try:
-        return f"{package} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:
-        return f"no {package}"
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --version: also the versions that a bug report needs, a line each.")
     ] = False,
 ) -> None:
     """Put a Hugging Face decoder's KV cache on a budget, and look at what that does."""
+    if version:
+        print(describe_machine() if verbose else describe_version())
+        raise typer.Exit
+    with short_errors():
+        if verbose:
+            raise KVPatchError("--verbose goes with --version: kvpatch --version --verbose.")
+        if context.invoked_subcommand is None:
+            raise KVPatchError("Name a command; kvpatch --help lists them.")
 
 
 @app.command()
 def policies(json: given.Json = False) -> None:
-    """List the policies, when to use each, options with their defaults, and papers."""
+    """List uses and the policy to take for each, then all policies with their options and papers."""
     if json:
         for one in POLICIES.values():
-            print_json({**vars(one), "link": one.link})
+            about = {key: value for key, value in vars(one).items() if key != "about"}
+            uses = [use.key for use in list_uses(one.name)]
+            print_json({**about, "use": one.use, "uses": uses, "link": one.link})
         return
+    print_rows(("for", "type"), [(use.name, use.write_options()) for use in USES])
+    print()
     rows = []
     for one in POLICIES.values():
         options = ", ".join(f"{name}={value!r}" for name, value in one.options.items())

@@ -156,7 +156,7 @@ def load_model(
     except KVPatchError:
         raise
     except Exception as error:  # transformers, the hub and safetensors have an error type each
-        raise KVPatchError(f"--model {name} cannot be loaded: {_reason(error)}") from error
+        raise KVPatchError(f"The model {name} cannot be loaded: {_reason(error)}") from error
 
 
 def quiet() -> None:
@@ -188,7 +188,7 @@ def _device(device: str) -> torch.device:
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load a model's tokenizer. Raises KVPatchError if there is none or it knows no token."""
     check_folder(name)
-    missing = f"--model {name} comes without a tokenizer, which text needs."
+    missing = f"The model {name} comes without a tokenizer, which text needs."
     if Path(name).is_dir() and not any(any(Path(name).glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")):
         raise KVPatchError(missing)
     try:
@@ -199,7 +199,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
             name, revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except Exception as error:  # as above
-        raise KVPatchError(f"--model {name} has no tokenizer that can be loaded: {_reason(error)}") from error
+        raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_reason(error)}") from error
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)
     return tokenizer
@@ -209,7 +209,7 @@ def check_folder(name: str) -> None:
     """Raise KVPatchError for a model's name that looks like a folder which is not there."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
-        raise KVPatchError(f"--model {name}: there is no such folder.")
+        raise KVPatchError(f"The model {name} cannot be loaded: there is no such folder.")
 
 
 def _reason(error: BaseException) -> str:
@@ -225,16 +225,19 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def read_prompt(name: str, option: str = "--prompt-file") -> str:
-    """Read a text from a file, or from standard input for "-". Raises KVPatchError if there is none."""
+def read_prompt(name: str, given: str = "FILE") -> str:
+    """Read a text from a file, or from standard input for "-". Raises KVPatchError if there is none.
+
+    given: name of the argument or option that names the file.
+    """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise KVPatchError(f"{option} {name} cannot be read: {error.strerror}") from error
+        raise KVPatchError(f"{given} {name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise KVPatchError(f"{option} {name} is no UTF-8 text (byte {error.start}).") from error
+        raise KVPatchError(f"{given} {name} is no UTF-8 text (byte {error.start}).") from error
     if not text.strip():
-        raise KVPatchError(f"{option} {name} is empty: there is nothing to go on from.")
+        raise KVPatchError(f"{given} {name} is empty: there is nothing to go on from.")
     return text
 
 

@@ -29,7 +29,7 @@ def class_of(name: str, config: Any, own_code: bool) -> Any:
                 _check(auto, config)
             return auto
     if getattr(config, "is_encoder_decoder", False):
-        raise KVPatchError(f"--model {name} is of type {kind}, an encoder-decoder: kvpatch serves decoder-only models.")
+        raise KVPatchError(f"The model {name} is of type {kind}, an encoder-decoder: kvpatch serves decoder-only models.")
     return AutoModelForCausalLM  # whose error names the types that it knows
 
 

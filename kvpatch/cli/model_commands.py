@@ -12,9 +12,17 @@ import typer
 
 from ..errors import KVPatchError
 from . import options as given
-from .catalogue import DEFAULT_POLICY, SCHEDULES, check_choice, check_policy
+from .catalogue import DEFAULT_POLICY, SCHEDULES, check_calibration, check_choice, check_policy
 from .loading import Source, check_budget, parse_k, read_prompt
-from .options import model_and_files, named_policy, one_model, parse_bits, parse_options, policy_options
+from .options import (
+    TextFile,
+    model_and_files,
+    named_policy,
+    one_model,
+    parse_bits,
+    parse_options,
+    policy_options,
+)
 from .output import print_json, print_rows, short_errors
 
 KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
@@ -60,25 +68,33 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     """
     with short_errors():
         options = policy_options(option, k, positions, backend, bits)
-        files = [one for one in (file, prompt_file) if one is not None]
-        if prompt is not None:
-            name = one_model(model, model_option) if not files else None
-            if name is None:
-                raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")
-        else:
-            name, files = model_and_files(model, files, model_option)
-            if len(files) > 1:
-                raise KVPatchError(f"The prompt is given twice: {files[0]} and {files[1]}.")
+        name, asked = _find_prompt(model, file, model_option, prompt_file, prompt)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         chosen, size = named_policy(policy, schedule, options), parse_k(k)
-        text = read_prompt(files[0]) if prompt is None else prompt
+        text = asked.read_text() if isinstance(asked, TextFile) else asked
         from .generating import Sampling, run
 
         settings: dict[str, Any] = {
             "bits": bits, "block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict,
         }  # fmt: skip
         run(source, text, raw, chosen, size, settings, Sampling(max_new_tokens, temperature, top_p), json)
+
+
+def _find_prompt(
+    model: str | None, file: str | None, model_option: str | None, prompt_file: str | None, prompt: str | None
+) -> tuple[str, TextFile | str]:
+    """Return the model, and the prompt or its file. Raises KVPatchError if one is missing or given twice."""
+    if prompt is not None:
+        files = [one for one in (file, prompt_file) if one is not None]
+        if files:
+            raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")
+        return one_model(model, model_option), prompt
+    arguments, by_option = ([] if one is None else [one] for one in (file, prompt_file))
+    name, found = model_and_files(model, arguments, model_option, by_option)
+    if len(found) > 1:
+        raise KVPatchError(f"The prompt is given twice: {found[0].name} and {found[1].name}.")
+    return name, found[0]
 
 
 def check(  # noqa: PLR0913 - as above
@@ -168,19 +184,20 @@ def compare(  # noqa: PLR0913 - as above
         check_choice("schedule", schedule, SCHEDULES)
         options, texts, of_bits = parse_options(option), ",".join(budgets or [KS]), parse_bits(bits)
         check_budget(texts)
-        name, files = model_and_files(model, files, model_option, prompt_file)
-        if continuation_file is not None and len(files) > 1:
-            raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(files)}.")
+        name, texts_of = model_and_files(model, files, model_option, prompt_file)
+        if continuation_file is not None and len(texts_of) > 1:
+            raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(texts_of)}.")
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         for one in policies.split(","):
             if one.strip():
                 check_policy(one)
+                check_calibration(one, options)
         from . import compare as comparing
 
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
         asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json)
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
-        prompts = {one: read_prompt(one) for one in files}
+        prompts = {one.name: one.read_text() for one in texts_of}
         comparing.prepare(out)
         comparing.run(asked, source, prompts, own)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import KVPatchError
-from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_choice, check_policy
-from .loading import check_budget
+from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_calibration, check_choice, check_policy
+from .loading import check_budget, read_prompt
 
 
 def _named(names: tuple[str, ...]) -> Any:
@@ -69,6 +71,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per l
 PromptFile = Annotated[
     str | None, typer.Option("--prompt-file", help="The prompt's file, if it is no argument.", show_default=False)
 ]
+Text = Annotated[
+    str | None, typer.Argument(metavar="FILE", help="A text like yours; - reads standard input.", show_default=False)
+]
+TextOption = Annotated[str | None, typer.Option("--text", hidden=True)]
+Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
+NoOption = Annotated[list[str] | None, typer.Option("--option", "-o", hidden=True)]
+"""`-o` in a command without a policy, so that the error can say where it belongs."""
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any]:
@@ -111,6 +120,7 @@ def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> An
     """Look up a policy, after what can be told without torch. Raises KVPatchError for a mistake in any of the three."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
+    check_calibration(name, options)
     from ..policies import get_policy
 
     return get_policy(name).with_options(schedule, **calibrated(options))
@@ -165,18 +175,64 @@ def one_model(argument: str | None, option: str | None) -> str:
     return model
 
 
+@dataclass(frozen=True)
+class TextFile:
+    """A file of text as the command line names it; `given` is FILE for an argument, else the option."""
+
+    name: str
+    given: str = "FILE"
+
+    def __str__(self) -> str:
+        return f"{self.given} {self.name}"
+
+    def read_text(self) -> str:
+        """Read the text. Raises KVPatchError as `read_prompt`."""
+        return read_prompt(self.name, self.given)
+
+
 def model_and_files(
-    argument: str | None, files: list[str] | None, option: str | None, prompt_files: list[str] | None = None
-) -> tuple[str, list[str]]:
-    """Return the model and the prompt files; after --model every argument is a file.
+    argument: str | None,
+    files: list[str] | None,
+    option: str | None,
+    more: list[str] | None = None,
+    more_given: str = "--prompt-file",
+) -> tuple[str, list[TextFile]]:
+    """Return the model and the files; after --model every argument is a file.
+
+    more: files given by the option `more_given`.
 
     Raises:
         KVPatchError: a model or a file is missing.
     """
-    rest = [*(files or ()), *(prompt_files or ())]
+    arguments = list(files or ())
     if option is not None and argument is not None:
-        argument, rest = None, [argument, *rest]
+        arguments = [argument, *arguments]
+        argument = None
     model = one_model(argument, option)
-    if not rest:
-        raise KVPatchError("Name a file with a prompt; - reads standard input.")
-    return model, rest
+    found = [*map(TextFile, arguments), *(TextFile(name, more_given) for name in more or ())]
+    if not found:
+        raise KVPatchError("Name a file with a prompt after the model; - reads standard input.")
+    return model, found
+
+
+def find_model_and_text(
+    argument: str | None, file: str | None, option: str | None, text: str | None, misplaced: list[str] | None
+) -> tuple[str, TextFile]:
+    """Return the model and the text that `tune`, `calibrate` or `learn` reads.
+
+    text: given by --text. misplaced: given by -o, which these commands do not have.
+
+    Raises:
+        KVPatchError: the model or the text is missing or given twice, or -o is given.
+    """
+    if misplaced:
+        raise KVPatchError(f"-o sets an option of a policy, and there is none here: write the file with --out {misplaced[0]}.")
+    second = argument if option is not None else None
+    if file is None and second is None and text is None:
+        one_model(argument, option)
+        raise KVPatchError("Give a text after the model, a file of a few thousand words or more; - reads standard input.")
+    arguments, by_option = ([] if one is None else [one] for one in (file, text))
+    model, files = model_and_files(argument, arguments, option, by_option, "--text")
+    if len(files) > 1:
+        raise KVPatchError(f"The text is given twice: {files[0].name} and {files[1].name}.")
+    return model, files[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arch.adapter import Adapter
 from ..arch.bound import BoundAdapter
+from ..arch.upstream import cache_argument
 from ..backends.value_norms import projected_norms
 from ..cache.layer import SlotLayer
 from ..errors import KVPatchError
@@ -24,7 +25,6 @@ from ..policies.policy import Policy
 from ..policies.queries import Recent
 from ..policies.repeated import repeat_instruction
 from ..storage.calibration import made
-from ..upstream import cache_argument
 
 _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 

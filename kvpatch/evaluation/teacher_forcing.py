@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..upstream import cache_argument, cache_of
+from ..arch.upstream import cache_argument, cache_of
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..arch.bound import BoundAdapter
+from ..arch.upstream import cache_argument
 from ..attention.attend import attend
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from ..serving.packed import PackedPass
-from ..upstream import cache_argument
 
 
 def attention_forward(

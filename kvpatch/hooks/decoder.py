@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
@@ -18,7 +19,6 @@ from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.repeated import Repeated
 from ..serving.pool import RequestPool
-from ..upstream import CACHE, cache_of, set_cache
 from . import inputs, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay

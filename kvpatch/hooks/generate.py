@@ -20,14 +20,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, GenerationMixin
 
+from ..arch.upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
+from ..arch.upstream import create_masks_for_generate as make_masks
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
-from ..upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
-from ..upstream import create_masks_for_generate as make_masks
 from . import inputs, ownership
 from .attention import Courier
 from .decoder import own_cache

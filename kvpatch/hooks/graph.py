@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..arch.upstream import cache_argument
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
-from ..upstream import cache_argument
 from . import ownership
 from .state import PatchState
 

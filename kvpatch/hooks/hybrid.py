@@ -15,9 +15,9 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from ..arch.adapter import source_module
 from ..arch.interface import ATTENTION
 from ..arch.kinds import knows_number, source_of
+from ..arch.upstream import DynamicLayer, LinearAttentionLayer, keeps_state
 from ..cache.recurrent import Stack
 from ..errors import KVPatchError
-from ..upstream import DynamicLayer, LinearAttentionLayer, keeps_state
 
 
 def stack_of(decoder: Any) -> Stack | None:

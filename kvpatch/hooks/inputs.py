@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arch.upstream import CACHE, cache_of
 from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..cache.checks import real
 from ..errors import KVPatchError, suggest
 from ..policies.context import at_hand
-from ..upstream import CACHE, cache_of
 
 BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size", "max_capacity_prompt")  # names for k in other libraries
+OTHERS = {
+    "num_sink_tokens": "the first tokens, which are never evicted, are sinks=, such as sinks=4",
+    "heavy_ratio": "k is the whole budget, and recent= the part of it for the newest tokens: heavy_ratio=0.1 and "
+    "recent_ratio=0.1 are k=0.2, recent=0.5",
+}
+"""Options of other libraries, and what to write for them."""
 MISPLACED = (
     "position_ids do not go on from what each row of this concatenated cache has seen: leave them out, or pass "
     "cache.next_positions()."
@@ -32,6 +38,8 @@ def no_argument(known: Sequence[str], options: dict[str, Any], arguments: Sequen
                 f"patched() has no option {name!r}: the budget is k, the share or the number of tokens that are kept, such as "
                 f"k=0.5 or k=1024{_as_k(name, options[name])}."
             )
+        if name in OTHERS:
+            raise KVPatchError(f"patched() has no option {name!r}: {OTHERS[name]}.")
         meant = suggest(name, (*known, *arguments))
         if any(repr(argument) in meant for argument in arguments):
             raise KVPatchError(f"patched() has no option {name!r}.{meant}")

@@ -12,7 +12,7 @@ from types import MethodType
 
 from torch import nn
 
-from ..upstream import COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
+from ..arch.upstream import COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward, parameters

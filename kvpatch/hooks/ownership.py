@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import Cache
 
+from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
-from ..upstream import CACHE
 from .state import PatchState
 
 

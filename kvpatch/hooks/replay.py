@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arch.upstream import CACHE, cache_of, set_cache
 from ..attention.replay import ReplayPass
 from ..cache.lifetimes import Record
 from ..errors import KVPatchError
-from ..upstream import CACHE, cache_of, set_cache
 from . import inputs
 from .attention import Courier
 from .state import PatchState, by_kind, pass_mask, put_aside

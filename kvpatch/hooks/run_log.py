@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..cache.snapshot import Snapshot
 from ..cache.state import PassRecord
-from ..upstream import CACHE
 from .pass_record import TextRecord, Timing, evicting
 
 _LOG = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arch.upstream import cache_of, set_cache
 from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..policies.repeated import Repeated
-from ..upstream import cache_of, set_cache
 from .attention import PassMask
 from .state import PatchState, by_kind, pass_mask
 

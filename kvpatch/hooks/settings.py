@@ -17,18 +17,20 @@ from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
+from ..policies.uses import USES
 from .inputs import no_argument
 from .target import Target
 
 POSITIONS = ("original", "renumbered")
 BITS = (FULL, 8, 4)
-UNNAMED = (
-    "patched() needs a policy: name the one that suits the use.\n"
-    '  patched(model, "snapkv", k=0.3)          # the question is in the prompt\n'
-    '  patched(model, "roco", k=0.5)            # read now, ask later\n'
-    '  patched(model, "h2o", k=0.5)             # long generation\n'
-    '  patched(model, "streaming_llm", k=1024)  # an endless stream\n'
-    "list_policies() has all names."
+_CALLS = {use.write_call(): use.name for use in USES}
+_WIDTH = max(map(len, _CALLS))
+UNNAMED = "\n".join(
+    [
+        "patched() needs a policy: name the one that suits the use.",
+        *(f"  {call:<{_WIDTH}}  # {use}" for call, use in _CALLS.items()),
+        "list_policies() has all names.",
+    ]
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..arch.interface import ATTENTION, STATES
+from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
 from ..cache.lifetimes import Record
 from ..cache.prefix import Prefixes
@@ -20,7 +21,6 @@ from ..cache.recurrent import Stack
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..storage.schema import LayerShape
-from ..upstream import CACHE, CACHE_NAMES
 from .run_log import RunLog
 
 

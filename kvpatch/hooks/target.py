@@ -18,6 +18,7 @@ from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.kinds import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
+from ..arch.upstream import CACHE, CACHE_NAMES
 from ..backends.entries import entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
@@ -25,7 +26,6 @@ from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
-from ..upstream import CACHE, CACHE_NAMES
 from .accelerate import device_of, weights
 from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
 from .sharding import Parallel, check_layers, parallel_of
@@ -186,7 +186,7 @@ class Target:
                     )
         if calibration is None:
             raise KVPatchError(
-                f"policy {policy.name!r} needs a calibration of this model: run `{command} --model NAME --text FILE -o "
+                f"policy {policy.name!r} needs a calibration of this model: run `{command} NAME FILE --out "
                 "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
             )
         self.check_identity(calibration.model, "calibration=", command)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 
+from ..arch.upstream import CACHE
 from ..errors import KVPatchError
-from ..upstream import CACHE
 
 TRANSFORMERS = "5.15", "6"  # from, to below; pyproject.toml says the same
 TORCH = "2.10"

@@ -1,28 +1,31 @@
-"""Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them."""
+"""Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them.
 
-from .allocation import Adaptive, Global, Pyramid
-from .calibration import Calibration
-from .context import EvictionContext, NewTokens
-from .merging import Merge
-from .moving import Mass, Share, Threshold
-from .policy import Policy
-from .presets import (
-    POLICIES,
-    adaptive,
-    chunked,
-    critical,
-    get_policy,
-    global_topk,
-    list_policies,
-    merged,
-    pyramid,
-    register_policy,
-    unregister_policy,
-)
-from .repeated import repeat_instruction
-from .scopes import DeviationScope, RangeScope, Scope
-from .scores import Score
-from .selection import Chunked, Selection, TwoStage
+Names are imported where they are first used, so that `uses`, which needs no torch, can be read without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "allocation": ("Adaptive", "Global", "Pyramid"),
+    "calibration": ("Calibration",),
+    "context": ("EvictionContext", "NewTokens"),
+    "merging": ("Merge",),
+    "moving": ("Mass", "Share", "Threshold"),
+    "policy": ("Policy",),
+    "presets": (
+        "POLICIES", "adaptive", "chunked", "critical", "get_policy", "global_topk", "list_policies", "merged", "pyramid",
+        "register_policy", "unregister_policy",
+    ),
+    "repeated": ("repeat_instruction",),
+    "scopes": ("DeviationScope", "RangeScope", "Scope"),
+    "scores": ("Score",),
+    "selection": ("Chunked", "Selection", "TwoStage"),
+}  # fmt: skip
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "POLICIES",
@@ -56,3 +59,43 @@ __all__ = [
     "repeat_instruction",
     "unregister_policy",
 ]
+
+if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
+    from .allocation import Adaptive, Global, Pyramid
+    from .calibration import Calibration
+    from .context import EvictionContext, NewTokens
+    from .merging import Merge
+    from .moving import Mass, Share, Threshold
+    from .policy import Policy
+    from .presets import (
+        POLICIES,
+        adaptive,
+        chunked,
+        critical,
+        get_policy,
+        global_topk,
+        list_policies,
+        merged,
+        pyramid,
+        register_policy,
+        unregister_policy,
+    )
+    from .repeated import repeat_instruction
+    from .scopes import DeviationScope, RangeScope, Scope
+    from .scores import Score
+    from .selection import Chunked, Selection, TwoStage
+else:  # unseen by them, or every misspelt name would be of type Any
+
+    def __getattr__(name: str) -> Any:
+        """Import a name, or a module of this package, where it is first used."""
+        if name in _MODULE:
+            value = globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)
+            return value
+        module = f"{__name__}.{name}"
+        if not name.startswith("_") and find_spec(module) is not None:
+            return import_module(module)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

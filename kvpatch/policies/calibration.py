@@ -230,7 +230,7 @@ class WholeHeads(CalibratedScore, Recency):
 
 @dataclass(frozen=True)
 class Recall(Score):
-    """The score of a pass that measures queries: it keeps them and what they look at, and ranks nothing.
+    """The score of a pass that measures queries: it keeps them and what they look at. Its budget keeps every token.
 
     Attributes:
         count: queries to keep, at least as many as the pass has tokens.
@@ -242,6 +242,9 @@ class Recall(Score):
     @property
     def recent_queries(self) -> int:
         return self.count
+
+    def value(self, context: EvictionContext) -> Tensor:
+        return context.positions_BHT.float()
 
 
 _LEAST = 1e-6  # standard deviation

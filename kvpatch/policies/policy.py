@@ -75,6 +75,7 @@ class Policy:
         if self.schedule not in self.score.schedules:
             why, use = _why(self.score.schedules), " or ".join(map(repr, self.score.schedules))
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
+        _check_members(self.score)
         rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
         for part in (self.over_heads, self.selection, self.merging):
             if part is not None and self.schedule not in part.schedules:
@@ -212,3 +213,18 @@ def _why(schedules: tuple[str, ...]) -> str:
     if "both" in schedules:
         return "is made for decode steps, at which this schedule evicts nothing"
     return "scores tokens by what decode steps attend to, which a prompt does not have"
+
+
+_MEMBERS = {
+    "value": ("evicts", "a number for each cached token [B,H,T], higher for those to keep: def value(self, context)"),
+    "note": ("notes", "nothing, and changes context.state in place: def note(self, context)"),
+    "fold": ("folds", "what rows of the observation window are to each key [N,M]: def fold(self, rows)"),
+}
+"""Methods that a score has to define where it declares the attribute, and what each returns."""
+
+
+def _check_members(score: Score) -> None:
+    """Raise KVPatchError for a score without a method that it declares to have."""
+    for name, (declared, returns) in _MEMBERS.items():
+        if getattr(score, declared) and getattr(type(score), name) is getattr(Score, name):
+            raise KVPatchError(f"Score {type(score).__name__} has no method {name}, which returns {returns}.")

@@ -27,11 +27,11 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from ..arch.upstream import KEPT_MANAGER
 from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.scopes import protect_tensor
-from ..upstream import KEPT_MANAGER
 from .admission import Admission
 from .pool import RequestPool
 

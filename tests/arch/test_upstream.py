@@ -1,5 +1,5 @@
 """The names of transformers that kvpatch leans on, none of which is promised. A failure here names the one that has moved:
-mend kvpatch/upstream.py, or the file that the test names."""
+mend kvpatch/arch/upstream.py, or the file that the test names."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import kvpatch
-from kvpatch import upstream
+from kvpatch.arch import upstream
 from kvpatch.arch.adapter import REGISTRY
 from tests.helpers.tiny import FIVE, make, prompt
 

@@ -39,11 +39,6 @@ def test_choices_are_the_library_s():
             kvpatch.patch(None, "h2o", positions=positions)
 
 
-def test_the_default_is_for_a_question_in_the_prompt():
-    assert catalogue.DEFAULT_POLICY == "snapkv"
-    assert "question" in catalogue.POLICIES["snapkv"].use
-
-
 @pytest.mark.parametrize("name", ["h2o", "SnapKV", "Ada-KV", "critical(adaptive(roco))", " pyramid(h2o) "])
 def test_names_that_are_known(name):
     catalogue.check_policy(name)

@@ -426,7 +426,7 @@ MISTAKES = [
     (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file cannot be read"),
     (["--continuation-file", "/no/such/file"], "--continuation-file /no/such/file cannot be read"),
     (["--out", "prompt.txt"], "--out prompt.txt cannot be made"),
-    (["no/such/second/file"], "--prompt-file no/such/second/file cannot be read"),
+    (["no/such/second/file"], "FILE no/such/second/file cannot be read"),
     (["prompt.txt", "--continuation-file", "prompt.txt"], "goes with one prompt, not with 2"),
     (["--dtype", "float23"], "Did you mean 'float32'?"),
 ]

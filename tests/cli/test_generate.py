@@ -13,7 +13,7 @@ import kvpatch
 from kvpatch.cli import loading
 from kvpatch.cli.generating import MARK, Sampling, prompt_ids
 from kvpatch.cli.loading import check_dtype, load_model, load_tokenizer
-from kvpatch.cli.options import model_and_files, one_model, parse_options
+from kvpatch.cli.options import TextFile, find_model_and_text, model_and_files, one_model, parse_options
 from kvpatch.errors import KVPatchError
 from tests.cli.test_cli import folder, prompt, run  # noqa: F401
 
@@ -166,13 +166,67 @@ def test_bars_of_downloads_stay_on():
 
 def test_arguments_and_options_name_the_model_and_the_files():
     assert one_model("m", None) == one_model(None, "m") == "m"
-    assert model_and_files("m", ["a", "b"], None) == ("m", ["a", "b"])
-    assert model_and_files("m", None, None, ["a"]) == ("m", ["a"])
-    assert model_and_files("a", ["b"], "m") == ("m", ["a", "b"])  # after --model every argument is a file
-    assert model_and_files(None, None, "m", ["a"]) == ("m", ["a"])
+    a, b, of_option = TextFile("a"), TextFile("b"), TextFile("a", "--prompt-file")
+    assert model_and_files("m", ["a", "b"], None) == ("m", [a, b])
+    assert model_and_files("m", None, None, ["a"]) == ("m", [of_option])
+    assert model_and_files("a", ["b"], "m") == ("m", [a, b])  # after --model every argument is a file
+    assert model_and_files(None, None, "m", ["a"]) == ("m", [of_option])
     for arguments, words in (((None, None, None), "Name a model"), (("m", None, None), "Name a file")):
         with pytest.raises(KVPatchError, match=words):
             model_and_files(*arguments)
+
+
+def test_a_text_is_an_argument_or_the_option_of_before():
+    for arguments in (("m", "t", None, None), ("t", None, "m", None)):
+        assert find_model_and_text(*arguments, None) == ("m", TextFile("t"))
+    for arguments in (("m", None, None, "t"), (None, None, "m", "t")):
+        assert find_model_and_text(*arguments, None) == ("m", TextFile("t", "--text"))
+    for arguments, words in (
+        ((None, None, None, None), "Name a model"),
+        (("m", None, None, None), "Give a text after the model"),
+        (("m", "t", None, "u"), "The text is given twice: t and u"),
+    ):
+        with pytest.raises(KVPatchError, match=words):
+            find_model_and_text(*arguments, None)
+
+
+@pytest.mark.parametrize("command", ["tune", "calibrate", "learn"])
+def test_o_is_an_option_of_a_policy_everywhere(command):
+    """It once was the output file of these three."""
+    for flag in ("-o", "--option"):
+        result = run(command, "m", "t", flag, "x.json")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("kvpatch: -o sets an option of a policy") and "--out x.json" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "label"),
+    [
+        (("generate", "m", "no.txt"), "FILE no.txt"),
+        (("generate", "m", "--prompt-file", "no.txt"), "--prompt-file no.txt"),
+        (("tune", "m", "no.txt"), "FILE no.txt"),
+        (("calibrate", "m", "no.txt"), "FILE no.txt"),
+        (("learn", "m", "--text", "no.txt"), "--text no.txt"),
+    ],
+)
+def test_a_missing_file_is_named_as_it_was_given(arguments, label):
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stderr == f"kvpatch: {label} cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("policy", "command"),
+    [("q_filter", "calibrate"), ("Tri-Attention", "calibrate"), ("merged(q_filter)", "calibrate"), ("learned", "learn")],
+)
+@pytest.mark.parametrize(
+    "how", [("generate", "m", "f", "--policy"), ("check", "m", "--policy"), ("compare", "m", "f", "--policies")]
+)
+def test_a_calibration_is_asked_for_in_the_words_of_a_shell(how, policy, command):
+    """Before the model is looked for, and without a word of Python."""
+    result = run(*how, policy)
+    assert result.exit_code == 2
+    assert f"run `kvpatch {command} MODEL FILE --out " in result.stderr and "give -o calibration=" in result.stderr
+    assert "kvpatch." not in result.stderr
 
 
 def test_options_may_share_a_flag():

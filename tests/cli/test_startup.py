@@ -1,5 +1,6 @@
 """What answers at once: help, lists and typing errors import neither torch nor transformers."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -7,10 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch.cli import output
+from kvpatch.cli import output, versions
 from kvpatch.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,45 @@ def test_the_version_of_what_is_missing(monkeypatch):
     assert result.exit_code == 0 and "(no torch, no transformers, " in result.stdout
 
 
+def test_the_verbose_version_is_what_a_bug_report_needs():
+    result = CliRunner().invoke(app, ["--version", "--verbose"])
+    assert result.exit_code == 0
+    told = dict(line.split(" ", 1) for line in result.stdout.splitlines())
+    assert {"kvpatch", "python", "platform", "torch", "transformers", "einops", "CUDA"} <= set(told)
+    assert told["torch"] == metadata.version("torch") and told["kvpatch"] == kvpatch.__version__
+    for package in versions.OPTIONAL:
+        assert (package in told) == (importlib.util.find_spec(package.split("-")[0]) is not None) or "-" in package
+
+
+def test_the_verbose_version_of_what_is_missing(monkeypatch):
+    def version(package):
+        if package in ("einops", "peft"):
+            raise metadata.PackageNotFoundError(package)
+        return "1.2.3"
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    lines = versions.describe_machine().splitlines()
+    assert "no einops" in lines and "flash-attn 1.2.3" in lines and not any("peft" in line for line in lines)
+    assert any(line.startswith("CUDA unknown: torch cannot be imported") for line in lines)
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_cuda_is_named_with_its_gpus(monkeypatch, cuda):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU {i}")
+    said = [line for line in versions.describe_machine().splitlines() if line.startswith("CUDA")]
+    assert said == ["CUDA 13.0, GPU 0, GPU 1" if cuda else "CUDA none: torch is built for the CPU"]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["--verbose"], "kvpatch --version --verbose"), (["--"], "Name a command")])
+def test_no_command_says_what_to_type(arguments, words):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and words in result.stderr
+
+
 def test_completion_is_offered():
     result = CliRunner().invoke(app, ["--help"])
     assert "--install-completion" in result.stdout
@@ -119,7 +160,8 @@ def test_lists_fit_eighty_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
     result = CliRunner().invoke(app, [command])
-    lines = [_without_colour(line) for line in result.stdout.split("\n\n")[0].splitlines()]
+    tables = result.stdout.split("\n\n")[: 2 if command == "policies" else 1]
+    lines = [_without_colour(line) for table in tables for line in table.splitlines()]
     assert all(len(line) <= 80 for line in lines)
     names = kvpatch.list_policies() if command == "policies" else kvpatch.list_architectures()
     assert {line.split(" ")[0] for line in lines} >= set(names)  # names are whole

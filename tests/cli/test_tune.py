@@ -6,6 +6,7 @@ import logging
 import pytest
 
 import kvpatch
+from kvpatch.cli import output, tune_command
 from kvpatch.evaluation import tune as tuning
 from kvpatch.evaluation.divergence import Figures
 from tests.cli.test_cli import folder, run  # noqa: F401
@@ -30,18 +31,19 @@ def coarse(monkeypatch):
 
 def test_it_writes_a_profile_that_generates(folder, text, tmp_path, coarse):  # noqa: F811
     out, level = tmp_path / "p.json", logging.getLogger("kvpatch").level
-    result = run("tune", folder, "--text", text, "-o", out, "--tolerance", 5, *FEW)
+    result = run("tune", folder, text, "--out", out, "--tolerance", 5, *FEW)
     assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("measuring h2o: 0 of at most ")
     assert logging.getLogger("kvpatch").level == level, "the log says as much as before"
     profile = kvpatch.load_profile(out)
     assert profile.measured["tokens"] == 2 * 28 and profile.measured["unseen_kl"] is not None
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(f"{out}: {profile.policy}, k=0.")
+    assert lines[0].startswith(f"{out}: {kvpatch.get_policy(profile.policy).name}, k=0.")
     measured = profile.measured
     assert lines[1] == f"{measured['share']:.0%} of the full cache's bytes; KL {measured['kl']:.4f} on 2 pieces."
     assert lines[2] == f"On pieces that the search did not read: KL {measured['unseen_kl']:.4f}."
     assert lines[-1] == f'    with kvpatch.patched(model, profile="{out}"):'
-    again = json.loads(run("tune", folder, "--text", text, "-o", out, "--tolerance", 5, *FEW, "--json").stdout)
+    again = json.loads(run("tune", folder, text, "--out", out, "--tolerance", 5, *FEW, "--json").stdout)
     assert again == {
         "file": str(out), "policy": profile.policy, "options": profile.options, "k": list(profile.k), **measured
     }  # fmt: skip
@@ -51,7 +53,7 @@ def test_a_text_of_one_piece_and_a_result_that_does_not_hold(folder, text, tmp_p
     short = tmp_path / "short"
     short.write_text("what it reads, and reads")
     out = tmp_path / "p.json"
-    result = run("tune", folder, "--text", short, "-o", out, "--tolerance", 5, *FEW)
+    result = run("tune", folder, short, "--out", out, "--tolerance", 5, *FEW)
     assert "The text is one piece: nothing was left to check the result on" in result.stdout
     assert kvpatch.load_profile(out).measured["tokens"] == 24
     found = iter([0.01] * 1000)
@@ -66,23 +68,51 @@ def test_a_text_of_one_piece_and_a_result_that_does_not_hold(folder, text, tmp_p
         return best
 
     monkeypatch.setattr(tuning.Search, "run", search)
-    result = run("tune", folder, "--text", text, "-o", out, "--tolerance", 0.05, *FEW)
+    result = run("tune", folder, text, "--out", out, "--tolerance", 0.05, *FEW)
     assert "KL 0.9000, above 0.05: give more --pieces, or a smaller --tolerance." in result.stdout
+
+
+def test_a_profile_has_the_name_that_reports_print(tmp_path, capsys):
+    measured = {"share": 0.1, "kl": 0.1, "pieces": 1, "unseen_kl": None}
+    profile = kvpatch.Profile({}, "adaptive(snapkv)", {"floor": 0.5}, 0.25, measured)
+    tune_command._print_profile(profile, tmp_path / "p.json", 0.05)
+    assert f"p.json: {kvpatch.get_policy('adaptive(snapkv)').name}, floor=0.5, k=0.25" in capsys.readouterr().out
+
+
+def test_lines_tell_how_far_it_is_where_there_is_no_terminal(capsys):
+    with output.Steps(output.console(stderr=True)) as steps:
+        steps.set_total(40)
+        for label in ["h2o"] * 3 + ["roco"] * 12:
+            steps.count_step(label)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        f"measuring {label}: {done} of at most 40 measurements done" for label, done in (("h2o", 0), ("roco", 3), ("roco", 10))
+    ]
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(capsys, monkeypatch):
+    for variable, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(variable, value)
+    with output.Steps(output.console(stderr=True)) as steps:
+        steps.set_total(2)
+        steps.count_step("h2o")
+    assert "measurements done" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((), "needs a text: give --text FILE"),
-        (("--text", "none"), "--text none cannot be read"),
-        (("--text", "text", "--tolerance", "0"), "--tolerance 0.0 must be a number of nats per token above 0, such as 0.05."),
-        (("--text", "text", "--tolerance", "nan"), "--tolerance nan must be"),
-        (("--text", "text", "--policies", ","), "--policies names none"),
-        (("--text", "text", "--policies", "h20"), "h2o"),
-        (("--text", "text", "--policies", "q_filter"), "q_filter needs a calibration, which a profile cannot hold"),
-        (("--text", "text", "--max-new-tokens", "57"), "57: the model has 64 positions|too few"),
-        (("--text", "tiny"), "--text tiny has 4 tokens, too few for a prompt and --max-new-tokens 8"),
-        (("--text", "text", "--policies", "h2o", "--tolerance", "1e-30"), "None of h2o stays within a KL of 1e-30"),
+        ((), "Give a text after the model, a file of a few thousand words"),
+        (("none",), "FILE none cannot be read"),
+        (("text", "--tolerance", "0"), "--tolerance 0.0 must be a number of nats per token above 0, such as 0.05."),
+        (("text", "--tolerance", "nan"), "--tolerance nan must be"),
+        (("text", "--policies", ","), "--policies names none"),
+        (("text", "--policies", "h20"), "h2o"),
+        (("text", "--policies", "q_filter"), "q_filter needs a calibration, which a profile cannot hold"),
+        (("text", "--max-new-tokens", "57"), "57: the model has 64 positions|too few"),
+        (("tiny",), "FILE tiny has 4 tokens, too few for a prompt and --max-new-tokens 8"),
+        (("text", "--policies", "h2o", "--tolerance", "1e-30"), "None of h2o stays within a KL of 1e-30"),
     ],
 )
 def test_mistakes(folder, text, monkeypatch, coarse, given, says):  # noqa: F811
@@ -90,7 +120,8 @@ def test_mistakes(folder, text, monkeypatch, coarse, given, says):  # noqa: F811
     (text.parent / "tiny").write_text("read")
     if "--max-new-tokens" not in given:
         given = (*given, "--max-new-tokens", "8")
-    result = run("tune", folder, "-o", "p.json", *given, "--length", 24)
-    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    result = run("tune", folder, *given, "--out", "p.json", "--length", 24)
+    told = [line for line in result.stderr.splitlines() if not line.startswith("measuring ")]
+    assert result.exit_code == 2 and len(told) == 1
     assert any(part in result.stderr for part in says.split("|")), result.stderr
     assert not (text.parent / "p.json").exists()

@@ -29,6 +29,20 @@ def test_chat_keeps_the_template_s_markers():
         assert written - {len(text) - 1} <= set(head), "the last token has not been read"
 
 
+def test_chat_reads_what_the_template_makes_of_the_whole_conversation():
+    shown = chat.main(k=1.0)
+    assert shown["read"].count("# system") == 1 and shown["read"].count("# user") == 3
+    assert shown["whole"].startswith(shown["read"]) and len(shown["whole"]) - len(shown["read"]) <= len("<eos>")
+
+
+def test_chat_is_read_anew_where_the_template_changes_an_earlier_turn():
+    """As templates do that drop the reasoning of earlier answers; here each message but the last loses its end."""
+    shorter = chat.TEMPLATE.replace("message['content']", "(message['content'] if loop.last else message['content'][:3])")
+    shown = chat.main(k=1.0, template=shorter)
+    assert shown["read"].count("# system") == 1 and shown["read"].count("# user\nWri<eos>") == 1
+    assert shown["read"].count("# user") == 3 and shown["positions"].max() < shown["text"].shape[1]
+
+
 def test_streaming():
     shown = streaming.main(k=0.5)
     assert "".join(shown["thread"]) == "".join(shown["coroutine"]) == shown["text"]

@@ -16,8 +16,8 @@ from peft import (
 
 import kvpatch
 from examples import finetune_lora
+from kvpatch.arch.upstream import CACHE
 from kvpatch.hooks import versions
-from kvpatch.upstream import CACHE
 from tests.helpers.tiny import make, prompt
 
 ATTENTION = {"llama_gqa": ["q_proj", "k_proj", "v_proj", "o_proj"], "gpt2": ["c_attn", "c_proj"], "mpt": ["Wqkv", "out_proj"]}

@@ -389,8 +389,8 @@ def test_a_file_without_mean_queries(model, calibration, path):
 def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     (tmp_path / "text").write_text("what it reads, and reads again " * 9)
     out = tmp_path / "c.safetensors"
-    assert "Name a text: --text FILE" in run("calibrate", folder, "-o", out).output
-    result = run("calibrate", folder, "--text", tmp_path / "text", "-o", out, "--length", 50, "--tokens", 120, "--json")
+    assert "Give a text after the model" in run("calibrate", folder, "--out", out).output
+    result = run("calibrate", folder, tmp_path / "text", "--out", out, "--length", 50, "--tokens", 120, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tokens"] == kvpatch.load_calibration(out).tokens <= 120
     arguments = ("generate", folder, "--prompt", "what it reads", "--max-new-tokens", 3, "--policy", "q_filter", "-k", 4)
@@ -407,7 +407,7 @@ def test_from_the_command_line(folder, tmp_path):  # noqa: F811
 def test_the_bar_counts_pieces_and_draws_on_a_terminal_alone(folder, tmp_path, monkeypatch, command, label):  # noqa: F811
     (tmp_path / "text").write_text("what it reads, and reads again " * 9)
     name, *more = command
-    arguments = (name, folder, "--text", tmp_path / "text", "-o", tmp_path / "c.safetensors", "--length", 8, "--tokens", 20)
+    arguments = (name, folder, tmp_path / "text", "--out", tmp_path / "c.safetensors", "--length", 8, "--tokens", 20)
     result = run(*arguments, *more)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     for variable, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():

@@ -194,14 +194,14 @@ def test_a_model_that_is_patched_again_is_as_before(model, found):
 def test_from_the_command_line(folder, tmp_path):  # noqa: F811
     (tmp_path / "text").write_text("what it reads, and reads again " * 9)
     out = tmp_path / "l.safetensors"
-    assert "Name a text: --text FILE" in run("learn", folder, "-o", out).output
-    result = run("learn", folder, "--text", tmp_path / "text", "-o", out, "--length", 50, "--tokens", 120, "--json")
+    assert "Give a text after the model" in run("learn", folder, "--out", out).output
+    result = run("learn", folder, tmp_path / "text", "--out", out, "--length", 50, "--tokens", 120, "--json")
     assert result.exit_code == 0, result.output
     own = kvpatch.load_calibration(out)
     assert json.loads(result.stdout)["tokens"] == own.tokens <= 120 and {*own.layers[0]} == {"weight"}
-    assert run("learn", folder, "--text", tmp_path / "text", "-o", out, "--teacher", "kvzip", "--tokens", 50).exit_code == 0
+    assert run("learn", folder, tmp_path / "text", "--out", out, "--teacher", "kvzip", "--tokens", 50).exit_code == 0
     assert kvpatch.load_calibration(out) != own
-    result = run("learn", folder, "--text", tmp_path / "text", "--teacher", "snapkv")
+    result = run("learn", folder, tmp_path / "text", "--teacher", "snapkv")
     assert "--teacher='snapkv' must be one of kvzip_plus, kvzip" in result.output
     arguments = ("generate", folder, "--prompt", "what it reads", "--max-new-tokens", 3, "--policy", "learned", "-k", 6)
     assert run(*arguments, "-o", f"calibration={out}").exit_code == 0

@@ -262,4 +262,3 @@ class Base(RuleBasedStateMachine):
             want = live.shadow.step(ids[:, t].tolist(), ids.shape[1] > 1)
             for row in range(0 if got is None else live.rows):
                 check_logits(got[row, t], want[row], live.shadow, row)
-

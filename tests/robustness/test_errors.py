@@ -143,6 +143,33 @@ def test_the_budget_by_another_name(name):
         kvpatch.patch(make("llama_gqa"), **{name: 0.5})
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_sink_tokens": 4}, r"'num_sink_tokens': the first tokens, .* are sinks=, such as sinks=4\."),
+        ({"heavy_ratio": 0.1, "recent_ratio": 0.1}, r"'heavy_ratio': k is the whole budget, .* are k=0\.2, recent=0\.5\."),
+    ],
+)
+@pytest.mark.parametrize("policy", ["h2o", None])
+def test_options_of_other_libraries(policy, options, words):
+    with pytest.raises(KVPatchError, match=words):
+        kvpatch.patch(make("llama_gqa"), policy, **options)
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({}, r"Score Mine has no method value, which returns a number for each cached token .* def value\(self, context\)"),
+        ({"value": lambda self, context: context.positions_BHT, "notes": True}, r"has no method note.* def note"),
+        ({"value": lambda self, context: context.positions_BHT, "folds": "max"}, r"has no method fold.* def fold"),
+    ],
+)
+def test_a_score_without_its_methods_is_refused_where_the_policy_is_made(declared, words):
+    score = type("Mine", (kvpatch.Score,), declared)()
+    with pytest.raises(KVPatchError, match=words):
+        kvpatch.Policy("mine", score)
+
+
 def test_a_model_and_a_policy_in_the_wrong_order():
     with pytest.raises(KVPatchError, match=r"takes the model first: patched\(model, 'h2o', k=0\.5\)"):
         kvpatch.patch("h2o", make("llama_gqa"))

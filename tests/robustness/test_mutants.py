@@ -976,7 +976,7 @@ def worker():
 def copy_to(folder: Path) -> None:
     for part in ("kvpatch", "tests", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "models"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(ROOT / "setup.cfg", folder)  # the settings of pytest
 
 
 @pytest.mark.slow

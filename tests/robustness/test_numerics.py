@@ -563,5 +563,3 @@ def test_a_constant_column_has_no_deviation(rows):
     assert (variance <= 1e-6).all()
     squares[0, 0, 5] += 1e-3 * rows
     assert DeviationScope(recent=0).mask(context)[0, 0].nonzero().tolist() == [[5]]
-
-

@@ -35,7 +35,7 @@ from tools.reliability.page import PAGE, ROOT
 
 STATE = ROOT / ".mutation"
 FOLDERS = ("attention", "cache", "policies")
-PARTS = ("kvpatch", "tests", "README.md", "pyproject.toml")
+PARTS = ("kvpatch", "tests", "README.md", "pyproject.toml", "setup.cfg")
 
 
 class Worker:

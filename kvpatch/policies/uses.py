@@ -1,0 +1,112 @@
+"""Uses, and the policy to take for each: the one table behind the README, the guides, the command line and the errors.
+
+Imports no torch, so that `kvpatch policies` answers at once. tests/test_uses.py compares every place that names a policy for a
+use with this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import KVPatchError, suggest
+
+
+@dataclass(frozen=True)
+class Use:
+    """Policy and budget for one use.
+
+    Attributes:
+        key: short name of the use.
+        name: the use in a few words, without a capital or a full stop.
+        policy: name of the policy.
+        k: its budget, a share of the prompt or tokens, as `patched` takes it.
+        why: one or two sentences in Markdown.
+        options: of the policy.
+        also: names of policies that do as well.
+
+    Example:
+        >>> find_use("later").write_call()
+        'patched(model, "kvzip", k=0.3, floor=0.2)'
+    """
+
+    key: str
+    name: str
+    policy: str
+    k: float | int
+    why: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+
+    def write_arguments(self) -> str:
+        """Write the arguments of `patched` after the model."""
+        values = {"k": self.k, **self.options}
+        return ", ".join([f'"{self.policy}"', *(f"{name}={value!r}" for name, value in values.items())])
+
+    def write_call(self) -> str:
+        """Write a call of `patched` that serves this use."""
+        return f"patched(model, {self.write_arguments()})"
+
+    def write_options(self) -> str:
+        """Write the options of the command line that serve this use."""
+        options = "".join(f" -o {name}={value!r}" for name, value in self.options.items())
+        return f"--policy {self.policy} -k {self.k}{options}"
+
+
+USES = (
+    Use(
+        "question",
+        "the question is in the prompt",
+        "snapkv",
+        0.3,
+        "It keeps what the prompt's last tokens look at. `kvzip` loses less, but reads the prompt twice.",
+        also=("adakv",),
+    ),
+    Use(
+        "later",
+        "read now, ask later",
+        "kvzip",
+        0.3,
+        "It reads the text twice and keeps what repeating it needs, whatever will be asked.",
+        {"floor": 0.2},
+    ),
+    Use(
+        "once",
+        "read now, ask later, with one reading",
+        "roco",
+        0.5,
+        "It keeps what got the most attention on average. An answer may be gone: keep more than you would with `kvzip`.",
+    ),
+    Use("chat", "a chat", "roco", 512, "The budget holds in every turn, answers included."),
+    Use(
+        "server",
+        "a server",
+        "snapkv",
+        1024,
+        "Each request brings its whole conversation, so its question is in the prompt. Answers are kept whole.",
+    ),
+    Use("long", "a long answer", "h2o", 1024, "The budget also holds while the model writes."),
+    Use(
+        "stream",
+        "an endless stream",
+        "streaming_llm",
+        1024,
+        "It keeps the first four tokens and the newest ones, and computes no scores.",
+    ),
+)
+"""The table, in the order in which it is shown."""
+
+
+def find_use(key: str) -> Use:
+    """Find a use by its key. Raises KVPatchError if there is none."""
+    for use in USES:
+        if use.key == key:
+            return use
+    known = [use.key for use in USES]
+    raise KVPatchError(f"Unknown use {key!r}.{suggest(key, known)} Known: {', '.join(known)}.")
+
+
+def list_uses(policy: str) -> tuple[Use, ...]:
+    """List the uses for which a policy is the one to take, or does as well."""
+    return tuple(use for use in USES if policy in (use.policy, *use.also))
