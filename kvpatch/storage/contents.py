@@ -42,6 +42,8 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
+    if layer.kv.centre is not None:
+        _finite(f"{where}: the centre of its keys", layer.kv.centre)
     if layer.recent is not None:
         _finite(f"{where}: recent queries", layer.recent.q_BHGWD)
     policy = cache.settings.policies[index]
