@@ -176,8 +176,8 @@ def settings_of(
                 f"positions='renumbered' does not go with policy {policy.name!r}, which undoes rotations at original "
                 "positions: use positions='original'."
             )
-    sizes = {"n_layers": len(target.attentions), "bytes_per_token": target.bytes_per_token(bits), "beside": policy.every - 1}
-    budget = Budget.parse(k, **sizes, bounds=bounds)
+    sizes = {"bytes_per_token": target.bytes_per_token(bits), "fixed": target.bytes_of_centres(bits)}
+    budget = Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, beside=policy.every - 1)
     _check_rules(policy, budget, target)
     _check_shared(policy, budget, bounds)
     _check_rhythm(policy, budget)

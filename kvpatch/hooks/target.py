@@ -18,7 +18,7 @@ from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.kinds import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
-from ..backends.entries import entry_bytes
+from ..backends.entries import centre_bytes, entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
@@ -298,6 +298,11 @@ class Target:
             heads, key = adapter.kv_shape(module)
             total += heads * entry_bytes(bits, key, adapter.value_size(module), dtype, adapter.latent(module))
         return math.ceil(total / len(self.attentions))
+
+    def bytes_of_centres(self, bits: int) -> int:
+        """Return the bytes of the centres that a layer's keys are rounded around, over all processes: the mean of layers."""
+        dtype, shapes = dtype_of(self.decoder), [adapter.kv_shape(module) for module, adapter in self.attentions]
+        return math.ceil(sum(heads * centre_bytes(bits, key, dtype) for heads, key in shapes) / len(shapes))
 
 
 def _check_decoder(decoder: nn.Module) -> None:

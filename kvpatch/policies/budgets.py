@@ -259,7 +259,14 @@ class Budget:
 
     @classmethod
     def parse(
-        cls, k: object, *, n_layers: int, bytes_per_token: int, bounds: Sequence[int | None] = (), beside: int = 0
+        cls,
+        k: object,
+        *,
+        n_layers: int,
+        bytes_per_token: int,
+        bounds: Sequence[int | None] = (),
+        beside: int = 0,
+        fixed: int = 0,
     ) -> Budget:
         """Check `k` and convert sizes in bytes to tokens.
 
@@ -270,6 +277,7 @@ class Budget:
             bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
                 all layers, so what the sliding layers hold is subtracted from it.
             beside: tokens that a head holds between steps beside its budget, which a size in bytes counts.
+            fixed: bytes of a layer that do not grow with its tokens, which a size in bytes counts.
 
         Raises:
             KVPatchError: `k` is no budget, has another number of layers, or holds no token.
@@ -282,13 +290,14 @@ class Budget:
         if is_list(k):
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
-            return cls(tuple(_of_layer(as_python(entry), f"k[{i}]", bytes_per_token, beside) for i, entry in enumerate(k)))
+            layers = ((as_python(entry), f"k[{i}]") for i, entry in enumerate(k))
+            return cls(tuple(_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers))
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
         one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        return cls((_tokens(one, bytes_per_token * free, reserved, beside),) * n_layers)
+        return cls((_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside),) * n_layers)
 
     def evicts(self, layer: int) -> bool:
         """Return False if nothing is ever evicted from the layer, however long the text, as under the float 1.0."""
@@ -306,12 +315,14 @@ class Budget:
         return [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
 
 
-def _of_layer(k: object, where: str, bytes_per_token: int, beside: int) -> int | float | tuple[int | float, ...] | Rule:
+def _of_layer(
+    k: object, where: str, bytes_per_token: int, fixed: int, beside: int
+) -> int | float | tuple[int | float, ...] | Rule:
     """Return the budget of one layer of a list."""
     if isinstance(k, Rule):
         return k
     if not is_list(k):
-        return _tokens(parse_k(k, where), bytes_per_token, 0, beside)
+        return _tokens(parse_k(k, where), bytes_per_token, 0, fixed, beside)
     sizes = [parse_k(one, f"{where}[{head}]") for head, one in enumerate(k)]
     for head, one in enumerate(sizes):
         if isinstance(one, str):
@@ -324,12 +335,13 @@ def _of_layer(k: object, where: str, bytes_per_token: int, beside: int) -> int |
     return tuple(one for one in sizes if not isinstance(one, str))
 
 
-def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, beside: int) -> int | float:
+def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, beside: int) -> int | float:
     if not isinstance(k, str):
         return k
-    tokens = ((parse_bytes(k) or 0) - reserved) // bytes_per_token - beside
+    tokens = ((parse_bytes(k) or 0) - reserved - fixed) // bytes_per_token - beside
     if tokens < 1:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
+        sliding += f", beside {fixed} for the centres of its rounded keys" if fixed else ""
         sliding += f", and {beside} more wait to be evicted with it (every={beside + 1})" if beside else ""
         takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"
         raise KVPatchError(f"k={k!r} holds no token: {takes}: give more.")
