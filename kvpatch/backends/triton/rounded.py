@@ -106,11 +106,12 @@ def middle(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return the centre [steps,SPAN] of a piece of a head's keys, zeros if CENTRE is None."""
-    if CENTRE is None:
-        return tl.zeros([COLUMNS // SPAN, SPAN], tl.float32)
-    d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
-    real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF) & (d + PIECE * HALF < D)
-    return tl.load(CENTRE + d + PIECE * HALF, mask=real, other=0.0).to(tl.float32)
+    centre = tl.zeros([COLUMNS // SPAN, SPAN], tl.float32)
+    if CENTRE is not None:
+        d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
+        real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF) & (d + PIECE * HALF < D)
+        centre = tl.load(CENTRE + d + PIECE * HALF, mask=real, other=0.0).to(tl.float32)
+    return centre
 
 
 @triton.jit
