@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeGuard
 
@@ -246,9 +246,13 @@ class Budget:
     Attributes:
         per_layer: of each layer, tokens (int), a share of the row's prompt (float), one of these for each head (tuple), or a
             Rule.
+        sizes: of each layer, the size in bytes that its tokens were counted from, "" for none; () if no layer has one.
+        whole: whether the size is that of all layers together.
     """
 
     per_layer: tuple[int | float | tuple[int | float, ...] | Rule, ...]
+    sizes: tuple[str, ...] = ()
+    whole: bool = False
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -291,13 +295,16 @@ class Budget:
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
             layers = ((as_python(entry), f"k[{i}]") for i, entry in enumerate(k))
-            return cls(tuple(_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers))
+            sizes = tuple(_size(as_python(entry)) for entry in k)
+            per_layer = (_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers)
+            return cls(tuple(per_layer), sizes if any(sizes) else ())
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
         one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        return cls((_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside),) * n_layers)
+        tokens = _tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside)
+        return cls((tokens,) * n_layers, (_size(one),) * n_layers if isinstance(one, str) else (), whole=isinstance(one, str))
 
     def evicts(self, layer: int) -> bool:
         """Return False if nothing is ever evicted from the layer, however long the text, as under the float 1.0."""
@@ -311,8 +318,19 @@ class Budget:
         return self.rules[layer].tokens(n)
 
     def described(self) -> list[Any]:
-        """Return the budget of each layer as plain values."""
-        return [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
+        """Return the budget of each layer as plain values, a size in bytes as it was given."""
+        plain = [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
+        return [size or one for size, one in zip(self.sizes, plain, strict=True)] if self.sizes else plain
+
+    def first_layers(self, count: int) -> Budget:
+        """Return the budget of the first layers."""
+        return replace(self, per_layer=self.per_layer[:count], sizes=self.sizes[:count])
+
+
+def _size(k: object) -> str:
+    """Return a size in bytes, "" for other budgets."""
+    one = "" if is_list(k) or isinstance(k, Rule) else parse_k(k)
+    return one.strip() if isinstance(one, str) else ""
 
 
 def _of_layer(

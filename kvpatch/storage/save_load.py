@@ -124,6 +124,7 @@ def _restore(
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described, shapes[index])
+    cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
     cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
 
