@@ -87,3 +87,31 @@ def test_a_size_that_holds_no_token_after_the_conversion_is_refused():
             model(prompt(1, 20), use_cache=True)
         model.half()
         assert model(prompt(1, 20), use_cache=True).past_key_values.held(0).eq(1).all()
+
+
+def test_the_report_says_what_a_size_bounds():
+    """Under the schedule "prompt" answers are kept beside it; they have a figure of their own, in each conversation's turn."""
+    model, token = make("llama_gqa"), TOKEN * 4
+    with kvpatch.patched(model, kvpatch.get_policy("snapkv").with_options(window=4), "8KiB") as patch:
+        _, cache = force(model, prompt(2, 60), prompt(2, 10))
+        report = patch.report()
+        assert int(cache.held(0)[0, 0]) == 8192 // token + 10
+        assert report.answers_nbytes == report.to_dict()["answers_nbytes"] == 10 * 2 * token and report.size == "8KiB"
+        assert "8KiB for the prompt: 32 tokens; answers are kept beside it, now 5 KiB\n" in str(report)
+        force(model, prompt(2, 5, seed=3), prompt(2, 2), cache=cache)
+        assert patch.report().answers_nbytes == 2 * 2 * token
+    with kvpatch.patched(model, "h2o", "8KiB") as patch:
+        force(model, prompt(1, 60), prompt(1, 10))
+        assert "budget                8KiB: 32 tokens\n" in str(patch.report()) and patch.report().answers_nbytes == 0
+
+
+@pytest.mark.parametrize("k", [1.0, 500, "1MiB"])
+def test_no_report_shows_more_than_all(k):
+    """What nothing was evicted from takes 100% of a full cache, and free slots beside that."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "snapkv", k) as patch:
+        model.generate(prompt(1, 40), max_new_tokens=8, do_sample=False)
+        report = patch.report()
+    ahead = report.nbytes - report.full_nbytes
+    assert ahead > 0 and report.share == 1.0
+    assert f"(100%), and {ahead:,} B in free slots" in str(report) or f"(100%), and {ahead / 1024:g} KiB in free" in str(report)
