@@ -92,7 +92,7 @@ def _budget(k: Any) -> str:
 
 
 def held(nbytes: int, full: int, peak: int) -> str:
-    """Return the bytes of a cache, their share of a full cache's, what free slots take beyond that, and the most at any time."""
+    """Return the bytes of a cache, their share of a full cache's, those of free slots beyond it, and the most at any time."""
     ahead = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - ahead) / full:.0%}" if full else "nothing read"
     beside = f", and {size(ahead)} in free slots for coming tokens" if ahead else ""

@@ -66,8 +66,7 @@ class CacheSettings:
 
     def first_layers(self, count: int | None) -> CacheSettings:
         """Return the settings of a decoder that exits after `count` layers; None: all layers."""
-        own = None if count is None else self.within(count)
-        if count is None or own == self.n_layers:
+        if count is None or (own := self.within(count)) == self.n_layers:
             return self
         budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
         stack = None if self.stack is None else self.stack.first(count)

@@ -6,8 +6,8 @@ import torch
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
 from kvpatch.backends.entries import centred, codecs, midrange
-from tests.helpers.running import RAGGED, go_on
 from tests.helpers import tiny_families
+from tests.helpers.running import RAGGED, go_on
 from tests.helpers.tiny import force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")

@@ -513,8 +513,8 @@ MUTANTS = {
         "tests/cache/test_narrow.py::test_flash_kernels_leave_rounded_slots_to_others[8]"),
     "bits: a kernel's token in the precision that it came in": (
         "backends/triton/rounded.py",
-        "first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])",
-        "first = tl.load(X + tl.arange(0, COLUMNS))",
+        "first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre)"
+        ".to(dtype), [COLUMNS])", "first = tl.load(X + tl.arange(0, COLUMNS))",
         "tests/backends/test_triton_rounded.py::test_attention_sees_the_rounded_token[4]"),
     "bits: keys are rounded around zero": (
         "cache/narrow.py", "self.then = centred(self.then, centre)", "self.then = centred(self.then, torch.zeros_like(centre))",
@@ -527,7 +527,7 @@ MUTANTS = {
         f"{CENTRE}_texts_keep_their_centres_when_they_are_joined[full-4]"),
     "bits: rows of a ragged layer get the first heads' centres": (
         "backends/entries.py", "self.centre.flatten(0, 1)[heads_N]", "self.centre.flatten(0, 1)[heads_N * 0]",
-        f"{CENTRE}_texts_keep_their_centres_when_they_are_joined[adakv-4]"),
+        "tests/cache/test_narrow.py::test_ragged_layers_of_long_prompts[4]"),
     "bits: a later prompt's centre for all": (
         "cache/narrow.py", "            if known is not None:  # a row", "            if False:  # a row",
         f"{CENTRE}_a_later_prompt_leaves_the_centre[4]"),

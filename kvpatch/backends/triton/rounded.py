@@ -165,8 +165,8 @@ def _rounded(
 
 @triton.jit
 def write(
-    ENTRIES, row, own, X, CENTRE, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
+    ENTRIES, row, own, X, CENTRE, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers at X as the entry at `row`, if it is `own`; return both pieces of what it then holds [columns].
 

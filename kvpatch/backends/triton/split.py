@@ -60,7 +60,8 @@ def split_kernel(
 
     Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
     segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
-    the numbers themselves; CENTRES is None or what the keys are rounded around. A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
+    the numbers themselves; CENTRES is None or what the keys are rounded around.
+    A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
     Logits in base 2 are unit * capped(q k, inner). The sink of a query head is one more logit in the new token's segment.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
