@@ -121,6 +121,26 @@ def test_texts_keep_their_centres_when_they_are_joined(policy, bits):
 
 
 @NARROW
+@pytest.mark.parametrize("policy", [name for name in RAGGED if "critical" not in name])
+def test_heads_of_a_ragged_layer_have_their_own(policy, bits):
+    """The products of their entries are those of the same entries in dense slots."""
+    model = make("llama_gqa", dtype=torch.float64)
+    with kvpatch.patched(model, RAGGED[policy], 0.4, bits=bits):
+        _, cache = force(model, prompt(2, 60), prompt(2, 2))
+    ragged = [layer.kv for layer in cache.layers if layer.kv.head_offsets is not None]
+    assert ragged
+    for kv in ragged:
+        dense, offsets, width = kv.dense(2, 2), kv.head_offsets, kv.width
+        (k, v), (own_k, own_v) = dense.numbers(width), kv.numbers(width)
+        real = kv.spread(torch.arange(width) < offsets.capacity_N.view(2, 2, 1))
+        assert torch.equal(own_k, kv.spread(k)) and torch.equal(own_v, kv.spread(v)) and bool(real.all())
+        q = torch.randn(4, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        x = (q @ k.flatten(0, 1).transpose(1, 2)).transpose(1, 2)[torch.arange(width) < offsets.capacity_N[:, None]]
+        found = offsets.products(q, kv.keys, kv.codecs[0]).transpose(1, 2)[torch.arange(width) < offsets.capacity_N[:, None]]
+        torch.testing.assert_close(found, x, atol=1e-9, rtol=0)
+
+
+@NARROW
 def test_a_file_without_a_sound_centre_is_refused(bits, tmp_path):
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 0.4, bits=bits) as patch:

@@ -709,7 +709,8 @@ class Oracle:
             fixed = (set(range(self.sinks(b))) | read) - self.earlier()
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
-        w = min(tokens(self.observes(), b), room, b if o["score"] in RECENT else self.new)
+        w = tokens(self.observes(), b)
+        w = min(w if w < room else (room + 1) // 2, b if o["score"] in RECENT else self.new)
         r = min(tokens(o.get("protected", o.get("ranges", 0)), b), room - max(recent, w))
         return fixed, recent, r, w
 

@@ -34,7 +34,10 @@ def test_limits_of_a_scope():
     assert _limits(Scope(sinks=10), own=[20, 21]) == (8, 0, 0, 0, 0, 10)
     assert _limits(Scope(recent=3), window) == (0, 4, 0, 0, 4, 4)
     assert _limits(Scope(recent=6), window) == (0, 6, 0, 0, 4, 6)
-    assert _limits(Scope(), window, budget=3) == (0, 3, 0, 0, 3, 3)
+    # a window that would take all takes half, rounded up, of what sinks and protect leave
+    assert [_limits(Scope(), window, budget=budget)[4] for budget in range(1, 8)] == [1, 1, 2, 2, 4, 4, 4]
+    assert _limits(Scope(sinks=1), window, budget=4) == (1, 2, 0, 0, 2, 3)
+    assert _limits(Scope(recent=3), window, budget=4) == (0, 3, 0, 0, 2, 3)
     assert _limits(Scope(), window, rows=2) == (0, 2, 0, 0, 2, 2)
     assert _limits(Scope(sinks=2), scores.Last(), rows=9) == (2, 0, 0, 0, 1, 2)
     # kept outside the budget: what lies below `fixed`

@@ -527,7 +527,7 @@ MUTANTS = {
         f"{CENTRE}_texts_keep_their_centres_when_they_are_joined[full-4]"),
     "bits: rows of a ragged layer get the first heads' centres": (
         "backends/entries.py", "self.centre.flatten(0, 1)[heads_N]", "self.centre.flatten(0, 1)[heads_N * 0]",
-        "tests/cache/test_narrow.py::test_ragged_layers_of_long_prompts[4]"),
+        f"{CENTRE}_heads_of_a_ragged_layer_have_their_own[adakv-4]"),
     "bits: a later prompt's centre for all": (
         "cache/narrow.py", "            if known is not None:  # a row", "            if False:  # a row",
         f"{CENTRE}_a_later_prompt_leaves_the_centre[4]"),
