@@ -93,7 +93,7 @@ class Slots(ABC):
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
         """Fix the centre of a first prompt's keys before any is evicted or rounded. positions: -1 in an empty slot."""
-        return None
+        return
 
     def closed(self, used: int) -> Slots:
         """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
