@@ -55,7 +55,7 @@ def test_limits_of_a_scope():
         _limits(Scope(), own=list(range(11)))
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "adakv", "critical_snapkv", "defensive_snapkv", "dropkv", "chunk_kv", "pyramidkv"])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "critical_snapkv", "defensive_snapkv", "dropkv", "chunk_kv"])
 @pytest.mark.parametrize("n", [6, 40])
 def test_a_short_prompt_keeps_tokens_by_score(policy, n):
     """Half of a budget below the window is chosen by score, in a row of a padded batch too; the first token can stay."""
