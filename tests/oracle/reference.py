@@ -710,7 +710,10 @@ class Oracle:
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
         w = tokens(self.observes(), b)
-        w = min(w if w < room else (room + 1) // 2, b if o["score"] in RECENT else self.new)
+        if o["score"] in RECENT:
+            w = min(w, room, b)
+        else:  # a window that would leave no room to the score takes half
+            w = min(w if w < room else (room + 1) // 2, self.new)
         r = min(tokens(o.get("protected", o.get("ranges", 0)), b), room - max(recent, w))
         return fixed, recent, r, w
 

@@ -541,7 +541,7 @@ MUTANTS = {
         "cache/state.py", "            self.settings = self.settings.in_dtype(dtype)", "            pass",
         "tests/cache/test_bytes.py::test_autocast[torch.bfloat16]"),
     "an observation window takes the whole budget": (
-        "policies/scopes.py", "return window if window < room else (room + 1) // 2", "return min(window, room)",
+        "policies/scopes.py", "    return window if window < room else (room + 1) // 2", "    return min(window, room)",
         "tests/policies/test_scopes.py::test_a_short_prompt_keeps_tokens_by_score[40-snapkv]"),
     "bytes of answers are not told": (
         "report.py", "return snapshot.steps * sum(kept)", "return 0",
