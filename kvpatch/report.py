@@ -57,6 +57,8 @@ class Report:
         states: numbers of a hybrid's layers that keep a state of fixed size, which no budget applies to.
         state_nbytes: bytes of these states.
         record_nbytes: bytes of what is recorded for a replay.
+        size: the budget in bytes, as it was given; "" for others.
+        answers_nbytes: bytes of the newest answer's tokens, where a policy that evicts after the prompt keeps them all.
         readers: numbers of layers that hold nothing and use the keys of another, each with that layer's number.
         seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
@@ -91,6 +93,8 @@ class Report:
     state_nbytes: int = 0
     record_nbytes: int = 0
     readers: tuple[tuple[int, int], ...] = ()
+    size: str = ""
+    answers_nbytes: int = 0
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -129,12 +133,13 @@ class Report:
             seconds=snapshot.seconds,
             state_nbytes=snapshot.state_nbytes,
             record_nbytes=0 if snapshot.lifetimes is None else snapshot.lifetimes.nbytes,
+            answers_nbytes=_answers(snapshot),
         )
 
     @property
     def share(self) -> float:
-        """Bytes of the cache as a share of a full cache's; 1.0 for an empty cache."""
-        return self.nbytes / self.full_nbytes if self.full_nbytes else 1.0
+        """Bytes of the cache as a share of a full cache's, free slots beyond these not counted; 1.0 for an empty cache."""
+        return min(self.nbytes / self.full_nbytes, 1.0) if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
         """Return the number of tokens that each head holds, int64 [L,B,H]; -1 for heads that only other layers have."""
@@ -187,6 +192,8 @@ class Report:
             "states": list(self.states),
             "state_nbytes": self.state_nbytes,
             "record_nbytes": self.record_nbytes,
+            "size": self.size,
+            "answers_nbytes": self.answers_nbytes,
             "readers": [list(pair) for pair in self.readers],
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
             "acted": self.acted,
@@ -212,7 +219,7 @@ class Report:
     def _rows(self) -> list[tuple[str, str]]:
         rows = [
             ("policy", text.policy(self.policy, self.schedule, self.budget)),
-            ("budget", text.budget(self.policy, self.schedule, self.budget)),
+            ("budget", text.sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
         ]
         if self.bits != 16:
             rows.append(("precision", f"{self.bits} bits for each key and value held"))
@@ -304,7 +311,7 @@ class Report:
         if what not in ("kept", "budgets"):
             raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
         budget = text.budget(self.policy, self.schedule, self.budget)
-        sizes = f"{text.size(self.nbytes)} of {text.size(self.full_nbytes)}, {self.share:.0%}"
+        sizes = text.held(self.nbytes, self.full_nbytes, 0)
         drawn = "Tokens" if what == "kept" else "Number of tokens"
         title = f"{drawn} that each KV head holds\n{self.policy}, {budget}: {sizes}"
         kept = self.kept(row)
@@ -315,10 +322,20 @@ class Report:
         return None
 
 
+def _answers(snapshot: Snapshot) -> int:
+    """Return the bytes of the tokens since the newest prompt, in layers whose policy evicts after prompts alone."""
+    settings = snapshot.settings
+    if settings.policy.schedule != "prompt":
+        return 0
+    kept = (part.token_nbytes for index, part in snapshot.parts.items() if settings.bounds[index] is None)
+    return snapshot.steps * sum(kept)
+
+
 def _settings(settings: CacheSettings) -> dict[str, Any]:
     """Return what a report says of the settings."""
     policy = settings.policy
     stack = settings.stack or Stack((), ())
     states = tuple(number for number, _ in stack.states)
     own = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
+    own["size"] = settings.budget.sizes[0] if settings.budget.whole else ""
     return {**own, "layers": settings.numbers, "states": states, "readers": stack.readers}

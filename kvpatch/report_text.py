@@ -68,6 +68,19 @@ def budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
     return budgets[0] + (", counting generated tokens only" if schedule == "decode" else "")
 
 
+def sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
+    """Return the budget, with the size in bytes that it was given as, if it was, and what is held beside that.
+
+    answers: bytes of generated tokens that are kept beside it.
+    """
+    counted = budget(name, schedule, ks)
+    if not given:
+        return counted
+    if schedule != "prompt":
+        return f"{given}: {counted}"
+    return f"{given} for the prompt: {counted}; answers are kept beside it, now {size(answers)}"
+
+
 def _budget(k: Any) -> str:
     if isinstance(k, Rule):
         return str(k)
@@ -79,11 +92,12 @@ def _budget(k: Any) -> str:
 
 
 def held(nbytes: int, full: int, peak: int) -> str:
-    """Return the bytes of a cache, their share of a full cache's, and the most at any time."""
-    share = f"{nbytes / full:.0%}" if full else "nothing read"
-    ahead = ": slots for coming tokens are allocated ahead" if nbytes > full > 0 else ""
+    """Return the bytes of a cache, their share of a full cache's, those of free slots beyond it, and the most at any time."""
+    ahead = max(nbytes - full, 0) if full else 0
+    share = f"{(nbytes - ahead) / full:.0%}" if full else "nothing read"
+    beside = f", and {size(ahead)} in free slots for coming tokens" if ahead else ""
     at_most = f"; at most {size(peak)} at a time" if peak > nbytes else ""
-    return f"{size(nbytes)} of {size(full)} in full ({share}{ahead}){at_most}"
+    return f"{size(nbytes - ahead)} of {size(full)} in full ({share}){beside}{at_most}"
 
 
 def passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:

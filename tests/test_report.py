@@ -261,7 +261,7 @@ def test_words(policy, k, words):
     assert all(one in said for one in words)
     assert "attention by          torch" in said and "GPU" not in said and "CUDA" not in said
     never = policy == "full" or isinstance(k, float)
-    assert (": slots for coming tokens are allocated ahead)" in said) == never
+    assert ("in full (100%), and " in said and "in free slots for coming tokens" in said) == never
     assert ("the budget acted in all" in said) != never
 
 

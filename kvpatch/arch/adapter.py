@@ -282,3 +282,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype of the model's activations: that of its first floating-point parameter."""
     dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
     return next(dtypes, torch.get_default_dtype())
+
+
+def keys_dtype(model: nn.Module, device: str) -> torch.dtype:
+    """Return the dtype of the keys that the model makes on a device now: under autocast its dtype, else the model's."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype_of(model)

@@ -231,11 +231,12 @@ class Call:
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
         table = self.now.table
         q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
-        k, codecs = keys.codecs[0].decode(keys.k_BHTD), (EXACT[0], keys.codecs[1])
+        codec, codecs = keys.codecs[0], (EXACT[0], keys.codecs[1])
         if keys.head_offsets is None:
-            k = self.bound_adapter.rotate(k, ranks, table)
+            k = self.bound_adapter.rotate(codec.decode(keys.k_BHTD), ranks, table)
         else:
             head, column = keys.head_offsets.places()
+            k = codec.of(head).decode(keys.k_BHTD[:, None])[:, 0]
             k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 

@@ -1,7 +1,8 @@
 """Entries of a cache: a head's numbers of one token as they are, or rounded to 8 or 4 bits and packed into bytes.
 
 A rounded entry is a row of bytes: the scale of each group of channels, then the zero of each, then the codes. So it is
-gathered, moved, copied and saved as any other row, and what it takes is its width.
+gathered, moved, copied and saved as any other row, and what it takes is its width. Keys are rounded by their difference from
+a centre that all keys of a head share: a channel that is large in every key would else take the whole range of its group.
 
 Where a value is a part of its key (latent attention), the key's entry holds both: nothing is stored beside it.
 """
@@ -9,8 +10,8 @@ Where a value is a part of its key (latent attention), the key's entry holds bot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -46,20 +47,27 @@ class Exact:
         """Return D."""
         return entries.shape[-1]
 
+    def of(self, heads_N: Tensor) -> Exact:
+        """Return the codec of these heads' entries."""
+        return self
+
 
 @dataclass(frozen=True)
 class Rounded:
     """Entries [...,width] of bytes, for D numbers in groups that each have a scale and a zero.
 
-    Of a group x, zero = min(x), scale = (max(x) - min(x)) / (2^bits - 1), both rounded to `dtype`, the model's; a code is
-    round((x - zero) / scale), half to even, between 0 and 2^bits - 1; its number is zero + scale * code, rounded to `dtype`. A
-    group of equal numbers keeps them.
+    Of a group x of differences from the centre, zero = min(x), scale = (max(x) - min(x)) / (2^bits - 1), both rounded to
+    `dtype`, the model's; a code is round((x - zero) / scale), half to even, between 0 and 2^bits - 1; its number is centre +
+    zero + scale * code, rounded to `dtype`. A group of equal differences keeps them.
+
+    centre: [B,H,1,D] of `dtype`, or of any shape that goes with the entries' [...,D]; None: zeros.
     """
 
     bits: int
     D: int
     groups: int
     dtype: torch.dtype
+    centre: Tensor | None = field(default=None, compare=False, repr=False)
 
     exact = latent = False
 
@@ -75,7 +83,8 @@ class Rounded:
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the entries of numbers [...,D]."""
-        wide = x.detach().to(accumulator(self.dtype)).unflatten(-1, (self.groups, -1))
+        wide = x.detach().to(accumulator(self.dtype))
+        wide = (wide if self.centre is None else wide - self.centre).unflatten(-1, (self.groups, -1))
         low, high = wide.aminmax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
         scale, zero = ((high - low) / top).to(self.dtype), low.to(self.dtype)
@@ -90,7 +99,8 @@ class Rounded:
         numbers = entries[..., : self.head].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
         scale, zero = (part.unsqueeze(-1) for part in numbers.unflatten(-1, (2, self.groups)).unbind(-2))
         codes = self._unpacked(entries[..., self.head :]).to(wide).unflatten(-1, (self.groups, -1))
-        return codes.mul_(scale).add_(zero).flatten(-2).to(self.dtype)
+        wide_x = codes.mul_(scale).add_(zero).flatten(-2)
+        return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
 
     def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
@@ -99,6 +109,10 @@ class Rounded:
     def size(self, entries: Tensor) -> int:
         """Return D."""
         return self.D
+
+    def of(self, heads_N: Tensor) -> Rounded:
+        """Return the codec of entries [N,...,width] of these heads, numbered n = b * H + h."""
+        return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
     def _packed(self, codes: Tensor) -> Tensor:
         """Pack codes [...,D] of 4 bits in pairs: one of the first half of D is the low half of its byte."""
@@ -145,12 +159,16 @@ class Latent:
         """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
         if isinstance(self.whole, Exact):
             return x
-        whole = self.whole
-        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype).cached(x)
+        whole, centre = self.whole, None if self.whole.centre is None else self.whole.centre[..., : self.D]
+        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
 
     def size(self, entries: Tensor) -> int:
         """Return D."""
         return self.D
+
+    def of(self, heads_N: Tensor) -> Latent:
+        """Return the codec of these heads' entries."""
+        return replace(self, whole=self.whole.of(heads_N))
 
 
 Codec = Exact | Rounded | Latent
@@ -170,9 +188,45 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
     return EXACT if bits == FULL else (Rounded(bits, D, D // _group(D), dtype), Rounded(bits, E, 1, dtype))
 
 
+def centred(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
+    """Return the codecs of keys around a centre; codecs in full precision have none."""
+    key, value = codecs
+    if isinstance(key, Exact):
+        return codecs
+    key = replace(key, centre=centre_BH1D)
+    return key, replace(value, whole=key) if isinstance(value, Latent) else value
+
+
+def centre_of(codecs: Codecs) -> Tensor | None:
+    """Return the centre [B,H,1,D] of the keys, or None."""
+    return None if isinstance(codecs[0], Exact) else codecs[0].centre
+
+
+def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
+    """Return the codecs after `change` of the centre."""
+    centre = centre_of(codecs)
+    return codecs if centre is None else centred(codecs, change(centre))
+
+
+def midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
+    """Return the number midway between the least and the greatest of each channel [B,H,1,D], over the keys that are `real`.
+
+    It is the same in any order of the keys, whatever padding lies beside them. Where it is no number, 0 takes its place.
+    """
+    empty, wide = ~real_BHT[..., None], accumulator(k_BHTD.dtype)
+    low = k_BHTD.masked_fill(empty, torch.inf).amin(2, keepdim=True).to(wide)
+    middle = (low + k_BHTD.masked_fill(empty, -torch.inf).amax(2, keepdim=True).to(wide)) / 2
+    return middle.nan_to_num_(0.0, 0.0, 0.0).to(k_BHTD.dtype)
+
+
 def in_full(codecs: Codecs) -> Codecs:
     """Return the codecs of the same keys and values in the model's own precision."""
     return (Exact(), Latent(Exact(), codecs[1].D)) if isinstance(codecs[1], Latent) else EXACT
+
+
+def centre_bytes(bits: int, key: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the centre of a head's keys of so many numbers."""
+    return 0 if bits == FULL else key * dtype.itemsize
 
 
 def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype, latent: bool = False) -> int:

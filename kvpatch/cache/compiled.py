@@ -92,7 +92,7 @@ def holders(cache: TextState) -> list[dict[str, Any]]:
     for layer in cache.layers:
         offsets = layer.kv.head_offsets
         blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot
-        parts = (layer, layer.mode, layer.kv, offsets, blocks, layer.limits, layer.geometry, layer.recent)
+        parts = (layer, layer.mode, layer.kv, layer.kv.codecs[0], offsets, blocks, layer.limits, layer.geometry, layer.recent)
         found += [vars(part) for part in parts if part is not None]
         found.append(layer.state)
     return list({id(holder): holder for holder in found}.values())

@@ -176,7 +176,9 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
     """Make empty buffers for heads that hold `counts` tokens: ragged if dense ones would waste too much."""
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
-    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.spare, exactly=new.every > 1))
+    centres = [part.kv.centre for part in parts if part.kv.centre is not None]
+    centre_BH1D = torch.cat(centres) if centres else None
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.spare, exactly=new.every > 1), centre_BH1D)
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:

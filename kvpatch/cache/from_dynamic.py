@@ -36,6 +36,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads
 
 
 def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
+    cache.count_in(taken[0][0].dtype)
     for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)

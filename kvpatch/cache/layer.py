@@ -339,7 +339,9 @@ class SlotLayer(CacheLayerMixin):
             return
         self._cut_graph(index_BHK)
         with torch.no_grad():
-            self.kv = self.kv.dense(*index_BHK.shape[:2]).compact(index_BHK, kept_BHK, layout)
+            self.kv = self.kv.dense(*index_BHK.shape[:2])
+            self.kv.fix_centre(self.positions[:, :, : self.used])
+            self.kv = self.kv.compact(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
             self.positions = fitted(gathered(self.positions, index_BHK), C, -1)
             self.state = {name: fitted(gathered(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
@@ -365,6 +367,7 @@ class SlotLayer(CacheLayerMixin):
 
     def round(self) -> None:
         """Round the columns in use, where a prompt or a block of it ends."""
+        self.kv.fix_centre(self.positions[:, :, : self.used])
         closed = self.kv.closed(self.used)
         if closed is not self.kv:
             self.kv, self.positions = closed, self.positions[:, :, : self.used]
@@ -513,7 +516,7 @@ class SlotLayer(CacheLayerMixin):
             (B, H, _), old = self.positions.shape, self.positions
             order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
             kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
-            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.spare))
+            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.spare), self.kv.centre)
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
             taken = order.flatten(0, 1)[head, column]
             kv.write_at(kv.begins()[head] + column, *self.kv.read_at(self.kv.begins()[head] + taken))

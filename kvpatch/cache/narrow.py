@@ -1,7 +1,8 @@
 """Slots of a prompt whose tokens are going to be rounded: its own attention reads them in full.
 
 What a pass of a prompt (or a block) adds is appended as it is, and attends to itself unrounded. Where the prompt ends, what is
-kept of it is rounded, once: entries of earlier prompts keep the bytes that they had.
+kept of it is rounded, once: entries of earlier prompts keep the bytes that they had. The end of the first one fixes the centre
+of each head's keys for good.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backends.entries import FULL, Codecs, Latent, codecs, in_full
+from ..backends.entries import FULL, Codecs, Latent, centre_of, centred, codecs, in_full, map_centre, midrange
 from .growth import Layout
 from .slots import DenseSlots, Slots, fitted, gathered
 
@@ -24,8 +25,21 @@ class ReadingSlots(DenseSlots):
         self.then, self.packed = then, packed
 
     @property
+    def centre(self) -> Tensor | None:
+        return centre_of(self.then)
+
+    @property
     def nbytes(self) -> int:
         return super().nbytes + sum(t.numel() for t in self.packed[: len(self.stored)])
+
+    def fix_centre(self, positions_BHT: Tensor) -> None:
+        known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]
+        real_BHT = positions_BHT >= 0
+        if W < T:
+            centre = midrange(self.keys[:, :, W:T].detach(), real_BHT[:, :, W:])
+            if known is not None:  # a row of which only padding was read has none yet
+                centre = torch.where(real_BHT[:, :, :W].flatten(1).any(1)[:, None, None, None], known, centre)
+            self.then = centred(self.then, centre)
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         super().append(start, k_BHQD, v_BHQD)
@@ -36,7 +50,7 @@ class ReadingSlots(DenseSlots):
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> ReadingSlots:
         packed = [change(t) for t in self.packed[: len(self.stored)]]
-        return ReadingSlots(*self.each(change), self.then, (packed[0], packed[-1]))
+        return ReadingSlots(*self.each(change), map_centre(self.then, change), (packed[0], packed[-1]))
 
     def closed(self, used: int) -> DenseSlots:
         every = torch.arange(used, device=self.keys.device)
@@ -49,6 +63,7 @@ class ReadingSlots(DenseSlots):
     def _rounded(self, index_BHK: Tensor) -> DenseSlots:
         """Return slots of the entries at `index`."""
         entries = []
+        assert self.centre is not None, "fix_centre() goes before"
         for numbers, known, codec in zip(self.stored, self.packed, self.then, strict=False):
             assert not isinstance(codec, Latent), "nothing is stored for values in their keys"
             new, W = codec.encode(gathered(numbers, index_BHK)), known.shape[2]

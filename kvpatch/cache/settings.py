@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..backends.entries import FULL
+from ..errors import KVPatchError
 from ..policies import Policy, get_policy
 from ..policies.allocation import Sloped
 from ..policies.budgets import Budget, Rule, Size
@@ -35,7 +37,7 @@ class CacheSettings:
     in the unpatched model, attention's distances are between columns of the batch, padding included (sliding windows, ALiBi by
     default). record: caches keep the lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some
     of its layers are not on the budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch
-    has warned of.
+    has warned of. budgets: of a size in bytes, the budget where keys have this dtype; `budget` is that of the model's own.
     """
 
     policy: Policy
@@ -53,6 +55,7 @@ class CacheSettings:
     record: bool = False
     stack: Stack | None = None
     notices: Notices = field(default_factory=Notices)
+    budgets: Mapping[torch.dtype, Budget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
@@ -63,13 +66,35 @@ class CacheSettings:
 
     def first_layers(self, count: int | None) -> CacheSettings:
         """Return the settings of a decoder that exits after `count` layers; None: all layers."""
-        own = None if count is None else self.within(count)
-        if count is None or own == self.n_layers:
+        if count is None or (own := self.within(count)) == self.n_layers:
             return self
-        budget = dataclasses.replace(self.budget, per_layer=self.budget.per_layer[:own])
+        budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
         stack = None if self.stack is None else self.stack.first(count)
         bounds, latent = self.bounds[:own], self.latent[:own]
-        return dataclasses.replace(self, budget=budget, bounds=bounds, latent=latent, stack=stack)
+        return dataclasses.replace(self, budget=budget, budgets=budgets, bounds=bounds, latent=latent, stack=stack)
+
+    def in_dtype(self, dtype: torch.dtype) -> CacheSettings:
+        """Return the settings of a cache whose keys have this dtype: a size in bytes holds as many tokens as fit.
+
+        Raises:
+            KVPatchError: the size holds no token in this dtype.
+        """
+        budget = self.budgets.get(dtype)
+        if budget is self.budget or not self.budgets:
+            return self
+        if budget is None:
+            name = str(dtype).removeprefix("torch.")
+            raise KVPatchError(
+                f"k={self.budget.sizes[0]!r} was counted in the model's dtype, but the keys of this pass have {name}, in which "
+                "it holds no token. Give more bytes, or convert the model back."
+            )
+        if dtype not in self._in_dtypes:
+            self._in_dtypes[dtype] = dataclasses.replace(self, budget=budget)
+        return self._in_dtypes[dtype]
+
+    @cached_property
+    def _in_dtypes(self) -> dict[torch.dtype, CacheSettings]:
+        return {}
 
     def within(self, count: int) -> int:
         """Return how many of a decoder's first `count` layers are on the budget."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.entries import EXACT, Codecs, Latent
+from ..backends.entries import EXACT, Codecs, Latent, centre_of, centred, map_centre
 from ..backends.head_offsets import HeadOffsets
 from ..backends.protocol import Memory
 from .growth import Layout, capacities, slack
@@ -56,9 +56,14 @@ class Slots(ABC):
     def width(self) -> int: ...
 
     @property
+    def centre(self) -> Tensor | None:
+        """The centre [B,H,1,D] that keys are rounded around, or None."""
+        return centre_of(self.codecs)
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(t.numel() * t.element_size() for t in self.stored)
+        return sum(t.numel() * t.element_size() for t in (*self.stored, self.centre) if t is not None)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -85,6 +90,10 @@ class Slots(ABC):
         """Return the entries of keys and values."""
         keys, codec = self.codecs[0].encode(k), self.codecs[1]
         return keys, codec.within(keys) if isinstance(codec, Latent) else codec.encode(v)
+
+    def fix_centre(self, positions_BHT: Tensor) -> None:
+        """Fix the centre of a first prompt's keys before any is evicted or rounded. positions: -1 in an empty slot."""
+        return
 
     def closed(self, used: int) -> Slots:
         """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
@@ -260,7 +269,7 @@ class DenseSlots(Slots):
         return DenseSlots(*self.each(lambda t: fitted(gathered(t, index_BHK), C, 0)), self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> DenseSlots:
-        return DenseSlots(*self.each(change), self.codecs)
+        return DenseSlots(*self.each(change), map_centre(self.codecs, change))
 
     def dense(self, B: int, H: int) -> DenseSlots:
         return self
@@ -297,6 +306,11 @@ class RaggedSlots(Slots):
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 
+    def numbers(self, used: int) -> tuple[Tensor, Tensor]:
+        head, _ = self.offsets.places()
+        key, value = (codec.of(head) for codec in self.codecs)
+        return key.decode(self.keys[:, None])[:, 0], value.decode(self.values[:, None])[:, 0]
+
     def taken(self, used: int, free: int) -> int:
         return used
 
@@ -327,7 +341,7 @@ class RaggedSlots(Slots):
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
         heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
         offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
-        return RaggedSlots(*self.each(lambda t: t[rows]), offsets, self.codecs)
+        return RaggedSlots(*self.each(lambda t: t[rows]), offsets, map_centre(self.codecs, change))
 
     def dense(self, B: int, H: int) -> DenseSlots:
         return DenseSlots(*self.each(lambda t: self.offsets.unpack(t, B, H, self.width)), self.codecs)
@@ -348,17 +362,18 @@ def nothing() -> DenseSlots:
     return DenseSlots(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
 
 
-def empty(like: Slots, B: int, H: int, layout: Layout) -> Slots:
-    """Make zeros for B * H heads, of the dtype, device and head sizes of `like`."""
+def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
+    """Make zeros for B * H heads, of the dtype, device and head sizes of `like`, with keys around this centre."""
+    codecs = centred(like.codecs, centre_BH1D)
 
     def zeros(*rows: int) -> tuple[Tensor, Tensor]:
         return like.each(lambda t: t.new_zeros(*rows, t.shape[-1]))
 
     if layout.filled is None:
-        return DenseSlots(*zeros(B, H, max(layout.capacities)), like.codecs)
+        return DenseSlots(*zeros(B, H, max(layout.capacities)), codecs)
     offsets = HeadOffsets(layout.capacities, layout.filled, like.keys.device)
     keys, values = zeros(offsets.rows)
-    return RaggedSlots(keys, values, offsets, like.codecs)
+    return RaggedSlots(keys, values, offsets, codecs)
 
 
 def restored(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:

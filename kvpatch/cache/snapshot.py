@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..backends.entries import entry_bytes
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
 from .settings import CacheSettings
@@ -17,13 +18,15 @@ class LayerPart:
     """Part of a layer that a report needs.
 
     positions_BHT: of the held tokens, not copied; -1 in an empty slot. mass_BH: as in SlotLayer. nbytes: allocated for keys and
-    values. full_nbytes: of a layer that keeps every column, or the layer's own sliding window.
+    values. full_nbytes: of a layer that keeps every column, or the layer's own sliding window. token_nbytes: of a token that
+    every head holds, in all rows.
     """
 
     positions_BHT: Tensor
     mass_BH: Tensor | None
     nbytes: int
     full_nbytes: int
+    token_nbytes: int = 0
 
     @classmethod
     def of(cls, layer: SlotLayer, bound: int | None) -> LayerPart:
@@ -31,7 +34,8 @@ class LayerPart:
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
         full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize
-        return cls(layer.positions[:, :, : layer.used], layer.mass_BH, layer.kv.nbytes, full)
+        token = B * H * entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
+        return cls(layer.positions[:, :, : layer.used], layer.mass_BH, layer.kv.nbytes, full, token)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Snapshot:
     parts: by layer, of those that have read a text. seen: columns, padding included. lengths_B: tokens of each row without
     padding, or None. ran: by task, the backend that ran last and the reason against each preferred one. peak_nbytes: most
     bytes allocated at any time. acted: the budget acted in some pass. seconds: of the last generate(), by part.
-    lifetimes: as in TextState. state_nbytes: bytes of a hybrid's states.
+    lifetimes: as in TextState. state_nbytes: bytes of a hybrid's states. steps: decode steps since the newest prompt.
     """
 
     settings: CacheSettings
@@ -54,6 +58,7 @@ class Snapshot:
     seconds: dict[str, float]
     lifetimes: Lifetimes | None
     state_nbytes: int = 0
+    steps: int = 0
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
@@ -70,4 +75,5 @@ class Snapshot:
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
         ran = dict(cache.choice.ran)
-        return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, cache.lifetimes, cache.states.nbytes)
+        rest = cache.lifetimes, cache.states.nbytes, cache.counters.steps
+        return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, *rest)

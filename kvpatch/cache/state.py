@@ -238,6 +238,11 @@ class TextState(MutationGuard, WithStates):
         """Columns seen, padding included."""
         return self.layers[0].seen
 
+    def count_in(self, dtype: torch.dtype) -> None:
+        """Count a budget in bytes for keys of this dtype, if no text has been read yet."""
+        if self.seen_B is None:
+            self.settings = self.settings.in_dtype(dtype)
+
     @property
     def lengths_B(self) -> Tensor:
         """`seen_B` of a cache that is not empty."""

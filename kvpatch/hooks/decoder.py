@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..arch.adapter import keys_dtype
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
@@ -115,6 +116,7 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
         _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
     if cache.settings.rereads and state.max_positions is not None and Q > 1:
         check_second_reading(cache.settings, cache.get_seq_length() + Q, Q, state.max_positions)
+    cache.count_in(keys_dtype(decoder, tokens.device.type))
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
         table = table_maker(decoder, state, tokens.device)

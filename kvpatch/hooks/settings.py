@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..arch.adapter import dtype_of
 from ..backends.dispatch import check
 from ..backends.entries import FULL
 from ..cache.settings import CacheSettings
@@ -18,6 +21,7 @@ from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
 from ..policies.uses import USES
+from ..storage.schema import FLOATS
 from .inputs import no_argument
 from .target import Target
 
@@ -178,8 +182,7 @@ def settings_of(
                 f"positions='renumbered' does not go with policy {policy.name!r}, which undoes rotations at original "
                 "positions: use positions='original'."
             )
-    sizes = {"n_layers": len(target.attentions), "bytes_per_token": target.bytes_per_token(bits), "beside": policy.every - 1}
-    budget = Budget.parse(k, **sizes, bounds=bounds)
+    budget, budgets = _budgets(k, target, bits, bounds, policy)
     _check_rules(policy, budget, target)
     _check_shared(policy, budget, bounds)
     _check_rhythm(policy, budget)
@@ -199,7 +202,26 @@ def settings_of(
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
         stack=target.stack,
+        budgets=budgets,
     )
+
+
+def _budgets(
+    k: object, target: Target, bits: int, bounds: tuple[int | None, ...], policy: Policy
+) -> tuple[Budget, dict[torch.dtype, Budget]]:
+    """Return the budget where keys have the model's dtype, and that of each dtype that they may have, if it is in bytes."""
+
+    def parse(dtype: torch.dtype) -> Budget:
+        sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
+        return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, beside=policy.every - 1)
+
+    own = dtype_of(target.decoder)
+    budget = parse(own)
+    budgets = {own: budget} if budget.sizes else {}
+    for dtype in FLOATS if budget.sizes else ():
+        with contextlib.suppress(KVPatchError):  # no token fits: in_dtype() says so if it is needed
+            budgets.setdefault(dtype, parse(dtype))
+    return budget, budgets
 
 
 def _by_ids(policy: Policy, target: Target) -> Policy:

@@ -19,7 +19,7 @@ from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.kinds import crosses
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..arch.upstream import CACHE, CACHE_NAMES
-from ..backends.entries import entry_bytes
+from ..backends.entries import centre_bytes, entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
@@ -292,13 +292,18 @@ class Target:
         found = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
         return {number: device_of(module, self.decoder) for number, module in found.items()}
 
-    def bytes_per_token(self, bits: int) -> int:
+    def bytes_per_token(self, bits: int, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values of one token in a layer, over all processes: the mean of layers that differ."""
-        dtype, total = dtype_of(self.decoder), 0
+        total = 0
         for module, adapter in self.attentions:
             heads, key = adapter.kv_shape(module)
             total += heads * entry_bytes(bits, key, adapter.value_size(module), dtype, adapter.latent(module))
         return math.ceil(total / len(self.attentions))
+
+    def bytes_of_centres(self, bits: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the centres that a layer's keys are rounded around, over all processes: the mean of layers."""
+        shapes = [adapter.kv_shape(module) for module, adapter in self.attentions]
+        return math.ceil(sum(heads * centre_bytes(bits, key, dtype) for heads, key in shapes) / len(shapes))
 
 
 def _check_decoder(decoder: nn.Module) -> None:

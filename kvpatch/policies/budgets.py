@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeGuard
 
@@ -246,9 +246,13 @@ class Budget:
     Attributes:
         per_layer: of each layer, tokens (int), a share of the row's prompt (float), one of these for each head (tuple), or a
             Rule.
+        sizes: of each layer, the size in bytes that its tokens were counted from, "" for none; () if no layer has one.
+        whole: whether the size is that of all layers together.
     """
 
     per_layer: tuple[int | float | tuple[int | float, ...] | Rule, ...]
+    sizes: tuple[str, ...] = ()
+    whole: bool = False
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -259,7 +263,14 @@ class Budget:
 
     @classmethod
     def parse(
-        cls, k: object, *, n_layers: int, bytes_per_token: int, bounds: Sequence[int | None] = (), beside: int = 0
+        cls,
+        k: object,
+        *,
+        n_layers: int,
+        bytes_per_token: int,
+        bounds: Sequence[int | None] = (),
+        beside: int = 0,
+        fixed: int = 0,
     ) -> Budget:
         """Check `k` and convert sizes in bytes to tokens.
 
@@ -270,6 +281,7 @@ class Budget:
             bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
                 all layers, so what the sliding layers hold is subtracted from it.
             beside: tokens that a head holds between steps beside its budget, which a size in bytes counts.
+            fixed: bytes of a layer that do not grow with its tokens, which a size in bytes counts.
 
         Raises:
             KVPatchError: `k` is no budget, has another number of layers, or holds no token.
@@ -282,13 +294,17 @@ class Budget:
         if is_list(k):
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
-            return cls(tuple(_of_layer(as_python(entry), f"k[{i}]", bytes_per_token, beside) for i, entry in enumerate(k)))
+            layers = ((as_python(entry), f"k[{i}]") for i, entry in enumerate(k))
+            sizes = tuple(_size(as_python(entry)) for entry in k)
+            per_layer = (_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers)
+            return cls(tuple(per_layer), sizes if any(sizes) else ())
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
         one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        return cls((_tokens(one, bytes_per_token * free, reserved, beside),) * n_layers)
+        tokens = _tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside)
+        return cls((tokens,) * n_layers, (_size(one),) * n_layers if isinstance(one, str) else (), whole=isinstance(one, str))
 
     def evicts(self, layer: int) -> bool:
         """Return False if nothing is ever evicted from the layer, however long the text, as under the float 1.0."""
@@ -302,16 +318,29 @@ class Budget:
         return self.rules[layer].tokens(n)
 
     def described(self) -> list[Any]:
-        """Return the budget of each layer as plain values."""
-        return [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
+        """Return the budget of each layer as plain values, a size in bytes as it was given."""
+        plain = [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
+        return [size or one for size, one in zip(self.sizes, plain, strict=True)] if self.sizes else plain
+
+    def first_layers(self, count: int) -> Budget:
+        """Return the budget of the first layers."""
+        return replace(self, per_layer=self.per_layer[:count], sizes=self.sizes[:count])
 
 
-def _of_layer(k: object, where: str, bytes_per_token: int, beside: int) -> int | float | tuple[int | float, ...] | Rule:
+def _size(k: object) -> str:
+    """Return a size in bytes, "" for other budgets."""
+    one = "" if is_list(k) or isinstance(k, Rule) else parse_k(k)
+    return one.strip() if isinstance(one, str) else ""
+
+
+def _of_layer(
+    k: object, where: str, bytes_per_token: int, fixed: int, beside: int
+) -> int | float | tuple[int | float, ...] | Rule:
     """Return the budget of one layer of a list."""
     if isinstance(k, Rule):
         return k
     if not is_list(k):
-        return _tokens(parse_k(k, where), bytes_per_token, 0, beside)
+        return _tokens(parse_k(k, where), bytes_per_token, 0, fixed, beside)
     sizes = [parse_k(one, f"{where}[{head}]") for head, one in enumerate(k)]
     for head, one in enumerate(sizes):
         if isinstance(one, str):
@@ -324,12 +353,13 @@ def _of_layer(k: object, where: str, bytes_per_token: int, beside: int) -> int |
     return tuple(one for one in sizes if not isinstance(one, str))
 
 
-def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, beside: int) -> int | float:
+def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, beside: int) -> int | float:
     if not isinstance(k, str):
         return k
-    tokens = ((parse_bytes(k) or 0) - reserved) // bytes_per_token - beside
+    tokens = ((parse_bytes(k) or 0) - reserved - fixed) // bytes_per_token - beside
     if tokens < 1:
         sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
+        sliding += f", beside {fixed} for the centres of its rounded keys" if fixed else ""
         sliding += f", and {beside} more wait to be evicted with it (every={beside + 1})" if beside else ""
         takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"
         raise KVPatchError(f"k={k!r} holds no token: {takes}: give more.")

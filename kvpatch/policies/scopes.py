@@ -31,6 +31,18 @@ def check_size(name: str, value: object) -> None:
 KINDS = ("image", "text")  # of tokens that `protect=` may name; the model's configuration says which ids they have
 
 
+def fit_window(score: Score, room: int) -> int:
+    """Return the newest tokens that a score's window takes.
+
+    An observation window takes half of the room if it would else leave none to the score; the last queries of a score that
+    evicts while decoding take all.
+    """
+    window = score.protected_rows
+    if score.recent_queries:
+        return min(window, room)
+    return window if window < room else (room + 1) // 2
+
+
 @dataclass(frozen=True)
 class Scope:
     """Protection of the first tokens, the newest tokens, and tokens that the user names.
@@ -96,7 +108,7 @@ class Scope:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in own)
         rows = budget if score.recent_queries else rows  # these are not of the prompt alone
-        observed = min(score.protected_rows, free, rows) if score.protects_window else score.observed_rows
+        observed = min(fit_window(score, free), rows) if score.protects_window else score.observed_rows
         recent = min(share(self.recent, budget), free)
         newest = max(recent, observed) if score.protects_window else recent
         deviation = min(share(self.deviation, budget), free - newest)
@@ -109,7 +121,8 @@ class Scope:
         """
         sinks = min(self.sinks, budget)
         window = score.protected_rows
-        newest = min(max(share(self.recent, budget), window), budget - sinks)
+        left = {"window": fit_window(score, budget - sinks)}
+        newest = min(max(share(self.recent, budget), left["window"]), budget - sinks)
         # each with what is protected beside it
         for name, size, beside in (
             ("sinks", self.sinks, 0),
@@ -117,8 +130,8 @@ class Scope:
             ("recent", self.recent, sinks),
             (self.ranked, self.deviation, sinks + newest),
         ):
-            if isinstance(size, int) and size > budget - beside:
-                yield name, size, budget - beside, beside + size + 1
+            if isinstance(size, int) and size > left.get(name, budget - beside):
+                yield name, size, left.get(name, budget - beside), beside + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
         """Return the protected tokens as a bool mask [B,H,T], or None if there are none."""

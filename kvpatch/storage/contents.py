@@ -39,6 +39,8 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """Check that all numbers of held tokens are finite and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
     slots = layer.kv.spread(real)
+    if layer.kv.centre is not None:
+        _finite(f"{where}: the centre of its keys", layer.kv.centre)
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")

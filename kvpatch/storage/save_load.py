@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.entries import codecs
+from ..backends.entries import centred, codecs
 from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
@@ -27,7 +27,7 @@ from . import contents, schema
 from .file import checksum, readable, verify_checksum, write
 from .header import entries, parse, read
 
-FORMAT = "kvpatch cache 4"
+FORMAT = "kvpatch cache 5"
 _ROWS, _LAYER, _TENSORS = schema.ROWS, schema.LAYER, schema.TENSORS
 
 
@@ -57,6 +57,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     for index, layer in enumerate(cache.layers):
         own = {name: getattr(layer, name) for name in _TENSORS if getattr(layer, name) is not None}
         own |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))
+        own |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
         own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         own |= {} if layer.recent is None else {f"recent.{name}": tensor for name, tensor in vars(layer.recent).items()}
@@ -123,6 +124,7 @@ def _restore(
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _fill(cache, layer, own, described, shapes[index])
+    cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
     cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
 
@@ -141,7 +143,7 @@ def _fill(
     if isinstance(layer.mode, Reading):
         layer.kv = reading(keys, values, layer.bits, layer.latent)
     else:
-        own = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
+        own = centred(codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent), tensors.pop("centre_BH1D", None))
         layer.kv = slots.restored(keys, values, head_offsets, own)
     last = {name.removeprefix("recent."): tensors.pop(name) for name in list(tensors) if name.startswith("recent.")}
     layer.recent = Recent(**last) if last else None

@@ -119,6 +119,8 @@ class _Layer:
                 continue
             of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
             self._tensor(left, name, (of,), (*shape, width))
+        if bits != FULL:
+            self._tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         if self.cuts:

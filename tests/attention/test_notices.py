@@ -17,10 +17,10 @@ def said(caplog):
 
 
 CLAMPED = [
-    ("snapkv", 24, {}, 60, r"\[kvpatch\] window=32 is cut to 24: the budget is 24 tokens per head (k=24, a prompt of 60). "
-                           r"Give window=24 or less, or k=33 or more."),
-    ("snapkv", 0.4, {"sinks": 4}, 60, r"window=32 is cut to 20: the budget is 24 tokens per head (k=0.4, a prompt of 60). "
-                                      r"Give window=20 or less, or k=37 or more."),
+    ("snapkv", 24, {}, 60, r"\[kvpatch\] window=32 is cut to 12: the budget is 24 tokens per head (k=24, a prompt of 60). "
+                           r"Give window=12 or less, or k=33 or more."),
+    ("snapkv", 0.4, {"sinks": 4}, 60, r"window=32 is cut to 10: the budget is 24 tokens per head (k=0.4, a prompt of 60). "
+                                      r"Give window=10 or less, or k=37 or more."),
     ("h2o", 16, {"recent": 64}, 60, "recent=64 is cut to 16: the budget is 16"),
     ("h2o", 16, {"sinks": 64}, 60, "sinks=64 is cut to 16: the budget is 16"),
     ("h2o", 16, {"sinks": 10, "recent": 7}, 60, "recent=7 is cut to 6: the budget is 16"),
@@ -42,7 +42,8 @@ def test_a_size_above_the_budget_is_said_once_with_the_one_that_fits(policy, k, 
 
 
 FITTING = [
-    ("snapkv", 24, {"window": 24}, 60), ("snapkv", 32, {}, 20), ("snapkv", 1.0, {}, 20), ("h2o", 16, {"recent": 1.0}, 60),
+    ("snapkv", 24, {"window": 23}, 60), ("snapkv", 24, {"window": 12}, 60), ("snapkv", 32, {}, 20),
+    ("snapkv", 1.0, {}, 20), ("h2o", 16, {"recent": 1.0}, 60),
     ("h2o", 16, {"sinks": 10, "recent": 6}, 60), ("roco", 12, {}, 60), ("window", 3, {}, 60), ("full", 1, {}, 60),
 ]  # fmt: skip
 
@@ -60,7 +61,7 @@ def test_the_shortest_row_is_named(caplog):
     with kvpatch.patched(model, "snapkv", 0.5):
         force(model, ids, prompt(2, 1, seed=3), left_pad(ids, [100, 40]))
     assert said(caplog) == [
-        "[kvpatch] window=32 is cut to 20: the budget is 20 tokens per head (k=0.5, a prompt of 40). Give window=20 or less, "
+        "[kvpatch] window=32 is cut to 10: the budget is 20 tokens per head (k=0.5, a prompt of 40). Give window=10 or less, "
         "or k=33 or more."
     ]
 

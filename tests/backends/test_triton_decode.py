@@ -3,11 +3,13 @@
 Without a GPU they run in Triton's interpreter, whose bfloat16 products are wrong, so that dtype waits for a GPU.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.backends.on_triton import DEVICE, GPU  # isort: skip
-from kvpatch.backends.entries import EXACT, codecs
+from kvpatch.backends.entries import EXACT, Rounded, centred, codecs
 from kvpatch.backends.triton import decode as kernels
 from kvpatch.backends.triton.decode import STATISTICS, Rule
 from kvpatch.errors import KVPatchError
@@ -103,6 +105,18 @@ def launch(new, slots, rule, *, keep=None, slopes=None, sinks=None, first=None, 
     return out.cpu()
 
 
+def by_head(slots, name, codec, change):
+    """Keys or values after `change`, "encode" or "decode", of each head by its own codec."""
+    buffer, (B, H) = getattr(slots, name), slots.slot.shape
+    if not isinstance(codec, Rounded):
+        return buffer
+    changed = getattr(replace(codec, centre=None), change)(buffer)  # rows of nobody
+    for n in range(B * H):
+        own = getattr(codec.of(torch.tensor([n])), change)
+        slots.head(changed, *divmod(n, H))[:] = own(slots.head(buffer, *divmod(n, H))[None])[0]
+    return changed
+
+
 def close(actual, expected, tolerance, what):
     error = (actual.double() - expected.double()).abs().max()
     assert error <= tolerance * expected.double().abs().max().clamp_min(1e-30), f"{what}: off by {float(error):.2e}"
@@ -122,7 +136,7 @@ def compare(slots, other, doubt, gap, rule, codecs=EXACT):
     assert torch.equal(slots.positions[~close_calls], other.positions[~close_calls]), "positions differ"
     other.slot, other.positions = slots.slot.clone(), slots.positions.clone()
     for name, codec in zip(("keys", "values"), codecs, strict=True):
-        same(codec.decode(getattr(slots, name)), getattr(other, name), f"{name} differ")
+        same(by_head(slots, name, codec, "decode"), getattr(other, name), f"{name} differ")
     there = slots.positions >= 0
     for name in STATISTICS:
         mine, expected = slots.state[name], other.state[name]
@@ -150,9 +164,10 @@ def follow(
     """
     rng = torch.Generator().manual_seed(C + D + G)
     slots = filled(B, H, G, D, C, dtype, rng, *(options.pop(name, None) for name in ("used", "capacities", "page")))
-    of_slots = codecs(bits, D, D, dtype)
-    entries = [codec.encode(t) for codec, t in zip(of_slots, (slots.keys, slots.values), strict=True)]
-    slots.keys, slots.values = (codec.decode(t) for codec, t in zip(of_slots, entries, strict=True))
+    centre_BH1D = torch.randn(B, H, 1, D, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
+    of_slots, both = centred(codecs(bits, D, D, dtype), centre_BH1D), ("keys", "values")
+    slots.keys, slots.values = entries = [by_head(slots, *pair, "encode") for pair in zip(both, of_slots, strict=True)]
+    slots.keys, slots.values = (by_head(slots, *pair, "decode") for pair in zip(both, of_slots, strict=True))
     if not noise:
         del slots.state["noise"]
     other = slots.copy()
@@ -161,7 +176,7 @@ def follow(
     mine = dict(theirs, splits=splits, codecs=of_slots)
     if bits != 16:
         theirs["sizes"] = tuple(D // codec.groups for codec in of_slots)
-        theirs["bits"] = bits
+        theirs["bits"], theirs["centre"] = bits, centre_BH1D[:, :, 0]
     if tensor_tau:
         mine["tau"] = torch.tensor(options["tau"], device=DEVICE)
     close_calls = 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.backends import on_triton  # noqa: F401 # isort: skip
-from kvpatch.backends.entries import codecs
+from kvpatch.backends.entries import centred, codecs
 from kvpatch.backends.protocol import Case
 from kvpatch.backends.triton import triton_backend
 from tests.backends.test_triton_decode import (
@@ -62,16 +62,18 @@ def test_bfloat16_follows_the_twin(D, bits):
     assert follow(rule("mean"), C=300, D=D, G=4, dtype=BF16, splits=3, bits=bits) == 0
 
 
-def written(k_BHD, v_BHD, bits):
-    """The entries that the kernels write for new tokens, and those that torch writes."""
+def written(k_BHD, v_BHD, bits, centre=None):
+    """The entries that the kernels write for new tokens, and those that torch writes. centre: of the keys [B,H,1,D]."""
     (B, H, D), rng = k_BHD.shape, torch.Generator().manual_seed(0)
     slots = filled(B, H, 1, D, 3, k_BHD.dtype, rng)
     both = codecs(bits, D, D, k_BHD.dtype)
+    if centre is not None:
+        both = centred(both, centre)
     slots.keys, slots.values = (codec.encode(t) for codec, t in zip(both, (slots.keys, slots.values), strict=True))
     at, q = slots.slot.clone()[..., None, None], token(B, H, 1, D, k_BHD.dtype, rng)[0]
     launch((q, k_BHD, v_BHD), slots, Rule(evicts=False), scale=1.0, codecs=both)
     found = (t.take_along_dim(at, 2)[:, :, 0] for t in (slots.keys, slots.values))
-    return tuple(found), tuple(codec.encode(x) for codec, x in zip(both, (k_BHD, v_BHD), strict=True))
+    return tuple(found), tuple(codec.encode(x[:, :, None])[:, :, 0] for codec, x in zip(both, (k_BHD, v_BHD), strict=True))
 
 
 @NARROW
@@ -87,6 +89,22 @@ def test_a_new_token_is_rounded_as_torch_rounds_it(D, dtype, bits):
     mine, theirs = written(k, v, bits)
     for got, want in zip(mine, theirs, strict=True):
         assert torch.equal(got, want)
+
+
+@NARROW
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("D", [24, 64, 96])
+def test_a_new_key_is_rounded_around_its_head_s_centre(D, dtype, bits):
+    """To the last byte; a key that is the centre stays it."""
+    (k, v), rng = (token(2, 3, 1, D, dtype, torch.Generator().manual_seed(seed))[1] for seed in (0, 1)), torch.Generator()
+    centre = torch.randn(2, 3, 1, D, generator=rng.manual_seed(2)).to(dtype) * 100
+    k = k + centre[:, :, 0]
+    k[1, 2] = centre[1, 2, 0]
+    mine, theirs = written(k, v, bits, centre)
+    for got, want in zip(mine, theirs, strict=True):
+        assert torch.equal(got, want)
+    both = centred(codecs(bits, D, D, dtype), centre)
+    assert torch.equal(both[0].decode(mine[0][:, :, None])[1, 2], centre[1, 2])
 
 
 @NARROW
@@ -124,14 +142,15 @@ def test_entries_whose_scales_are_not_aligned_are_left_to_torch():
 def test_the_operator_of_compiled_steps_knows_bits_cap_and_sinks(bits):
     """It gets tensors and plain values, and must read the same entries."""
     rng = torch.Generator().manual_seed(0)
-    both, outs = codecs(bits, 64, 64, F32), []
+    centre = torch.randn(1, 2, 1, 64, generator=rng)
+    both, outs = centred(codecs(bits, 64, 64, F32), centre), []
     start, new = filled(1, 2, 2, 64, 20, F32, rng), [t.contiguous() for t in token(1, 2, 2, 64, F32, rng)]
     for operator in (False, True):
         slots = start.copy()
         slots.keys, slots.values = (codec.encode(t) for codec, t in zip(both, (slots.keys, slots.values), strict=True))
         tensors = slots.keys, slots.values, slots.positions, slots.slot, slots.newest
         if operator:
-            plain = None, None, 3.0, sinks(2, 2), *(None,) * 6, 1.0, bits
+            plain = None, None, 3.0, sinks(2, 2), *(None,) * 6, 1.0, bits, centre
             outs.append(triton_backend.compiled_step(*new, *tensors, [], "", "", "", 1.0, "recency", 0.1, *plain))
         else:
             outs.append(launch(new, slots, Rule(value="recency"), scale=0.1, softcap=3.0, sinks=sinks(2, 2), codecs=both))

@@ -13,25 +13,27 @@ def softmax(x):
     return [value / sum(e) for value in e]
 
 
-def rounded(x, bits, size):
-    """x[D] in groups of `size` numbers, each rounded to 2^bits steps between the group's least and greatest."""
+def rounded(x, bits, size, centre):
+    """x[D] in groups of `size` differences from `centre`, each rounded to 2^bits steps between their least and greatest."""
     result, top = [], 2**bits - 1
     for start in range(0, len(x), size):
-        group = x[start : start + size].float()
+        middle = centre[start : start + size].float()
+        group = x[start : start + size].float() - middle
         zero, scale = group.min().to(x.dtype).float(), ((group.max() - group.min()) / top).to(x.dtype).float()
-        for number in group:
+        for number, of in zip(group, middle, strict=True):
             code = min(max(round(float((number - zero) / scale)), 0), top) if scale else 0
-            result.append((scale * code + zero).to(x.dtype))
+            result.append((scale * code + zero + of).to(x.dtype))
     return torch.stack(result)
 
 
 def step(
     q, k, v, slots, rule, *, scale, slopes=None, softcap=None, sinks=None, sliding=None, keep=None, first=None, recent=None,
-    tau=1.0, bits=16, sizes=None,
+    tau=1.0, bits=16, sizes=None, centre=None,
 ):  # fmt: skip
     """Change `slots` (see `Slots`) in place and return what the kernels must have found.
 
-    bits, sizes: what new keys and values are rounded to, in groups of these sizes; slots hold numbers all the same.
+    bits, sizes: what new keys and values are rounded to, in groups of these sizes; slots hold numbers all the same. centre:
+    [B,H,D], which keys are rounded around.
 
     Returns out [B,H,G,D], doubt [B,H,C] (query heads whose p * n is 1 but for rounding) and gap: for every head that evicted
     by a measured score, how far its two lowest candidates were apart, relative to the lower; inf where there is one candidate.
@@ -44,7 +46,9 @@ def step(
             capacity, slot = slots.capacity(b, h), int(slots.slot[b, h])
             keys, values = slots.head(slots.keys, b, h), slots.head(slots.values, b, h)
             state = {name: tensor[b, h] for name, tensor in slots.state.items()}
-            new = (k[b, h], v[b, h]) if bits == 16 else map(rounded, (k[b, h], v[b, h]), (bits, bits), sizes)
+            new = k[b, h], v[b, h]
+            if bits != 16:
+                new = map(rounded, new, (bits, bits), sizes, (centre[b, h], torch.zeros(D)))
             keys[slot], values[slot] = new
             slots.positions[b, h, slot] = newest
             for name in set(rule.statistics) - {"observed"}:

@@ -163,7 +163,8 @@ def test_bytes_are_those_of_the_slots(policy, bits):
         _, cache = force(model, prompt(2, 40), prompt(2, 3))
         report = patch.report()
         slots = sum(sum(layer.kv.capacities()) for layer in cache.layers)
-        assert cache.nbytes == slots * entries.entry_bytes(bits, D, D, torch.float32) == report.nbytes
+        centres = 2 * 2 * 2 * D * 4  # of rows, layers and heads
+        assert cache.nbytes == slots * entries.entry_bytes(bits, D, D, torch.float32) + centres == report.nbytes
         assert report.full_nbytes == 2 * 2 * 43 * 2 * 2 * D * 4 and report.bits == report.to_dict()["bits"] == bits
         assert f"{bits} bits" in str(report)
 
@@ -174,9 +175,10 @@ def test_a_budget_in_bytes_holds_more_tokens():
     for bits in (16, 8, 4):
         with kvpatch.patched(model, "streaming_llm", "8KiB", bits=bits):
             _, cache = force(model, prompt(1, 90), prompt(1, 3))
-        held[bits] = int(cache.held(0)[0, 0])
-        assert held[bits] == 8192 // (2 * 2 * entries.entry_bytes(bits, D, D, torch.float32))
-        assert sum(int(cache.held(layer).sum()) for layer in range(2)) * entries.entry_bytes(bits, D, D, torch.float32) <= 8192
+        held[bits], centres = int(cache.held(0)[0, 0]), 2 * 2 * entries.centre_bytes(bits, D, torch.float32)
+        assert held[bits] == (8192 - centres) // (2 * 2 * entries.entry_bytes(bits, D, D, torch.float32))
+        taken = sum(int(cache.held(layer).sum()) for layer in range(2)) * entries.entry_bytes(bits, D, D, torch.float32)
+        assert taken + sum(layer.kv.centre.numel() * 4 for layer in cache.layers if layer.kv.centre is not None) <= 8192
     assert held[4] > held[8] > 1.5 * held[16]
 
 
@@ -187,9 +189,9 @@ def test_buffers_have_one_slot_more_than_a_budget_in_bytes(bits):
     D = model.config.hidden_size // model.config.num_attention_heads
     with kvpatch.patched(model, "streaming_llm", "8KiB", bits=bits) as patch:
         _, cache = force(model, prompt(1, 90), prompt(1, 3))
-        entry = entries.entry_bytes(bits, D, D, torch.float32)
-        tokens = 8192 // (2 * 2 * entry)
-        assert patch.report().nbytes == cache.nbytes == 2 * 2 * (tokens + 1) * entry
+        entry, centres = entries.entry_bytes(bits, D, D, torch.float32), 2 * 2 * entries.centre_bytes(bits, D, torch.float32)
+        tokens = (8192 - centres) // (2 * 2 * entry)
+        assert patch.report().nbytes == cache.nbytes == 2 * 2 * (tokens + 1) * entry + centres
         assert int(cache.held(0)[0, 0]) == tokens
 
 

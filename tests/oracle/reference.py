@@ -215,6 +215,12 @@ def rounded(x: Tensor, bits: int, size: int) -> tuple[Tensor, float]:
     return torch.tensor(result, dtype=x.dtype), margin
 
 
+def midrange(keys: Sequence[Tensor]) -> Tensor:
+    """Of each channel, the number midway between its least and its greatest in these keys."""
+    channels = zip(*(key.tolist() for key in keys), strict=True)
+    return torch.tensor([(min(channel) + max(channel)) / 2 for channel in channels], dtype=keys[0].dtype)
+
+
 # Scores: s[i] from the rows of one KV head. A row that could not see i (causality, a sliding window) has no entry i.
 # `times(t)` is how often row t counts: once, unless the scores are of a sample of the rows.
 
@@ -382,6 +388,8 @@ class Oracle:
         # what a token's own step saw of its key and value, and which tokens are rounded by now
         self.noted: list[list[dict[int, tuple[Tensor, Tensor]]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.rounded: list[list[set[int]]] = [[set() for _ in range(K)] for _ in range(L)]
+        # the centre of each head's keys, from the first prompt (or block) on
+        self.centres: list[list[Tensor | None]] = [[None] * K for _ in range(L)]
         self.rows: list[list[list[Row]]] = [[[] for _ in range(K)] for _ in range(L)]
         # every query so far, of each query head, at its position
         self.asked: list[list[dict[int, Tensor]]] = [[{} for _ in range(self.H)] for _ in range(L)]
@@ -510,6 +518,8 @@ class Oracle:
             heads = range(g * self.G, (g + 1) * self.G)
             for index, t in enumerate(positions.tolist()):
                 self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]
+            if self.centres[l][g] is None:
+                self.centres[l][g] = midrange([*self.keys[l][g].values()])
             if self.step:
                 self.round(l)
             for index, t in enumerate(positions.tolist()):
@@ -613,24 +623,27 @@ class Oracle:
 
     def round(self, l: int) -> None:
         """Round what layer l holds and was not rounded before: a prompt's tokens (a block's) once they have attended and the
-        layer has evicted, a generated token before it attends. Keys have a scale per group of channels, values one."""
+        layer has evicted, a generated token before it attends. A key is rounded by its difference from the head's centre, with
+        a scale per group of channels; a value has one scale."""
         bits, group = self.options["bits"], self.options.get("group", 32)
         if bits == 16:
             return
         for g, (keys, values) in enumerate(zip(self.keys[l], self.values[l], strict=True)):
+            centre = self.centres[l][g]
             for i in [i for i in keys if i not in self.rounded[l][g]]:
+                assert centre is not None
                 self.rounded[l][g].add(i)
                 D, V = len(keys[i]), len(values[i])
+                size = D // next(count for count in range(1, D + 1) if D % count == 0 and D // count <= group)
                 if self.decoder.latent:  # no scale is shared by channels inside the value and others
                     size = max(size for size in range(1, group + 1) if D % size == 0 and V % size == 0)
-                    keys[i], margin = rounded(keys[i], bits, size)
+                difference, margin = rounded(keys[i] - centre, bits, size)
+                keys[i], value_margin = centre + difference, math.inf
+                if self.decoder.latent:
                     values[i] = keys[i][:V]
-                    self.margin = min(self.margin, NEAR * margin)
-                    continue
-                groups = next(count for count in range(1, D + 1) if D % count == 0 and D // count <= group)
-                for held, size in ((keys, D // groups), (values, V)):
-                    held[i], margin = rounded(held[i], bits, size)
-                    self.margin = min(self.margin, NEAR * margin)
+                else:
+                    values[i], value_margin = rounded(values[i], bits, V)
+                self.margin = min(self.margin, NEAR * margin, NEAR * value_margin)
 
     # Keyformer's running score
 
@@ -696,7 +709,11 @@ class Oracle:
             fixed = (set(range(self.sinks(b))) | read) - self.earlier()
             room = b - len(fixed)
         recent = min(tokens(o["recent"], b), room)
-        w = min(tokens(self.observes(), b), room, b if o["score"] in RECENT else self.new)
+        w = tokens(self.observes(), b)
+        if o["score"] in RECENT:
+            w = min(w, room, b)
+        else:  # a window that would leave no room to the score takes half
+            w = min(w if w < room else (room + 1) // 2, self.new)
         r = min(tokens(o.get("protected", o.get("ranges", 0)), b), room - max(recent, w))
         return fixed, recent, r, w
 

@@ -296,7 +296,7 @@ def narrower(about, tensors):
 
 
 BAD = [
-    (lambda about, t: about.update(format="kvpatch cache 4"), f"not of this version of kvpatch ..{FORMAT}"),
+    (lambda about, t: about.update(format="kvpatch cache 5"), f"not of this version of kvpatch ..{FORMAT}"),
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
     *((lambda about, t, layers=layers: about.update(layers=layers), "its layers are") for layers in (

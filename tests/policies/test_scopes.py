@@ -4,9 +4,11 @@
 import pytest
 import torch
 
+import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies import scores
 from kvpatch.policies.scopes import DeviationScope, Scope, protect_tensor
+from tests.helpers import tiny
 
 
 def test_protected_tokens_as_a_tensor():
@@ -34,7 +36,10 @@ def test_limits_of_a_scope():
     assert _limits(Scope(sinks=10), own=[20, 21]) == (8, 0, 0, 0, 0, 10)
     assert _limits(Scope(recent=3), window) == (0, 4, 0, 0, 4, 4)
     assert _limits(Scope(recent=6), window) == (0, 6, 0, 0, 4, 6)
-    assert _limits(Scope(), window, budget=3) == (0, 3, 0, 0, 3, 3)
+    # a window that would take all takes half, rounded up, of what sinks and protect leave
+    assert [_limits(Scope(), window, budget=budget)[4] for budget in range(1, 8)] == [1, 1, 2, 2, 4, 4, 4]
+    assert _limits(Scope(sinks=1), window, budget=4) == (1, 2, 0, 0, 2, 3)
+    assert _limits(Scope(recent=3), window, budget=4) == (0, 3, 0, 0, 2, 3)
     assert _limits(Scope(), window, rows=2) == (0, 2, 0, 0, 2, 2)
     assert _limits(Scope(sinks=2), scores.Last(), rows=9) == (2, 0, 0, 0, 1, 2)
     # kept outside the budget: what lies below `fixed`
@@ -48,3 +53,19 @@ def test_limits_of_a_scope():
     _limits(Scope(), own=list(range(10)))
     with pytest.raises(KVPatchError, match="marks 11 tokens of a prompt of 30, but the budget is 10: raise k to at least 11"):
         _limits(Scope(), own=list(range(11)))
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "critical_snapkv", "defensive_snapkv", "dropkv", "chunk_kv"])
+@pytest.mark.parametrize("n", [6, 40])
+def test_a_short_prompt_keeps_tokens_by_score(policy, n):
+    """Half of a budget below the window is chosen by score, in a row of a padded batch too; the first token can stay."""
+    model, chosen = tiny.make("llama_gqa"), kvpatch.get_policy(policy)
+    with torch.no_grad(), kvpatch.patched(model, chosen, 0.5) as patch:
+        cache = patch.new_cache()
+        ids = tiny.prompt(2, n)
+        model(ids, attention_mask=tiny.left_pad(ids, [n, n - 2]), past_key_values=cache)
+    for layer, slots in enumerate(cache.layers):
+        budget = cache.settings.tokens(layer, n)
+        assert slots.limits.observed[0].item() == (budget + 1) // 2 == slots.limits.newest[0].item()
+        held = cache.positions(layer)[0]
+        assert (held < n - budget).any(), "the newest tokens alone"

@@ -32,6 +32,7 @@ STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa
 PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa-tri_attention"
 DECODES = "tests/policies/test_decoding.py::test"
 LATENT = "tests/arch/test_latent.py::test"
+CENTRE = "tests/cache/test_centre.py::test"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -441,7 +442,8 @@ MUTANTS = {
         "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)",
         f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
-        "backends/entries.py", "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype).cached(x)",
+        "backends/entries.py",
+        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)",
         "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
     "latents: the largest head's norm for their mean": (
         "attention/layer_call.py", "norms.unflatten(1, (H, each)).mean(2)", "norms.unflatten(1, (H, each)).amax(2)",
@@ -511,9 +513,39 @@ MUTANTS = {
         "tests/cache/test_narrow.py::test_flash_kernels_leave_rounded_slots_to_others[8]"),
     "bits: a kernel's token in the precision that it came in": (
         "backends/triton/rounded.py",
-        "first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])",
-        "first = tl.load(X + tl.arange(0, COLUMNS))",
+        "first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre)"
+        ".to(dtype), [COLUMNS])", "first = tl.load(X + tl.arange(0, COLUMNS))",
         "tests/backends/test_triton_rounded.py::test_attention_sees_the_rounded_token[4]"),
+    "bits: keys are rounded around zero": (
+        "cache/narrow.py", "self.then = centred(self.then, centre)", "self.then = centred(self.then, torch.zeros_like(centre))",
+        f"{CENTRE}_large_channels_cost_nothing[llama_gqa-4]"),
+    "bits: padding is a key of the centre": (
+        "backends/entries.py", "empty, wide = ~real_BHT[..., None],", "empty, wide = ~real_BHT[..., None] & False,",
+        f"{CENTRE}_a_row_of_a_padded_batch_has_the_centre_that_it_has_alone[4]"),
+    "bits: joined texts get the first one's centre": (
+        "cache/concat.py", "torch.cat(centres) if centres else None", "centres[0] if centres else None",
+        f"{CENTRE}_texts_keep_their_centres_when_they_are_joined[full-4]"),
+    "bits: rows of a ragged layer get the first heads' centres": (
+        "backends/entries.py", "self.centre.flatten(0, 1)[heads_N]", "self.centre.flatten(0, 1)[heads_N * 0]",
+        f"{CENTRE}_heads_of_a_ragged_layer_have_their_own[adakv-4]"),
+    "bits: a later prompt's centre for all": (
+        "cache/narrow.py", "            if known is not None:  # a row", "            if False:  # a row",
+        f"{CENTRE}_a_later_prompt_leaves_the_centre[4]"),
+    "bits: a kernel's key without its centre": (
+        "backends/triton/rounded.py", "        x += centre[None, :, :]", "        x += 0.0",
+        "tests/backends/test_triton_rounded.py::test_follows_the_twin[one block-4]"),
+    "bits: a kernel takes the first head's centre": (
+        "backends/triton/split.py", "CENTRE = CENTRES + n * D", "CENTRE = CENTRES + n * 0",
+        "tests/backends/test_triton_rounded.py::test_a_new_key_is_rounded_around_its_head_s_centre[64-torch.float32-4]"),
+    "a size in bytes in the dtype of the door": (
+        "cache/state.py", "            self.settings = self.settings.in_dtype(dtype)", "            pass",
+        "tests/cache/test_bytes.py::test_autocast[torch.bfloat16]"),
+    "an observation window takes the whole budget": (
+        "policies/scopes.py", "    return window if window < room else (room + 1) // 2", "    return min(window, room)",
+        "tests/policies/test_scopes.py::test_a_short_prompt_keeps_tokens_by_score[40-snapkv]"),
+    "bytes of answers are not told": (
+        "report.py", "return snapshot.steps * sum(kept)", "return 0",
+        "tests/cache/test_bytes.py::test_the_report_says_what_a_size_bounds"),
     "bits: a kernel takes the scale of the group before": (
         "backends/triton/rounded.py", "PIECE * (HALF // GROUP) + j\n", "PIECE * (HALF // GROUP) + j // 2\n",
         "tests/backends/test_triton_rounded.py::test_follows_the_twin[head size 128-8]"),

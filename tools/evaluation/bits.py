@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvpatch.arch.adapter import dtype_of
 from kvpatch.hooks.target import Target
 from kvpatch.policies.budgets import share
 
@@ -53,7 +54,7 @@ class Bits(Recall):
     ) -> Iterator[dict[str, Any]]:
         """Give each scenario the bytes of its own prompts, which are equally long."""
         target = Target.find(subject.model)
-        token = len(target.attentions) * target.bytes_per_token(16)
+        token = len(target.attentions) * target.bytes_per_token(16, dtype_of(target.decoder))
         for scenario in dict.fromkeys(sample.group["scenario"] for sample in samples):
             here = [sample for sample in samples if sample.group["scenario"] == scenario]
             way = setting if setting == FULL else replace(setting, k=f"{share(setting.k, here[0].n) * token}B")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KVPatchError
-from ..entries import EXACT, FULL, Codecs
+from ..entries import EXACT, FULL, Codecs, centre_of
 from . import rounded
 from .arguments import logit_units
 from .combine import combine_kernel, evict_kernel
@@ -149,7 +149,8 @@ def step(
         KVPatchError: a tensor that is written or indexed flat is not contiguous, or the noise or the pages have another shape.
     """
     (B, H, G, D), C = q_BHGD.shape, positions_BHC.shape[-1]
-    flat = keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, keep_BH, first_B, recent_B
+    centre_BH1D = centre_of(codecs)
+    flat = keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, centre_BH1D, keep_BH, first_B, recent_B
     if not all(tensor is None or tensor.is_contiguous() for tensor in (*flat, slopes_HG, sinks_HG, *state.values())):
         raise KVPatchError("A decode step works in place on flat memory: hand it contiguous tensors (q, k, v may be views).")
     if page is not None and (begin_N is None or begin_N.shape != (B * H, -(-C // page))):
@@ -171,7 +172,8 @@ def step(
     heat, heat_at = (1.0, tau) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
     with torch.cuda.device_of(q_BHGD):  # a kernel starts on the current device, which may be another layer's
         split_kernel[heads, parts](
-            *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N, slopes_HG, sinks_HG),
+            *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N),
+            *(centre_BH1D, slopes_HG, sinks_HG),
             *(noise, heat_at, heat, scratch, unit, inner if softcap is not None else None, sliding),
             *(*q_BHGD.stride()[:3], *k_BHD.stride()[:2], *v_BHD.stride()[:2], H, C, page),
             *(sizes.span, G, sizes.lanes, D, sizes.width, sizes.block, observes, "gumbel" in rule.statistics),

@@ -38,17 +38,20 @@ class Columns(NamedTuple):
     columns: int
 
 
-@lru_cache(maxsize=64)
 def columns(codec: Codec, D: int) -> Columns:
     """Return the columns of keys or values of D numbers; exact entries have one piece without groups."""
     if not isinstance(codec, Rounded):
         return Columns(D, 0, D, _width(D), _width(D))
-    piece = (D + 1) // 2 if codec.bits == 4 else D
-    group = D // codec.groups
+    return _columns(codec.bits, D // codec.groups, codec.head, D)
+
+
+@lru_cache(maxsize=64)
+def _columns(bits: int, group: int, head: int, D: int) -> Columns:
+    piece = (D + 1) // 2 if bits == 4 else D
     step = math.gcd(group, piece)
     steps = _width(piece // step, 1)
     span = max(_width(step, 1), 16 // steps)
-    return Columns(group, codec.head, step, span, steps * span)
+    return Columns(group, head, step, span, steps * span)
 
 
 def _width(number: int, least: int = 16) -> int:
@@ -98,11 +101,25 @@ def codes(
 
 
 @triton.jit
+def middle(
+    CENTRE, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return the centre [steps,SPAN] of a piece of a head's keys, zeros if CENTRE is None."""
+    centre = tl.zeros([COLUMNS // SPAN, SPAN], tl.float32)
+    if CENTRE is not None:
+        d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
+        real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF) & (d + PIECE * HALF < D)
+        centre = tl.load(CENTRE + d + PIECE * HALF, mask=real, other=0.0).to(tl.float32)
+    return centre
+
+
+@triton.jit
 def numbers(
-    codes, ENTRIES, row, seen, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    codes, ENTRIES, row, seen, centre, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers [M,columns] of one piece's codes [M,steps,SPAN]."""
+    """Return the numbers [M,columns] of one piece's codes [M,steps,SPAN]. centre: of that piece, or None."""
     GROUPS: tl.constexpr = D // GROUP
     SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True)
     group = _groups(PIECE, HALF, GROUP, STEP, codes.shape[1])
@@ -111,19 +128,26 @@ def numbers(
     scale = tl.load(SCALES + at, mask=there, other=0.0).to(tl.float32)
     zero = tl.load(SCALES + at + GROUPS, mask=there, other=0.0).to(tl.float32)
     x = codes.to(tl.float32) * scale[:, :, None] + zero[:, :, None]
+    if centre is not None:
+        x += centre[None, :, :]
     return tl.reshape(x.to(dtype), [codes.shape[0], codes.shape[1] * codes.shape[2]])
 
 
 @triton.jit
 def _rounded(
-    X, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
-    GROUP: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
+    X, CENTRE, centre, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    TOP: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return codes [steps,SPAN] of a piece of the numbers at X, the scale and zero of each step, and its group."""
+    """Return codes [steps,SPAN] of a piece of the numbers at X, the scale and zero of each step, and its group.
+
+    CENTRE: where the head's centre lies, or None; centre: that of the piece.
+    """
     group = _groups(PIECE, HALF, GROUP, STEP, COLUMNS // SPAN)
     every = tl.arange(0, WIDTH)
     mine = ((every // GROUP)[None, :] == group[:, None]) & (every < D)[None, :]
     x = tl.load(X + every[None, :] + group[:, None] * 0, mask=mine, other=0.0).to(tl.float32)
+    if CENTRE is not None:
+        x -= tl.load(CENTRE + every[None, :] + group[:, None] * 0, mask=mine, other=0.0).to(tl.float32)
     there = group < D // GROUP
     low = tl.where(there, tl.min(tl.where(mine, x, float("inf")), 1), 0.0)
     high = tl.where(there, tl.max(tl.where(mine, x, float("-inf")), 1), 0.0)
@@ -133,7 +157,7 @@ def _rounded(
     step = tl.where(scale.to(tl.float32) == 0.0, 1.0, scale.to(tl.float32))
     d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
     real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF) & (d + PIECE * HALF < D)
-    x = tl.load(X + d + PIECE * HALF, mask=real, other=0.0).to(tl.float32) - zero.to(tl.float32)[:, None]
+    x = tl.load(X + d + PIECE * HALF, mask=real, other=0.0).to(tl.float32) - centre - zero.to(tl.float32)[:, None]
     code = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
     code = tl.minimum(tl.maximum(code, 0.0), TOP) + TO_EVEN - TO_EVEN
     return tl.where(real, code, 0.0), scale, zero, group
@@ -141,26 +165,28 @@ def _rounded(
 
 @triton.jit
 def write(
-    ENTRIES, row, own, X, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
+    ENTRIES, row, own, X, CENTRE, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers at X as the entry at `row`, if it is `own`; return both pieces of what it then holds [columns].
 
-    The second is the first where there is one.
+    The second is the first where there is one. CENTRE: where the head's centre lies, or None.
     """
     GROUPS: tl.constexpr = D // GROUP
     TOP: tl.constexpr = 2.0**BITS - 1.0
     STEPS: tl.constexpr = COLUMNS // SPAN
-    low, scale, zero, group = _rounded(X, dtype, 0, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
-    first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])
+    centre = middle(CENTRE, 0, D, HALF, STEP, SPAN, COLUMNS)
+    low, scale, zero, group = _rounded(X, CENTRE, centre, dtype, 0, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
+    first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])
     SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True) + row * ((HEAD + HALF) * 2 * GROUPS // HEAD)
     mine = group < tl.where(own, GROUPS, 0)
     tl.store(SCALES + group, scale, mask=mine)
     tl.store(SCALES + GROUPS + group, zero, mask=mine)
     byte, second = low.to(tl.uint8), first
     if BITS == 4:
-        high, scale, zero, group = _rounded(X, dtype, 1, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
-        second = tl.reshape((high * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(dtype), [COLUMNS])
+        centre = middle(CENTRE, 1, D, HALF, STEP, SPAN, COLUMNS)
+        high, scale, zero, group = _rounded(X, CENTRE, centre, dtype, 1, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
+        second = tl.reshape((high * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])
         mine = group < tl.where(own, GROUPS, 0)
         tl.store(SCALES + group, scale, mask=mine)
         tl.store(SCALES + GROUPS + group, zero, mask=mine)

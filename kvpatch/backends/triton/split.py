@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounded import channels, codes, numbers, write
+from .rounded import channels, codes, middle, numbers, write
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -46,10 +46,10 @@ def entries(BEGIN, begin, c, there, n, C, PAGE):
 # The number of slots changes with every prompt, and so does the alignment of views into a tensor with C columns.
 @triton.jit(
     do_not_specialize=["C"],
-    do_not_specialize_on_alignment=["POSITIONS", "SLOT", "NEWEST", "BEGIN", "CAPACITY", "NOISE", "TAU"],
+    do_not_specialize_on_alignment=["POSITIONS", "SLOT", "NEWEST", "BEGIN", "CAPACITY", "CENTRES", "NOISE", "TAU"],
 )
 def split_kernel(
-    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, SLOPES, SINKS, NOISE, TAU, tau, SCRATCH,
+    Q, K, V, KEYS, VALUES, POSITIONS, SLOT, NEWEST, BEGIN, CAPACITY, CENTRES, SLOPES, SINKS, NOISE, TAU, tau, SCRATCH,
     unit, inner, sliding, q_b, q_h, q_g, k_b, k_h, v_b, v_h, H, C, PAGE, SPAN,
     G: tl.constexpr, LANES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OBSERVE: tl.constexpr,
     GUMBEL: tl.constexpr, BITS: tl.constexpr,
@@ -60,7 +60,8 @@ def split_kernel(
 
     Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
     segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
-    the numbers themselves. A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
+    the numbers themselves; CENTRES is None or what the keys are rounded around.
+    A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
     Logits in base 2 are unit * capped(q k, inner). The sink of a query head is one more logit in the new token's segment.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -100,12 +101,17 @@ def split_kernel(
         tl.store(KEYS + entry * D + k_d, k_new, mask=own_d)
         tl.store(VALUES + entry * D + v_d, v_new, mask=own_d)
     else:
+        CENTRE, k_centre, k_centre_upper = CENTRES, None, None
+        if CENTRES is not None:
+            CENTRE = CENTRES + n * D
+            k_centre = middle(CENTRE, 0, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
+            k_centre_upper = middle(CENTRE, 1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
         k_new, k_upper = write(
-            KEYS, entry, own, K + b * k_b + h * k_h, dtype, BITS, D, HALF, WIDTH,
+            KEYS, entry, own, K + b * k_b + h * k_h, CENTRE, dtype, BITS, D, HALF, WIDTH,
             K_GROUP, K_HEAD, K_STEP, K_SPAN, K_COLUMNS,
         )  # fmt: skip
         v_new, v_upper = write(
-            VALUES, entry, own, V + b * v_b + h * v_h, dtype, BITS, D, HALF, WIDTH,
+            VALUES, entry, own, V + b * v_b + h * v_h, None, dtype, BITS, D, HALF, WIDTH,
             V_GROUP, V_HEAD, V_STEP, V_SPAN, V_COLUMNS,
         )  # fmt: skip
     product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
@@ -151,12 +157,12 @@ def split_kernel(
         else:
             code = codes(KEYS, row, visible, HALF, K_HEAD, K_STEP, K_SPAN, K_COLUMNS)
             if BITS == 4:
-                k = numbers(code >> 4, KEYS, row, visible, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                k = numbers(code >> 4, KEYS, row, visible, k_centre_upper, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q_upper, tl.trans(k), input_precision="ieee")
-                k = numbers(code & 15, KEYS, row, visible, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                k = numbers(code & 15, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q, tl.trans(k), x, input_precision="ieee")
             else:
-                k = numbers(code, KEYS, row, visible, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                k = numbers(code, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q, tl.trans(k), input_precision="ieee")
         x = capped(x, inner) * unit
         if SLOPES is not None:
@@ -172,10 +178,10 @@ def split_kernel(
         else:
             code = codes(VALUES, row, visible, HALF, V_HEAD, V_STEP, V_SPAN, V_COLUMNS)
             if BITS == 4:
-                v = numbers(code >> 4, VALUES, row, visible, dtype, 1, D, HALF, V_GROUP, V_HEAD, V_STEP)
+                v = numbers(code >> 4, VALUES, row, visible, None, dtype, 1, D, HALF, V_GROUP, V_HEAD, V_STEP)
                 acc_upper = tl.dot(p.to(dtype), v, acc_upper * fade[:, None], input_precision="ieee")
                 code &= 15
-            v = numbers(code, VALUES, row, visible, dtype, 0, D, HALF, V_GROUP, V_HEAD, V_STEP)
+            v = numbers(code, VALUES, row, visible, None, dtype, 0, D, HALF, V_GROUP, V_HEAD, V_STEP)
             acc = tl.dot(p.to(dtype), v, acc * fade[:, None], input_precision="ieee")
         maximum, total = higher, total * fade + tl.sum(p, 1)
         seen += tl.sum(visible.to(tl.int32), 0)

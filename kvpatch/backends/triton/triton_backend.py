@@ -18,7 +18,7 @@ from torch import Tensor
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
 from ..device import capability
-from ..entries import FULL, codecs
+from ..entries import FULL, centre_of, centred, codecs
 from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
 from . import arguments
 
@@ -278,7 +278,7 @@ def step(
         *tensors, newest_B, list(slots.state.values()), ",".join(slots.state), ",".join(chosen.statistics),
         ",".join(chosen.decayed), chosen.decay, chosen.value or "", geometry.scale, geometry.sliding, geometry.slopes_HG,
         geometry.softcap, geometry.sinks_HG, memory.begin_N, memory.capacity_N, keep, first, recent, heat, constant,
-        slots.kv.codecs[0].bits,
+        slots.kv.codecs[0].bits, centre_of(slots.kv.codecs),
     )  # fmt: skip
 
 
@@ -310,6 +310,7 @@ def plain_step(
     tau: Tensor | None,
     constant_tau: float,
     bits: int,
+    centre: Tensor | None,
 ) -> Tensor:
     """Run `decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
     from .decode import known_rule, step
@@ -320,7 +321,7 @@ def plain_step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, softcap=softcap, sinks_HG=sinks, begin_N=begin, capacity_N=capacity, keep_BH=keep,
         first_B=first, recent_B=recent, tau=constant_tau if tau is None else tau,
-        codecs=codecs(bits, q.shape[-1], q.shape[-1], q.dtype),
+        codecs=centred(codecs(bits, q.shape[-1], q.shape[-1], q.dtype), centre),
     )  # fmt: skip
 
 
