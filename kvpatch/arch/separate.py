@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import KVPatchError
-from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, heads_first, qualified_name
+from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, heads_first, qualified_name, source_module
 from .kinds import decoder_wanted, position_limit
 
 
@@ -100,6 +100,14 @@ class RoFormerAdapter(BertAdapter):
 
     turns_back = False
     why_not = Adapter.why_not
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        if not hasattr(source_module(model), "create_causal_mask"):
+            raise KVPatchError(
+                f"{type(model).__name__} of this transformers reads a text in both directions even as a decoder: install a newer "
+                "one, pip install -U 'transformers<6'."
+            )
 
     def project(self, attn: Any, hidden_BQE: Tensor, sinusoidal_pos: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project(attn, hidden_BQE)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -12,7 +13,7 @@ import kvpatch
 from kvpatch.arch import automatic
 from kvpatch.arch.twin import make_twin
 from kvpatch.hooks.target import Target
-from tests.helpers.marks import slow_but
+from tests.helpers.marks import INSTALLED, slow_but
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import EXPERTS, GQA
 from tools.architectures import GIVEN
@@ -92,6 +93,8 @@ SERVED = {
 
 @pytest.mark.parametrize("kind", slow_but(("cwm", "vaultgemma", "whisper", "dbrx"), SERVED))
 def test_served_by_an_automatic_row(kind):
+    if kind == "dbrx" and INSTALLED < Version("5.16"):
+        pytest.skip("its configuration class does not read what it writes")
     target = Target.find(sketch(kind, **SERVED[kind]))
     assert all(isinstance(adapter, automatic.AutomaticAdapter) for _, adapter in target.attentions)
     stack = target.stack

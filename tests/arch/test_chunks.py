@@ -13,6 +13,7 @@ from kvpatch.backends.triton import triton_backend
 from kvpatch.policies.windows import Chunk, end, oldest
 from tests.helpers.comparing import agrees
 from tests.helpers.joined import Loop, scenario
+from tests.helpers.marks import batches
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, sound
 from tests.helpers.tiny_families import FAMILIES, make
@@ -89,6 +90,7 @@ def test_compiled_steps_across_a_chunk(name):
             torch.testing.assert_close(step(token, past_key_values=cache).logits, want, atol=2e-5, rtol=0)
 
 
+@batches
 def test_continuous_batching_is_refused():
     model = make("llama4")
     words = "continuous batching knows no layers that attend in chunks"

@@ -18,6 +18,7 @@ from kvpatch.cache.cache import EvictingCache
 from kvpatch.hooks.target import Target
 from tests.arch.test_families import certain
 from tests.helpers import tiny_families
+from tests.helpers.marks import batches, skip_unless_known
 from tests.helpers.running import logits_of
 from tests.helpers.serving import alone, engine, greedy, prompts
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
@@ -272,6 +273,7 @@ def test_values_cannot_be_merged():
 
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_automatic_rows_hold_latents(name):
+    skip_unless_known(name)
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**BASE, **LATENT, **AUTOMATIC[name]})
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -284,6 +286,7 @@ def test_automatic_rows_hold_latents(name):
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
+@batches
 def test_continuous_batching():
     model, asked = make("deepseek_v3"), prompts((20, 33))
     with kvpatch.patched(model, "h2o", k=12):

@@ -9,7 +9,7 @@ from kvpatch.arch import automatic
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.target import Target
 from tests.helpers.comparing import SMALL, agrees
-from tests.helpers.marks import slow_but
+from tests.helpers.marks import batches, since, slow_but
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
 from tests.helpers.tiny_families import OWN, make
 from tests.oracle import reference
@@ -41,6 +41,7 @@ def test_evictions_are_the_oracles(name, policy):
     certain(name, policy, 0.4)
 
 
+@since("5.16", "this model turns no part of a head, unpatched too")
 def test_some_channels_are_renumbered():
     """GPT-NeoX Japanese turns the first channels of a head; where nothing is evicted, ranks are positions."""
     model, ids, fed = make("gpt_neox_japanese"), prompt(1, 24), prompt(1, 5, seed=2)
@@ -142,6 +143,7 @@ def test_what_an_encoder_read_is_refused():
         assert torch.equal(model(ids, encoder_hidden_states=states, use_cache=False).logits, want), "its own code"
 
 
+@batches
 @pytest.mark.parametrize("name", ["trocr", "roformer", "llama4_tuned"])
 def test_what_needs_positions_of_our_own_is_refused(name):
     """These decoders take no position_ids, and count columns; the last one does so in layers without rotary positions."""

@@ -156,14 +156,16 @@ def test_the_window_s_attention_is_dropped_once_nothing_chooses_by_it(model, pol
     assert [("observed" in layer.state) for layer in cache.layers] == [chooses] * 2
 
 
-def test_a_window_that_is_cut_to_the_budget_observes_so_many_rows():
-    """The share of the attention that the kept tokens received is of these rows."""
+def test_a_window_that_yields_to_the_score_observes_so_many_rows():
+    """The share of the attention that the kept tokens received is of the three rows that are left of eight."""
     model = make("llama_gqa", layers=1)
     model.set_attn_implementation("eager")
     a_HQT = model(prompt(1, N), output_attentions=True).attentions[0][0]
     with kvpatch.patched(model, "snapkv", 5, window=8) as patch:
         cache = patch.new_cache()
         model(prompt(1, N), past_key_values=cache)
-    assert kept(cache) == [[[[*range(N - 5, N)]] * 2]]
-    want_H = a_HQT[:, -5:, -5:].sum(-1).mean(-1).view(2, -1).mean(-1)
+    held = kept(cache)[0][0]
+    assert all(head[-3:] == [*range(N - 3, N)] and len(head) == 5 for head in held)
+    a_HGQT = a_HQT.unflatten(0, (2, -1))[:, :, -3:]
+    want_H = torch.stack([a_GQT[..., head].sum(-1).mean() for a_GQT, head in zip(a_HGQT, held, strict=True)])
     torch.testing.assert_close(cache.layers[0].mass_BH[0], want_H)

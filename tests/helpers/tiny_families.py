@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.roformer import modeling_roformer
 
 from tests.helpers.tiny import IDS, VOCAB
 
@@ -125,6 +127,8 @@ def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
     """A model with weights large enough that attention is far from uniform; norms, biases and sinks are random too."""
     torch.manual_seed(seed)
     kind, given = {**FAMILIES, **OWN}[name]
+    if kind == "roformer" and not hasattr(modeling_roformer, "create_causal_mask"):
+        pytest.skip("this RoFormer reads in both directions even as a decoder, and is refused")
     config = AutoConfig.for_model(kind, **given)
     for rate in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
         setattr(config, rate, 0.0)
