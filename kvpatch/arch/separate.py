@@ -105,8 +105,8 @@ class RoFormerAdapter(BertAdapter):
         super().check(model)
         if not hasattr(source_module(model), "create_causal_mask"):
             raise KVPatchError(
-                f"{type(model).__name__} of this transformers reads a text in both directions even as a decoder: install a newer "
-                "one, pip install -U 'transformers<6'."
+                f"{type(model).__name__} of this transformers reads a text in both directions even as a decoder: install a newer"
+                " one, pip install -U 'transformers<6'."
             )
 
     def project(self, attn: Any, hidden_BQE: Tensor, sinusoidal_pos: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
