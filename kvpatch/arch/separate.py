@@ -105,7 +105,7 @@ class RoFormerAdapter(BertAdapter):
         super().check(model)
         if not hasattr(source_module(model), "create_causal_mask"):
             raise KVPatchError(
-                f"{type(model).__name__} of this transformers reads a text in both directions even as a decoder: install a newer"
+                f"{type(model).__name__} of this transformers reads a text both ways even as a decoder: install a newer"
                 " one, pip install -U 'transformers<6'."
             )
 
