@@ -148,10 +148,11 @@ class EvictingCache(TextState):
 
     def _sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
-        new, memo = copy.copy(self), {id(one): one for one in (self.make_table, self.turns.ids)}
-        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now"))
+        new, memo = copy.copy(self), {id(self.make_table): self.make_table}
+        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
+        new.ids = self.ids
         return new
 
     @staticmethod
@@ -193,12 +194,15 @@ class EvictingCache(TextState):
             counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
             counters.span_B = None if counters.span_B is None else change(counters.span_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
-            turns.ids = None if turns.ids is None else change(turns.ids)
+            self.ids = self.ids.map_rows(change)
+            if counters.device is not None:
+                counters.device.tape_BN = change(counters.device.tape_BN)
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
             if turns.open:  # needed by the rest of the prompt
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 counters.device, columns = None, int(self.seen_B.max())
+                self.ids.keep_last(columns)
                 for layer in self.layers:
                     layer.seen = columns
                 counters.keep_rows(columns)
@@ -284,6 +288,5 @@ class EvictingCache(TextState):
                 self.lifetimes.crop(self.seen_B)
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # the next pass makes it anew
-            if self.turns.ids is not None:
-                self.turns.ids = self.turns.ids[:, : max(self.get_seq_length() - self.turns.start, 0)]
+            self.ids.crop(self.get_seq_length())
             self._fit()

@@ -26,6 +26,7 @@ from .lifetimes import Lifetimes
 from .modes import Moving
 from .slots import Slots, fitted
 from .state import TextState
+from .token_ids import TokenIds
 
 Text = TypeVar("Text", bound=TextState)
 
@@ -63,6 +64,8 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _Limits()
+    if new.keeps_ids:
+        new.ids = TokenIds.joined([(cache.ids, cache.lengths_B) for cache in caches], columns)
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
         layer.seen = columns

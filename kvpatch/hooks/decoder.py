@@ -96,6 +96,9 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     tokens = inputs.tokens(call, decoder)
     if tokens is None:
         return None
+    again, cache.request.again = cache.request.again, 0
+    if again and tokens.shape[1] >= (cache.request.prompt_len or 0):
+        tokens = inputs.drop_read(call, again, tokens.shape[1])
     B, Q = tokens.shape[:2]
     if not Q:
         raise KVPatchError(
@@ -201,7 +204,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
         return False
     if cache.rows.joined and not cache.settings.renumbered:
         inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
-    compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask)
+    compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     mask = pass_mask(tokens.device)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

@@ -26,7 +26,7 @@ from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
 from ..upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, set_cache
-from . import inputs, ownership
+from . import ownership, texts
 from .attention import Courier
 from .decoder import own_cache
 from .state import PatchState, pass_mask
@@ -38,7 +38,7 @@ ENGINE = "kvpatch.serving.engine"  # imported with the first manager
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
     """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens.
 
-    A caller's cache that has read another text raises an error: see inputs.same_text.
+    A caller's cache that has read another text raises an error: see texts.check_text.
     """
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,27 +56,26 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         past = cache_of(kwargs)
         past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
-        columns = _prompt_columns(args, kwargs)
         cache.check_finished()
+        given = texts.Given.of(args, kwargs, cache.get_seq_length())
         drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
         if compiles and state.settings.stack is not None:
             raise KVPatchError(
                 "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
                 "compile_config out."
             )
-        if columns is not None and not drafts:
-            inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
-            if past is cache and not _virtual_tokens(self):
+        virtual = _virtual_tokens(self)
+        if given.columns is not None and not drafts:
+            texts.check_mask(given)
+            if past is cache and not virtual:
                 ownership.check(cache, state)
-                inputs.same_text(_ids(args, kwargs), kwargs.get("attention_mask"), cache)
+                state.log.not_compared(texts.check_text(given, cache))
         try:
             if drafts:
-                _draft(cache, columns)
-            elif columns is not None:
-                # input_ids that only continue a cache leave out the tokens it has seen
-                seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
-                cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
-                cache.request.new_tokens = _new_tokens(self, kwargs, config, cache.request.prompt_len - virtual)
+                _draft(cache, given.columns)
+            elif given.columns is not None:
+                _announce(cache, given, virtual)
+                cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
                 if compiles:
                     cache.request.room = cache.request.new_tokens
             set_cache(kwargs, cache, taken_as)
@@ -135,8 +134,19 @@ def _begin_uncalled(
     weakref.finalize(config, _finish, cache, state).atexit = False
 
 
+def _announce(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
+    """Tell a cache the columns of the prompt, with what was read before and PEFT's virtual tokens."""
+    columns, seen = given.whole or 0, given.seen
+    if not virtual:
+        cache.request.prompt_len = columns
+        cache.request.again = 0 if given.alone else seen
+    else:  # input_ids that only continue a cache leave out the tokens it has seen
+        cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+
+
 def _finish(cache: EvictingCache, state: PatchState) -> None:
     cache.request.prompt_len = cache.request.new_tokens = None
+    cache.request.again = 0
     state.log.finish(cache)
 
 
@@ -213,26 +223,6 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
     asked = kwargs.get("use_cache")
     return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
-
-
-def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return generate()'s token ids; None if it got embeddings."""
-    if kwargs.get("inputs_embeds") is not None:
-        return None
-    given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"))
-    return next((one for one in given if one is not None), None)
-
-
-def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    for tokens in (
-        kwargs.get("inputs_embeds"),
-        args[0] if args else None,
-        kwargs.get("inputs"),
-        kwargs.get("input_ids"),
-    ):
-        if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
-            return tokens.shape[1]
-    return None
 
 
 def _refuse_checkpointing(model: Any) -> None:

@@ -114,6 +114,17 @@ class RunLog:
             self.last = Snapshot.of(cache)
         self._unused(cache, record)
 
+    def not_compared(self, why: str | None) -> None:
+        """Say once that generate() goes on without comparing the text it is given with what its cache has read."""
+        with self._lock:
+            if why is None or "texts" in self._warned:
+                return
+            self._warned.add("texts")
+        _LOG.warning(
+            f"[kvpatch] this text and the one that the cache has read are not compared, since {why}: another text, or an "
+            "edited one, would go unnoticed. (Said once.)"
+        )
+
     # ---- called by the Patch ----
 
     def close(self) -> None:

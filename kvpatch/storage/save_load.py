@@ -20,6 +20,7 @@ from ..cache.layer import SlotLayer
 from ..cache.modes import MODES, Reading
 from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
+from ..cache.token_ids import TokenIds
 from ..errors import InvalidError, KVPatchError
 from ..policies.context import SIZES, Limits
 from ..policies.queries import Recent
@@ -52,6 +53,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     """Return all tensors of a cache, on the CPU, and the rest of its state as plain values."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
+    rows["ids"] = cache.ids.ids_BT
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -117,6 +119,7 @@ def _restore(
     devices: list[torch.device],
 ) -> None:
     _set_history(cache, about["cache"])
+    cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in _ROWS:
         holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
