@@ -106,6 +106,9 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
             "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
     cache.check_finished()
+    spread, cache.request.spread = cache.request.spread, False
+    if spread and B > 1:
+        cache.batch_repeat_interleave(B)
     mask = inputs.padding_mask(call.get("attention_mask"), B)
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids

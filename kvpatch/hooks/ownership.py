@@ -27,12 +27,13 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 
 def begun(prefix: Prefix, state: PatchState) -> EvictingCache:
-    """Return a cache for a text that begins with `prefix`.
+    """Return a cache for texts that begin with `prefix`; its first pass makes a row of each.
 
     Raises:
         KVPatchError: it was read by another model, or under other settings.
     """
     cache = prefix.copy()
+    cache.request.spread = True
     if cache.settings is not state.settings:
         check(cache, state)
         here = state.identity()
