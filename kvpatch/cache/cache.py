@@ -195,6 +195,7 @@ class EvictingCache(TextState):
             counters.span_B = None if counters.span_B is None else change(counters.span_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
             self.ids = self.ids.map_rows(change)
+            self.read_by = None if self.read_by is None else self.read_by.map_rows(change)
             if counters.device is not None:
                 counters.device.tape_BN = change(counters.device.tape_BN)
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)

@@ -17,6 +17,8 @@ from .forward_context import Forward
 from .guard import MutationGuard
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
+from .model_stamp import ModelStamp
+from .pickling import Unpicklable
 from .recurrent import RecurrentStates, WithStates
 from .settings import CacheSettings
 from .token_ids import TAPE, UNKNOWN, TokenIds
@@ -171,7 +173,7 @@ class Rows:
     gaps_B: Tensor | None = None
 
 
-class TextState(MutationGuard, WithStates):
+class TextState(Unpicklable, MutationGuard, WithStates):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
     settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the
@@ -179,10 +181,10 @@ class TextState(MutationGuard, WithStates):
     the score that layers share [B,H,T], by position + 1. stack, calls: stacked layers for decode steps, and the bound Call
     of each layer; made and read by attention/ alone. stack_due: layers are to be stacked before the next step. scratch: the
     cache serves one pass without use_cache, and each layer is emptied after it has run. ids: of the tokens read, if
-    keeps_ids. make_table, rotary: makes a table for renumbered keys; the last one made, as (positions, table). limits_of:
-    protected sizes that layers of one budget share. choice: the backends in use. meter: bytes allocated. record: of the
-    patch's passes over the cache. parts: what a report needs of a scratch cache's layers, which are emptied. lifetimes: of
-    the tokens, if they are recorded and known from the text's beginning.
+    keeps_ids. read_by: the model that has read them. make_table, rotary: makes a table for renumbered keys; the last one
+    made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends in use.
+    meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a scratch cache's
+    layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -201,6 +203,7 @@ class TextState(MutationGuard, WithStates):
     def _empty(self) -> None:
         self.request, self.turns, self.counters, self.rows = Request(), Turns(), StepCounters(), Rows()
         self.ids = TokenIds()
+        self.read_by: ModelStamp | None = None
         self.states = RecurrentStates(self.settings.stack)
         self.seen_B: Tensor | None = None
         self.now: Forward | None = None

@@ -106,6 +106,8 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
             "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
     cache.check_finished()
+    if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
+        ownership.check_reader(cache, decoder, state)
     spread, cache.request.spread = cache.request.spread, False
     if spread and B > 1:
         cache.batch_repeat_interleave(B)
@@ -152,6 +154,9 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
     """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
     tokens = call["input_ids"]
     packed = pool.next_pass()
+    for part in packed.parts:
+        if part.cache.read_by is None:
+            ownership.check_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
     put_aside(decoder, state.aside, ours=True)

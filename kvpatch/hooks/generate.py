@@ -29,6 +29,7 @@ from ..upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, set_cache
 from . import ownership, texts
 from .attention import Courier
 from .decoder import own_cache
+from .identity import end_adapter_names
 from .state import PatchState, pass_mask
 from .versions import check_engine
 
@@ -42,53 +43,59 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
     """
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(type(self).generate, self) if previous is None else previous
-        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-        config = config if isinstance(config, GenerationConfig) else None
-        configs = (config, getattr(self, "generation_config", None))
-        if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
-            return run(*args, **kwargs)
-        _refuse_cache_implementation(kwargs, *configs)
-        taken_as = _cache_parameter(run, kwargs)
-        if _no_cache_wanted(kwargs, config) or taken_as is None:
-            return run(*args, **kwargs)
-        _refuse_checkpointing(self)
-        past = cache_of(kwargs)
-        past = ownership.begun(past, state) if isinstance(past, Prefix) else past
-        cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
-        cache.check_finished()
-        given = texts.Given.of(args, kwargs, cache.get_seq_length())
-        drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
-        if compiles and state.settings.stack is not None:
-            raise KVPatchError(
-                "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
-                "compile_config out."
-            )
-        virtual = _virtual_tokens(self)
-        if given.columns is not None and not drafts:
-            texts.check_mask(given)
-            if past is cache and not virtual:
-                ownership.check(cache, state)
-                state.log.not_compared(texts.check_text(given, cache))
         try:
-            if drafts:
-                _draft(cache, given.columns)
-            elif given.columns is not None:
-                _announce(cache, given, virtual)
-                cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
-                if compiles:
-                    cache.request.room = cache.request.new_tokens
-            set_cache(kwargs, cache, taken_as)
-            state.log.start(cache, made_here=past is None)
-            return run(*args, **kwargs)
-        except BaseException:
-            if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
-                cache.operations.setdefault("change", ["generate() under torch.compile"])
+            return _run_with_cache(self, previous, state, args, kwargs)
+        except KVPatchError:
+            end_adapter_names(self)
             raise
-        finally:
-            _finish(cache, state)
 
     return functools.wraps(GenerationMixin.generate)(generate)
+
+
+def _run_with_cache(
+    self: Any, previous: Callable[..., Any] | None, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run generate() with an EvictingCache, unless its options ask for none or another."""
+    run = functools.partial(type(self).generate, self) if previous is None else previous
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+    config = config if isinstance(config, GenerationConfig) else None
+    configs = (config, getattr(self, "generation_config", None))
+    if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
+        return run(*args, **kwargs)
+    _refuse_cache_implementation(kwargs, *configs)
+    taken_as = _cache_parameter(run, kwargs)
+    if _no_cache_wanted(kwargs, config) or taken_as is None:
+        return run(*args, **kwargs)
+    _refuse_checkpointing(self)
+    past = cache_of(kwargs)
+    past = ownership.begun(past, state) if isinstance(past, Prefix) else past
+    cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
+    cache.check_finished()
+    given = texts.Given.of(args, kwargs, cache.get_seq_length())
+    drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
+    _refuse_compiled(state, compiles)
+    virtual = _virtual_tokens(self)
+    if given.columns is not None and not drafts:
+        texts.check_mask(given)
+        if past is cache and not virtual:
+            ownership.check(cache, state)
+            state.log.not_compared(texts.check_text(given, cache))
+    try:
+        if drafts:
+            _draft(cache, given.columns)
+        elif given.columns is not None:
+            _announce_prompt(cache, given, virtual)
+            cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
+            cache.request.room = cache.request.new_tokens if compiles else cache.request.room
+        set_cache(kwargs, cache, taken_as)
+        state.log.start(cache, made_here=past is None)
+        return run(*args, **kwargs)
+    except BaseException:
+        if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
+            cache.operations.setdefault("change", ["generate() under torch.compile"])
+        raise
+    finally:
+        _finish(cache, state)
 
 
 def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
@@ -134,7 +141,7 @@ def _begin_uncalled(
     weakref.finalize(config, _finish, cache, state).atexit = False
 
 
-def _announce(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
+def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
     """Tell a cache the columns of the prompt, with what was read before and PEFT's virtual tokens."""
     columns, seen = given.whole or 0, given.seen
     if not virtual:
@@ -223,6 +230,14 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
     asked = kwargs.get("use_cache")
     return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
+
+
+def _refuse_compiled(state: PatchState, compiles: bool) -> None:
+    if compiles and state.settings.stack is not None:
+        raise KVPatchError(
+            "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
+            "compile_config out."
+        )
 
 
 def _refuse_checkpointing(model: Any) -> None:
