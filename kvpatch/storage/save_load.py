@@ -214,7 +214,14 @@ def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: objec
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
                 _compare(f"{what}'s {name}", old, new, path)
+            there, here = _say_once(old), _say_once(new)
             raise KVPatchError(
-                f"{path} was saved under another {what}: {name} is {old!r} there and {new!r} here. A cache only continues "
+                f"{path} was saved under another {what}: {name} is {there!r} there and {here!r} here. A cache only continues "
                 "under what it was made with: load it under that, or read the text again."
             )
+
+
+def _say_once(value: Any) -> Any:
+    """Return a value that a list has for every layer, if it is one for all."""
+    alike = isinstance(value, list) and value and all(one == value[0] for one in value)
+    return value[0] if alike else value
