@@ -117,7 +117,7 @@ class Patch:
         whose prompt begins with a prefix of the patch starts from the longest such one by itself.
 
         Args:
-            ids: tokens of one text: [N], [1,N] or a list. The same tokens are read once.
+            ids: tokens of one text: [N], [1,N] or a list. The same tokens are read once, and anew after the model has changed.
 
         Raises:
             KVPatchError: these are no tokens of one text.

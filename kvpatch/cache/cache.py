@@ -23,10 +23,11 @@ class EvictingCache(TextState):
         model(document, past_key_values=cache)
         answers = [model.generate(question, past_key_values=cache.clone()) for question in questions]
 
-    A question needs a clone of its own, for a cache goes on with the text that it has read. generate() raises an error if its
-    input_ids are longer than that text and differ from it within the newest prompt. It cannot tell where the ids of that
-    prompt are not known (inputs_embeds, loaded and joined caches), nor for new tokens alone: given to the model itself, or to
-    generate() under an attention_mask over both.
+    A question needs a clone of its own, for a cache goes on with the text that it has read. It keeps the ids of all of it, 8
+    bytes a token, and the model that has read it. generate() raises an error if its input_ids differ from that text anywhere,
+    or its attention_mask does, or if the model has other weights or another adapter by now. Of tokens that came without ids
+    (inputs_embeds, caches filled outside, files of earlier versions) it says once that they are not compared. It cannot tell
+    what new tokens alone follow: given to the model itself, or to generate() under an attention_mask over both.
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

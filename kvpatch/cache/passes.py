@@ -12,10 +12,11 @@ from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..policies.scopes import AllBut, protect_tensor
 from . import compiled
+from .counters import DeviceCounters
 from .forward_context import Forward, Padding, Repeat, cut, places
 from .modes import Evicting, Growing
 from .snapshot import LayerPart
-from .state import DeviceCounters, TextState
+from .state import TextState
 
 
 def begin(

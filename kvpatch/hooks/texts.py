@@ -1,4 +1,4 @@
-"""What generate() is given to read, beside what the cache has read: the same text and more, or what is new alone."""
+"""The text that generate() is given, compared with the one that its cache has read: the same and more, or new tokens alone."""
 
 from __future__ import annotations
 
