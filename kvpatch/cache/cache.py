@@ -149,7 +149,8 @@ class EvictingCache(TextState):
 
     def _sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
-        new, memo = copy.copy(self), {id(self.make_table): self.make_table}
+        shared = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
+        new, memo = copy.copy(self), {id(one): one for one in shared}
         own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()

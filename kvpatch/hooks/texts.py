@@ -75,7 +75,7 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
     Raises:
         KVPatchError: the text is another one, or brings nothing new.
     """
-    if given.columns is None or not given.seen or not cache.keeps_ids:
+    if given.columns is None or not given.seen:
         return None
     name = "inputs_embeds" if given.ids is None else "input_ids"
     if not given.alone and given.seen >= given.columns:
@@ -84,6 +84,8 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
             f"{name} have {given.columns} columns, but the cache has read {given.seen} tokens: give the whole text so far with "
             f"what is new at its end{over if given.ids is not None else ''}. {ANEW}"
         )
+    if not cache.keeps_ids:
+        return None
     known_BT = cache.ids.ids_BT
     if known_BT is None or known_BT.shape[1] < given.seen:
         return "the cache does not know the ids of what it has read"
