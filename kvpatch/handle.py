@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -22,9 +23,10 @@ from .hooks import ownership
 from .hooks.attention import parameters
 from .hooks.compression import compressed
 from .hooks.graph import StepGraph, graph
+from .hooks.identity import stamp_model
 from .hooks.inputs import file_path
 from .hooks.install import Installation
-from .hooks.prefix import read_prefix
+from .hooks.prefix import read_prefix, renew_prefix
 from .hooks.state import PatchState
 from .hooks.target import Target
 from .hooks.warmup import warm_up
@@ -54,7 +56,10 @@ class Patch:
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        return PatchState(self.settings, adapter, limit, target.shapes(), names, target.identity, target.places_itself())
+        measured = stamp_model(target.decoder) if self.settings.policy.score.calibrated else None
+        state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself())
+        state.prefixes.renew = functools.partial(renew_prefix, target, state)
+        return state
 
     def __repr__(self) -> str:
         policy, ks = self.settings.policy, self.settings.budget.per_layer
@@ -112,7 +117,7 @@ class Patch:
         whose prompt begins with a prefix of the patch starts from the longest such one by itself.
 
         Args:
-            ids: tokens of one text: [N], [1,N] or a list. The same tokens are read once.
+            ids: tokens of one text: [N], [1,N] or a list. The same tokens are read once, and anew after the model has changed.
 
         Raises:
             KVPatchError: these are no tokens of one text.
@@ -233,9 +238,10 @@ class Patch:
         """Write a compressed cache, with its scores, to a safetensors file.
 
         Raises:
-            KVPatchError: the cache is empty, in the middle of a prompt, or of another patch.
+            KVPatchError: the cache is empty, in the middle of a prompt, of another patch, or of a model that has changed since.
         """
         ownership.check_own(cache, self._state)
+        ownership.refuse_changed(cache, stamp_model(self._target.decoder))
         save(cache, file_path(path), self._target.identity())
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
@@ -247,6 +253,7 @@ class Patch:
         target = self._target
         cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
         cache.lifetimes = None  # the file has none
+        cache.read_by = stamp_model(target.decoder)
         cache.states.place(target.state_devices())
         with torch.no_grad():  # geometry comes from the model; concatenate() compares it
             for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):

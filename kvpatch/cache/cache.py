@@ -23,10 +23,11 @@ class EvictingCache(TextState):
         model(document, past_key_values=cache)
         answers = [model.generate(question, past_key_values=cache.clone()) for question in questions]
 
-    A question needs a clone of its own, for a cache goes on with the text that it has read. generate() raises an error if its
-    input_ids are longer than that text and differ from it within the newest prompt. It cannot tell where the ids of that
-    prompt are not known (inputs_embeds, loaded and joined caches), nor for new tokens alone: given to the model itself, or to
-    generate() under an attention_mask over both.
+    A question needs a clone of its own, for a cache goes on with the text that it has read. It keeps the ids of all of it, 8
+    bytes a token, and the model that has read it. generate() raises an error if its input_ids differ from that text anywhere,
+    or its attention_mask does, or if the model has other weights or another adapter by now. Of tokens that came without ids
+    (inputs_embeds, caches filled outside, files of earlier versions) it says once that they are not compared. It cannot tell
+    what new tokens alone follow: given to the model itself, or to generate() under an attention_mask over both.
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -148,10 +149,12 @@ class EvictingCache(TextState):
 
     def _sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
-        new, memo = copy.copy(self), {id(one): one for one in (self.make_table, self.turns.ids)}
-        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now"))
+        shared = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
+        new, memo = copy.copy(self), {id(one): one for one in shared}
+        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
+        new.ids = self.ids
         return new
 
     @staticmethod
@@ -193,12 +196,16 @@ class EvictingCache(TextState):
             counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
             counters.span_B = None if counters.span_B is None else change(counters.span_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
-            turns.ids = None if turns.ids is None else change(turns.ids)
+            self.ids = self.ids.map_rows(change)
+            self.read_by = None if self.read_by is None else self.read_by.map_rows(change)
+            if counters.device is not None:
+                counters.device.tape_BN = change(counters.device.tape_BN)
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
             if turns.open:  # needed by the rest of the prompt
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 counters.device, columns = None, int(self.seen_B.max())
+                self.ids.keep_last(columns)
                 for layer in self.layers:
                     layer.seen = columns
                 counters.keep_rows(columns)
@@ -284,6 +291,5 @@ class EvictingCache(TextState):
                 self.lifetimes.crop(self.seen_B)
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # the next pass makes it anew
-            if self.turns.ids is not None:
-                self.turns.ids = self.turns.ids[:, : max(self.get_seq_length() - self.turns.start, 0)]
+            self.ids.crop(self.get_seq_length())
             self._fit()

@@ -29,6 +29,7 @@ def check(caches: Sequence[TextState]) -> None:
         cache.catch_up()
         _check_one(index, cache)
         _check_same(index, caches[0], cache)
+        _check_reader(index, caches[0], cache)
 
 
 def _check_one(index: int, cache: TextState) -> None:
@@ -58,6 +59,17 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
                 f"{there!r} here. Rows of one batch share all settings. "
                 "Read both texts under one patch."
             )
+
+
+def _check_reader(index: int, first: TextState, cache: TextState) -> None:
+    """Raise KVPatchError if another model has read a cache, or the same with other weights; rows may have own adapters."""
+    there, here = cache.read_by, first.read_by
+    changed = None if there is None or here is None else there.with_adapters(here.adapters).differs(here)
+    if changed is not None:
+        raise KVPatchError(
+            f"Cache {index} was read by another model than cache 0, or its {changed[0]} have changed in between: read "
+            "both texts by this model."
+        )
 
 
 def _described(cache: TextState) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     return all(isinstance(mode, Slotted) and (mode.evicts or mode.slack > 0) for mode in modes)
 
 
-def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -> None:
+def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
     """Begin a step that can be traced, as passes.begin() does any other."""
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
@@ -64,6 +64,8 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None) -
         torch._assert_async((cache.lengths_B < max_positions).all(), NO_POSITIONS)
     if any(layer.mode.growing for layer in cache.layers):
         torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
+    if cache.keeps_ids:
+        cache.counters.tensors.write_tape(ids_B1)
     cache.now = Forward(cache.lengths_B[:, None], 0, False, [], None, None, False, 0, traced=True)
     for layer in cache.layers:
         layer.traced = True

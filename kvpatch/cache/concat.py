@@ -23,9 +23,11 @@ from .compatibility import check
 from .growth import plan
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
+from .model_stamp import ModelStamp
 from .modes import Moving
 from .slots import Slots, fitted
 from .state import TextState
+from .token_ids import TokenIds
 
 Text = TypeVar("Text", bound=TextState)
 
@@ -63,6 +65,9 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _Limits()
+    new.read_by = ModelStamp.joined([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
+    if new.keeps_ids:
+        new.ids = TokenIds.joined([(cache.ids, cache.lengths_B) for cache in caches], columns)
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
         layer.seen = columns

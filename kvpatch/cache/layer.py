@@ -25,6 +25,7 @@ from . import slots
 from .growth import Layout, capacities, plan, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted
 from .narrow import opened, reading
+from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record, restore
 from .slots import Slots, fitted, gathered
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..backends.protocol import Geometry
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(Unpicklable, CacheLayerMixin):
     """One layer's keys and values in `kv` (slots.py), and the state beside them. Of C columns the first `used` are in use.
 
     mode: where the next token goes (modes.py). positions [B,H,C] int64, -1 for an empty slot. state: tensors [B,H,C] or

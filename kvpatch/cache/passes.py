@@ -12,10 +12,11 @@ from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..policies.scopes import AllBut, protect_tensor
 from . import compiled
+from .counters import DeviceCounters
 from .forward_context import Forward, Padding, Repeat, cut, places
 from .modes import Evicting, Growing
 from .snapshot import LayerPart
-from .state import DeviceCounters, TextState
+from .state import TextState
 
 
 def begin(
@@ -32,7 +33,7 @@ def begin(
     """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and how many belong to the prompt.
 
     table: makes the rotary table for so many positions, if keys are cached without them or the score undoes rotations.
-    repeatable: see Forward. merged_ids: of tokens that are given as embeddings, images merged into them, for `protect=` alone.
+    repeatable: see Forward. merged_ids: of tokens that are given as embeddings, images merged into them.
 
     Raises:
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
@@ -53,8 +54,8 @@ def begin(
         _count_gaps(cache, now, now.rows_BQ)
     if cache.lifetimes is not None and input_ids is not None:
         cache.lifetimes.read(input_ids, now.positions_BQ, seen + Q)
+    _note_ids(cache, now, merged_ids if input_ids is None else input_ids, seen)
     if prompt:
-        _note_ids(cache, now, input_ids, seen)
         _begin_prompt(cache, now, before)
     elif not any(layer.record_past for layer in cache.layers):
         _clear_undo_logs(cache)
@@ -70,7 +71,7 @@ def begin(
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
     if now.ends_prompt and cache.settings.rereads and not now.keeps_all:
-        now.reread_BN = cache.turns.ids
+        now.reread_BN = cache.ids.prompt_BN
     cache.counters.steps += Q - prompt
 
 
@@ -84,7 +85,9 @@ def begin_compression(
     cache.begin_change("compress()")
     lengths_B, seen = cache.lengths_B, cache.get_seq_length()
     now = Forward(lengths_B.new_zeros(len(lengths_B), 0), 0, True, lengths_B.tolist(), None, None, False, 0)
-    cache.now, cache.turns.ids = now, ids_BT
+    cache.now = now
+    if ids_BT is not None and cache.keeps_ids:
+        cache.ids.write(ids_BT, len(lengths_B), seen, lengths_B.device)
     _begin_prompt(cache, now, [0] * len(lengths_B))
     _count_budget(cache, now, now.n_B)
     if table is not None:
@@ -116,16 +119,13 @@ def begin_repeat(
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
-    """Keep the newest prompt's ids, by which generate() tells another text (hooks/inputs.py same_text)."""
-    turns, before = cache.turns, cache.turns.ids
-    if not turns.open:
-        turns.start, before = seen, None
-    elif before is None:  # an earlier piece has no ids
+    """Keep the ids of a pass, by which generate() tells another text (hooks/texts.py)."""
+    if not cache.keeps_ids:
         return
-    turns.ids = None
-    if input_ids is not None and not cache.scratch and not cache.rows.joined and not cache.settings.transparent:
-        ids = input_ids[:, : now.prompt].masked_fill(now.positions_BQ[:, : now.prompt] < 0, -1)
-        turns.ids = ids if before is None else torch.cat([before, ids], 1)
+    if now.prompt and not cache.turns.open:
+        cache.ids.prompt = seen
+    real = None if now.padding is None else now.positions_BQ[:, : now.prompt] >= 0
+    cache.note_ids(input_ids, now.positions_BQ.shape[1], real)
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
@@ -173,7 +173,7 @@ def finish(cache: TextState) -> None:
     Q = now.positions_BQ.shape[1]
     begun = counters.device is None or now.ends_prompt
     if counters.device is None:
-        counters.device = DeviceCounters(cache.lengths_B.device)
+        counters.device = DeviceCounters(cache.lengths_B.device, len(cache.lengths_B), cache.request.room or 0)
         counters.device.advance(cache.seen, counters.steps, False)
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)

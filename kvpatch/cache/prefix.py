@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,23 +10,26 @@ from torch import Tensor
 from ..arch.upstream import CACHE
 from ..errors import KVPatchError
 from .cache import EvictingCache
+from .pickling import Unpicklable
 
 Tokens = tuple[int, ...]
 
 
-class Prefix:
+class Prefix(Unpicklable):
     """The compressed cache of a text that others begin with, made by `Patch.prefix()`; nothing changes it.
 
     Wherever a cache is taken as `past_key_values` it can be given as it is. Memory of their own is made for a text that
-    begins with it when that text's first own tokens are read, which evict: until then texts share the prefix.
+    begins with it when that text's first own tokens are read, which evict: until then texts share the prefix. Several rows,
+    beams and samples may begin with it. Once its model has other weights or another adapter it is refused; `Patch.prefix()`
+    and continuous batching then read its tokens anew.
 
     Attributes:
         ids: the tokens.
         copies: made so far, for texts that began with it.
     """
 
-    def __init__(self, ids: Tokens, cache: EvictingCache, identity: dict[str, Any]) -> None:
-        self.ids, self.copies, self.identity = ids, 0, identity
+    def __init__(self, ids: Tokens, cache: EvictingCache) -> None:
+        self.ids, self.copies, self.read_by = ids, 0, cache.read_by
         self._cache = cache
 
     def __len__(self) -> int:
@@ -63,10 +66,14 @@ class Prefix:
 
 
 class Prefixes:
-    """The prefixes of a patch, by their tokens: to iterate over, to count with len(), and to `drop` when they are over."""
+    """The prefixes of a patch, by their tokens: to iterate over, to count with len(), and to `drop` when they are over.
 
-    def __init__(self) -> None:
+    renew: returns a prefix as it is, or read anew if the model has changed since.
+    """
+
+    def __init__(self, renew: Callable[[Prefix], Prefix] | None = None) -> None:
         self._by_ids: dict[Tokens, Prefix] = {}
+        self.renew = renew
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(list(self._by_ids.values()))
@@ -80,17 +87,24 @@ class Prefixes:
         return sum(one.nbytes for one in self)
 
     def get(self, ids: Tokens) -> Prefix | None:
-        """Return the prefix of exactly these tokens, if it was read."""
-        return self._by_ids.get(ids)
+        """Return the prefix of exactly these tokens, if it was read; anew if the model has changed since."""
+        return self._fresh(self._by_ids.get(ids))
 
     def add(self, prefix: Prefix) -> Prefix:
-        """Keep a prefix; of two with the same tokens, the first."""
-        return self._by_ids.setdefault(prefix.ids, prefix)
+        """Keep a prefix in place of an earlier one with the same tokens."""
+        self._by_ids[prefix.ids] = prefix
+        return prefix
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
-        """Return the longest prefix that these tokens begin with and go beyond."""
+        """Return the longest prefix that these tokens begin with and go beyond; read anew if the model has changed since."""
         fit = [one for one in self if len(one) < len(ids) and one.ids == tuple(ids[: len(one)])]
-        return max(fit, key=len, default=None)
+        return self._fresh(max(fit, key=len, default=None))
+
+    def _fresh(self, prefix: Prefix | None) -> Prefix | None:
+        if prefix is None or self.renew is None:
+            return prefix
+        new = self.renew(prefix)
+        return prefix if new is prefix else self.add(new)
 
     def drop(self, prefix: Prefix) -> None:
         """Forget a prefix: no further request of continuous batching begins with it. The object itself stays usable.

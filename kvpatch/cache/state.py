@@ -13,12 +13,16 @@ from torch import Tensor
 from ..backends.dispatch import Choice
 from ..errors import KVPatchError
 from ..policies.context import Limits
+from .counters import StepCounters
 from .forward_context import Forward
 from .guard import MutationGuard
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
+from .model_stamp import ModelStamp
+from .pickling import Unpicklable
 from .recurrent import RecurrentStates, WithStates
 from .settings import CacheSettings
+from .token_ids import TokenIds
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -34,78 +38,28 @@ class Request:
 
     prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
     tokens to generate, if known. room: tokens to decode in buffers that reach their final size when the prompt ends. drafts: an
-    assistant's cache, whose tokens may be taken back.
+    assistant's cache, whose tokens may be taken back. again: columns read before, which generate()'s first pass may bring
+    again. spread: the text is a prefix, of which each row of the first pass gets a copy.
     """
 
     prompt_len: int | None = None
     new_tokens: int | None = None
     room: int | None = None
     drafts: bool = False
+    again: int = 0
+    spread: bool = False
 
 
 @dataclass
 class Turns:
     """Prompts read so far.
 
-    begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended. ids: its token ids [B,Q], -1 in
-    padding; None if they are not known. start: columns before them.
+    begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended.
     """
 
     count: int = 0
     begin_B: list[int] = field(default_factory=lambda: [0])
     open: bool = False
-    ids: Tensor | None = None
-    start: int = 0
-
-
-class DeviceCounters:
-    """Counters as 0-d tensors that every pass advances, for steps under torch.compile.
-
-    columns: columns seen, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
-    float32; span: steps over which a score's temperature changes, float32.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
-        self.steps, self.span = torch.zeros((), device=device), torch.zeros((), device=device)
-
-    def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """Count a pass; restart: it ended a prompt."""
-        self.columns.add_(columns)
-        if restart:
-            self.steps.zero_()
-        self.steps.add_(steps)
-
-
-@dataclass
-class StepCounters:
-    """Decode steps since the prompt.
-
-    steps: of the row that has taken the most. shortfall_B: how many fewer each row has taken, [B] float64, if a temperature
-    depends on it. span_B: steps over which each row's temperature changes, [B] float64, if the rows were asked for different
-    numbers of tokens. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps
-    yet.
-    """
-
-    steps: int = 0
-    shortfall_B: Tensor | None = None
-    span_B: Tensor | None = None
-    device: DeviceCounters | None = None
-    behind: bool = False
-
-    @property
-    def tensors(self) -> DeviceCounters:
-        """`device`, once a pass has ended."""
-        assert self.device is not None
-        return self.device
-
-    def keep_rows(self, columns: int) -> None:
-        """Count the steps of the remaining rows alone, after others were dropped; they have seen at most so many columns."""
-        if self.shortfall_B is None:
-            self.steps = min(self.steps, columns)
-        else:
-            least = int(self.shortfall_B.min())
-            self.steps, self.shortfall_B = self.steps - least, self.shortfall_B - least
 
 
 @dataclass
@@ -153,17 +107,18 @@ class Rows:
     gaps_B: Tensor | None = None
 
 
-class TextState(MutationGuard, WithStates):
+class TextState(Unpicklable, MutationGuard, WithStates):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
-    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the budget.
-    states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared: the score
-    that layers share [B,H,T], by position + 1. stack, calls: stacked layers for decode steps, and the bound Call of each layer;
-    made and read by attention/ alone. stack_due: layers are to be stacked before the next step. scratch: the cache serves one
-    pass without use_cache, and each layer is emptied after it has run. make_table, rotary: makes a table for renumbered keys;
-    the last one made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends
-    in use. meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a scratch
-    cache's layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning.
+    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the
+    budget. states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared:
+    the score that layers share [B,H,T], by position + 1. stack, calls: stacked layers for decode steps, and the bound Call
+    of each layer; made and read by attention/ alone. stack_due: layers are to be stacked before the next step. scratch: the
+    cache serves one pass without use_cache, and each layer is emptied after it has run. ids: of the tokens read, if
+    keeps_ids. read_by: the model that has read them. make_table, rotary: makes a table for renumbered keys; the last one
+    made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends in use.
+    meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a scratch cache's
+    layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -181,6 +136,8 @@ class TextState(MutationGuard, WithStates):
 
     def _empty(self) -> None:
         self.request, self.turns, self.counters, self.rows = Request(), Turns(), StepCounters(), Rows()
+        self.ids = TokenIds()
+        self.read_by: ModelStamp | None = None
         self.states = RecurrentStates(self.settings.stack)
         self.seen_B: Tensor | None = None
         self.now: Forward | None = None
@@ -222,6 +179,8 @@ class TextState(MutationGuard, WithStates):
         self.operations["behind"] = ["step under torch.compile"]
         count = int(counters.tensors.columns) - self.layers[0].seen
         counters.steps += count
+        if count > 0 and self.keeps_ids:
+            self.note_ids(counters.tensors.read_tape(self.seen, count), count)
         self.choice.ran |= self.choice.coming
         self.stack, self.stack_due = None, self.stack_due or self.stack is not None
         for layer in self.layers:
@@ -232,6 +191,17 @@ class TextState(MutationGuard, WithStates):
             layer.named_by_kernels()
         counters.behind = False
         self.operations.pop("behind")
+
+    @property
+    def keeps_ids(self) -> bool:
+        """True if the ids of tokens are kept: where nothing is evicted, any text may go on, as with the unpatched model."""
+        return not (self.scratch or self.settings.transparent)
+
+    def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
+        """Note the ids of Q columns behind those that were seen; see TokenIds.write."""
+        B, device = len(self.lengths_B), self.lengths_B.device
+        self.ids.skip(B, self.seen, device)
+        self.ids.write(ids_BQ, B, Q, device, real_BQ)
 
     @property
     def seen(self) -> int:

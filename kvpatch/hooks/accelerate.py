@@ -110,18 +110,19 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parameter.is_meta:
             found = (store[name.removeprefix(at)] for at, store in reversed(stores.items()) if name.startswith(at))
             parameter = next(found, parameter)
-        for part in _parts(parameter):
+        for part in parts(parameter):
             yield name, part.detach()
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor is made of: itself, or the parts of a quantized or sharded one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, name)
         if isinstance(part, Tensor):
-            yield from _parts(part)
+            yield from parts(part)
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from ..cache import from_dynamic, passes
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from . import decoder, ownership
+from .identity import stamp_model
 from .second_reading import read_again
 from .state import PatchState
 from .target import Target
@@ -28,6 +29,7 @@ def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any
     cache, devices = state.new_cache(), target.devices()
     with torch.inference_mode(False), torch.no_grad():
         from_dynamic.absorb(cache, past, mask, rereads=ids is not None)
+        cache.read_by = stamp_model(target.decoder)
         known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))
         _end_prompt(target, cache, devices)

@@ -97,6 +97,9 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     tokens = inputs.tokens(call, decoder)
     if tokens is None:
         return None
+    again, cache.request.again = cache.request.again, 0
+    if again and tokens.shape[1] >= (cache.request.prompt_len or 0):
+        tokens = inputs.drop_read(call, again, tokens.shape[1])
     B, Q = tokens.shape[:2]
     if not Q:
         raise KVPatchError(
@@ -104,6 +107,11 @@ def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
             "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
     cache.check_finished()
+    if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
+        ownership.check_reader(cache, decoder, state)
+    spread, cache.request.spread = cache.request.spread, False
+    if spread and B > 1:
+        cache.batch_repeat_interleave(B)
     mask = inputs.padding_mask(call.get("attention_mask"), B)
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
@@ -155,6 +163,9 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
     """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
     tokens = call["input_ids"]
     packed = pool.next_pass()
+    for part in packed.parts:
+        if part.cache.read_by is None:
+            ownership.check_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
     put_aside(decoder, state.aside, ours=True)
@@ -210,7 +221,7 @@ def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state:
         return False
     if cache.rows.joined and not cache.settings.renumbered:
         inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
-    compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask)
+    compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:
         _give_no_place(call, tokens)
     mask = pass_mask(tokens.device)

@@ -28,9 +28,10 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
-from . import inputs, ownership
+from . import ownership, texts
 from .attention import Courier
 from .decoder import own_cache
+from .identity import end_adapter_names
 from .state import PatchState, pass_mask
 from .versions import check_engine, check_prompt_tuning
 
@@ -40,58 +41,63 @@ ENGINE = "kvpatch.serving.engine"  # imported with the first manager
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
     """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens.
 
-    A caller's cache that has read another text raises an error: see inputs.same_text.
+    A caller's cache that has read another text raises an error: see texts.check_text.
     """
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(type(self).generate, self) if previous is None else previous
-        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-        config = config if isinstance(config, GenerationConfig) else None
-        configs = (config, getattr(self, "generation_config", None))
-        if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
-            return run(*args, **kwargs)
-        _refuse_cache_implementation(kwargs, *configs)
-        taken_as = _cache_parameter(run, kwargs)
-        if _no_cache_wanted(kwargs, config) or taken_as is None:
-            return run(*args, **kwargs)
-        _refuse_checkpointing(self)
-        past = cache_of(kwargs)
-        past = ownership.begun(past, state) if isinstance(past, Prefix) else past
-        cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
-        columns = _prompt_columns(args, kwargs)
-        cache.check_finished()
-        drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
-        if compiles and state.settings.stack is not None:
-            raise KVPatchError(
-                "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
-                "compile_config out."
-            )
-        if columns is not None and not drafts:
-            inputs.mask_columns(kwargs.get("attention_mask"), columns, cache.get_seq_length())
-            if past is cache and not _virtual_tokens(self):
-                ownership.check(cache, state)
-                inputs.same_text(_ids(args, kwargs), kwargs.get("attention_mask"), cache)
         try:
-            if drafts:
-                _draft(cache, columns)
-            elif columns is not None:
-                # input_ids that only continue a cache leave out the tokens it has seen
-                seen, virtual = cache.get_seq_length(), _virtual_tokens(self)
-                cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
-                cache.request.new_tokens = _new_tokens(self, kwargs, config, cache.request.prompt_len - virtual)
-                if compiles:
-                    cache.request.room = cache.request.new_tokens
-            set_cache(kwargs, cache, taken_as)
-            state.log.start(cache, made_here=past is None)
-            return run(*args, **kwargs)
-        except BaseException:
-            if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
-                cache.operations.setdefault("change", ["generate() under torch.compile"])
+            return _run_with_cache(self, previous, state, args, kwargs)
+        except KVPatchError:
+            end_adapter_names(self)
             raise
-        finally:
-            _finish(cache, state)
 
     return functools.wraps(GenerationMixin.generate)(generate)
+
+
+def _run_with_cache(
+    self: Any, previous: Callable[..., Any] | None, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run generate() with an EvictingCache, unless its options ask for none or another."""
+    run = functools.partial(type(self).generate, self) if previous is None else previous
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+    config = config if isinstance(config, GenerationConfig) else None
+    configs = (config, getattr(self, "generation_config", None))
+    if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
+        return run(*args, **kwargs)
+    _refuse_cache_implementation(kwargs, *configs)
+    taken_as = _cache_parameter(run, kwargs)
+    if _no_cache_wanted(kwargs, config) or taken_as is None:
+        return run(*args, **kwargs)
+    _refuse_checkpointing(self)
+    past = cache_of(kwargs)
+    past = ownership.begun(past, state) if isinstance(past, Prefix) else past
+    cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
+    cache.check_finished()
+    given = texts.Given.of(args, kwargs, cache.get_seq_length())
+    drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
+    _refuse_compiled(state, compiles)
+    virtual = _virtual_tokens(self)
+    if given.columns is not None and not drafts:
+        texts.check_mask(given)
+        if past is cache and not virtual:
+            ownership.check(cache, state)
+            state.log.not_compared(texts.check_text(given, cache))
+    try:
+        if drafts:
+            _draft(cache, given.columns)
+        elif given.columns is not None:
+            _announce_prompt(cache, given, virtual)
+            cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
+            cache.request.room = cache.request.new_tokens if compiles else cache.request.room
+        set_cache(kwargs, cache, taken_as)
+        state.log.start(cache, made_here=past is None)
+        return run(*args, **kwargs)
+    except BaseException:
+        if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
+            cache.operations.setdefault("change", ["generate() under torch.compile"])
+        raise
+    finally:
+        _finish(cache, state)
 
 
 def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
@@ -137,8 +143,19 @@ def _begin_uncalled(
     weakref.finalize(config, _finish, cache, state).atexit = False
 
 
+def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
+    """Tell a cache the columns of the prompt, with what was read before and PEFT's virtual tokens."""
+    columns, seen = given.whole or 0, given.seen
+    if not virtual:
+        cache.request.prompt_len = columns
+        cache.request.again = 0 if given.alone else seen
+    else:  # input_ids that only continue a cache leave out the tokens it has seen
+        cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+
+
 def _finish(cache: EvictingCache, state: PatchState) -> None:
     cache.request.prompt_len = cache.request.new_tokens = None
+    cache.request.again = 0
     state.log.finish(cache)
 
 
@@ -217,24 +234,12 @@ def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
     return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
 
 
-def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return generate()'s token ids; None if it got embeddings."""
-    if kwargs.get("inputs_embeds") is not None:
-        return None
-    given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"))
-    return next((one for one in given if one is not None), None)
-
-
-def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    for tokens in (
-        kwargs.get("inputs_embeds"),
-        args[0] if args else None,
-        kwargs.get("inputs"),
-        kwargs.get("input_ids"),
-    ):
-        if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
-            return tokens.shape[1]
-    return None
+def _refuse_compiled(state: PatchState, compiles: bool) -> None:
+    if compiles and state.settings.stack is not None:
+        raise KVPatchError(
+            "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
+            "compile_config out."
+        )
 
 
 def _refuse_checkpointing(model: Any) -> None:

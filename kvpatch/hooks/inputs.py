@@ -121,42 +121,29 @@ def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
 
-def mask_columns(mask: object, new: int, seen: int) -> None:
-    """Check generate()'s mask: it covers the given tokens, or these and the tokens that the cache has seen."""
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] not in (new, seen + new):
-        raise KVPatchError(
-            f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {new}, or "
-            f"{seen + new} over both."
-        )
+def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
+    """Leave out of a pass of Q columns the first `again`, which its cache has read; return what remains of the tokens.
 
+    Assisted decoding gives its first pass the whole text, whatever the cache holds. call: the decoder's arguments, which are
+    updated.
 
-def same_text(ids: object, mask: object, cache: EvictingCache) -> None:
-    """Raise KVPatchError if generate()'s input_ids go on from another text than the cache has read.
-
-    They hold the whole text unless a mask over more columns says otherwise: then they must be longer than what was seen, and
-    agree with the newest prompt's ids, where these are known. ids, mask: arguments of generate().
+    Raises:
+        KVPatchError: an argument of the model's own has as many columns.
     """
-    known, start, seen = cache.turns.ids, cache.turns.start, cache.get_seq_length()
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        return
-    alone = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != ids.shape[1]
-    if not alone and seen >= ids.shape[1]:
-        raise KVPatchError(
-            f"input_ids have {ids.shape[1]} columns, but the cache has read {seen} tokens: give the whole text so far with "
-            f"what is new at its end, or what is new alone with an attention_mask of {seen + ids.shape[1]} columns over both. "
-            f"Give another question about one text a copy made before the first question, {CACHE}=cache.clone()."
-        )
-    if alone or known is None or len(ids) != len(known):
-        return
-    wrong = (ids[:, start : start + known.shape[1]].to(known.device) != known) & (known >= 0)
-    if not bool(wrong.any()):
-        return
-    row, column = wrong.nonzero()[0].tolist()
-    raise KVPatchError(
-        f"input_ids differ from what the cache has read at column {start + column} of row {row}: it has read another text, "
-        "such as an earlier question, and goes on with that. Give each question a copy made before the first one, "
-        f"{CACHE}=cache.clone(); to go on, give the whole text so far."
-    )
+    for name, value in call.items():
+        if not isinstance(value, Tensor) or name == "attention_mask" or Q not in value.shape[1:]:
+            continue
+        if name in ("input_ids", "inputs_embeds"):
+            call[name] = value[:, again:]
+        elif name.endswith(("position_ids", "token_type_ids")) and value.shape[-1] == Q:
+            call[name] = value[..., again:]
+        else:
+            raise KVPatchError(
+                f"Assisted decoding reads the whole text again, of which the cache has read {again} tokens, and {name} of this "
+                f"model cannot be cut to what is new: leave {CACHE} out, or the assistant (prompt_lookup_num_tokens)."
+            )
+    tokens: Tensor = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+    return tokens
 
 
 def position_ids(given: object, B: int, Q: int, learned: bool) -> None:

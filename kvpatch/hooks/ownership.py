@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
+from ..cache.model_stamp import ModelStamp
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from .identity import adapter_names, stamp_model
 from .state import PatchState
 
 
@@ -26,22 +28,61 @@ def check(cache: EvictingCache, state: PatchState) -> None:
         check_shape((layer.positions.shape[1], layer.kv.sizes[0]), state)
 
 
+def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
+    """Note the model that reads a cache's text; raise KVPatchError if another has read it so far, or this one has changed."""
+    if cache.scratch:
+        return
+    now = stamp_model(decoder)
+    if len(now.adapters) > 1:
+        _refuse_mixed(decoder, state)
+    if state.measured is not None and (changed := state.measured.differs(now)) is not None:
+        name, there, here = changed
+        raise KVPatchError(
+            f"calibration= was checked when this model was patched, which has changed since: {name} is {there!r} there and "
+            f"{here!r} here. Run `kvpatch calibrate` on this model, and patch it anew."
+        )
+    if cache.read_by is None or not cache.get_seq_length():
+        cache.read_by = now
+    elif not cache.settings.transparent or cache.request.spread:
+        refuse_changed(cache, now)
+
+
+def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
+    """Raise KVPatchError if a policy needs one output projection, and PEFT's adapter_names give each row its own."""
+    policy, name = state.settings.policy, state.adapter.projection
+    if not (policy.weighs_values or policy.score.by_outputs):
+        return
+    if not any(adapter_names(module) for at, module in decoder.named_modules() if name in (None, at.rpartition(".")[2])):
+        return
+    instead = "the policy without critical" if policy.weighs_values else "'kvzip' or 'streaming_llm'"
+    raise KVPatchError(
+        f"Policy {policy.name!r} weighs values by the output projection, and adapter_names= gives each row another one: "
+        f"generate the rows of each adapter by themselves, after set_adapter(name), or use {instead}."
+    )
+
+
+def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
+    """Raise KVPatchError if a cache was read by another model than `now`, or before it changed."""
+    changed = None if cache.read_by is None else cache.read_by.differs(now)
+    if changed is None:
+        return
+    name, there, here = changed
+    what, anew = ("prefix", "patch.prefix(ids)") if cache.request.spread else ("cache", "a cache of patch.new_cache()")
+    raise KVPatchError(
+        f"Another model has read this {what}, or this model has changed since: {name} is {there!r} there and {here!r} here. "
+        f"Read the text by this one, with {anew}."
+    )
+
+
 def begun(prefix: Prefix, state: PatchState) -> EvictingCache:
-    """Return a cache for a text that begins with `prefix`.
+    """Return a cache for texts that begin with `prefix`; its first pass checks the model, and makes a row of each text.
 
     Raises:
-        KVPatchError: it was read by another model, or under other settings.
+        KVPatchError: it was read under other settings.
     """
     cache = prefix.copy()
-    if cache.settings is not state.settings:
-        check(cache, state)
-        here = state.identity()
-        for name, there in prefix.identity.items():
-            if there != here.get(name):
-                raise KVPatchError(
-                    f"Another model has read this prefix: {name} is {there!r} there and {here.get(name)!r} here. Read it "
-                    "by this one, with patch.prefix(ids)."
-                )
+    cache.request.spread = True
+    check(cache, state)
     return cache
 
 

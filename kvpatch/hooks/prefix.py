@@ -9,24 +9,33 @@ from torch import Tensor
 
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from .identity import stamp_model
 from .state import PatchState
 from .target import Target
 
 
 def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) -> Prefix:
-    """Return the prefix of these tokens, read if the patch does not have it.
+    """Return the prefix of these tokens, read if the patch does not have it, or if the model has changed since.
 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
     """
     tokens = _tokens(ids)
     known = state.prefixes.get(tokens)
-    if known is not None:
-        return known
+    return state.prefixes.add(_read(target, state, tokens)) if known is None else known
+
+
+def renew_prefix(target: Target, state: PatchState, prefix: Prefix) -> Prefix:
+    """Return a prefix as it is, or read anew if the model has changed since."""
+    same = prefix.read_by is not None and prefix.read_by.differs(stamp_model(target.decoder)) is None
+    return prefix if same else _read(target, state, prefix.ids)
+
+
+def _read(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
-    return state.prefixes.add(Prefix(tokens, cache, state.identity()))
+    return Prefix(tokens, cache)
 
 
 def _tokens(ids: object) -> tuple[int, ...]:

@@ -114,6 +114,17 @@ class RunLog:
             self.last = Snapshot.of(cache)
         self._unused(cache, record)
 
+    def not_compared(self, why: str | None) -> None:
+        """Say once that generate() goes on without comparing the text it is given with what its cache has read."""
+        with self._lock:
+            if why is None or "texts" in self._warned:
+                return
+            self._warned.add("texts")
+        _LOG.warning(
+            f"[kvpatch] this text and the one that the cache has read are not compared, since {why}: another text, or an "
+            "edited one, would go unnoticed. (Said once.)"
+        )
+
     # ---- called by the Patch ----
 
     def close(self) -> None:
@@ -176,7 +187,7 @@ class RunLog:
         with self._lock:
             self.dropped += 1
         if not record.acted and (record.evicted or (self.settings.acts and self.settings.policy.schedule == "decode")):
-            self._warn("prompt", record.columns)
+            self._warn("prompt" if record.timing is None else "first token", record.columns)
 
     def _warn(self, kind: str, Q: int) -> None:
         """Warn once that the budget cannot act in passes of a kind, and name the argument that would change it."""
@@ -186,6 +197,10 @@ class RunLog:
             self._warned.add(kind)
         pass_, remedy = _TEXTS[kind]
         settings = self.settings
+        named = f"policy {settings.policy.name!r}, k={', '.join(dict.fromkeys(map(str, settings.budget.per_layer)))}"
+        if kind == "first token":
+            _LOG.warning(f"[kvpatch] {named} does not act in {pass_}{remedy}. (Said once; patch.report() counts.)")
+            return
         if kind == "training" and settings.record:
             remedy = "; or read what a rollout wrote in a replay: with patch.replay(patch.record())"
         if settings.policy.schedule == "decode":
@@ -194,7 +209,6 @@ class RunLog:
             block = f"Give a smaller block= than {settings.block:,}, below the {Q:,} tokens of the pass"
         else:
             block = f"Give block=, below the {Q:,} tokens of the pass, such as block={max(Q // 4, 1)}"
-        named = f"policy {settings.policy.name!r}, k={', '.join(dict.fromkeys(map(str, settings.budget.per_layer)))}"
         _LOG.warning(
             f"[kvpatch] {named} does not act in {pass_}: all tokens are computed before the "
             f"first eviction, so the figures are the unpatched model's. {block}{remedy}. (Said once; patch.report() counts.)"
@@ -206,6 +220,10 @@ _TEXTS = {
     "no_cache": (
         "this forward without a cache",
         "; or let it have one: leave use_cache=False out of generate(), or of the model's config",
+    ),
+    "first token": (
+        "this generate(), which ended with its first token (max_new_tokens=1, or a stop token)",
+        ": it is computed before the first eviction, as the unpatched model does; ask for more tokens to feel the budget",
     ),
     "prompt": ("this pass, from whose cache nothing went on", f"; or go on from its {CACHE}"),
 }

@@ -16,6 +16,7 @@ from ..arch.interface import ATTENTION, STATES
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
 from ..cache.lifetimes import Record
+from ..cache.model_stamp import ModelStamp
 from ..cache.prefix import Prefixes
 from ..cache.recurrent import Stack
 from ..cache.settings import CacheSettings
@@ -70,13 +71,13 @@ class Merged(threading.local):
 class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
-    max_positions: the number of positions that the model has. shapes: of the cache's layers.
-    decoder_parameters: names of the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each
-    attribute of the decoder that changes during a pass under the patch, the model's own value and ours. log: of the passes.
-    capturing: the pass is a step for a graph (graph.py). replayed: the record that passes without a cache follow, or None.
-    prefixes: compressed texts that others begin with. identity: describes the model. merged: what a pass was given in front of
-    the decoder, in each thread. places_itself: the reason that the decoder counts positions by columns and can be told no
-    others, or None.
+    max_positions: the number of positions that the model has. shapes: of the cache's layers. decoder_parameters: names of
+    the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each attribute of the decoder
+    that changes during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a
+    step for a graph (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed
+    texts that others begin with. measured: the model that a calibration is of, or None. merged: what a pass was given in
+    front of the decoder, in each thread. places_itself: the reason that the decoder counts positions by columns and can be
+    told no others, or None.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class PatchState:
         max_positions: int | None,
         shapes: list[LayerShape],
         decoder_parameters: tuple[str, ...],
-        identity: Callable[[], dict[str, Any]],
+        measured: ModelStamp | None,
         places_itself: str | None,
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
@@ -95,7 +96,7 @@ class PatchState:
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = False
         self.replayed: Record | None = None
-        self.prefixes, self.identity = Prefixes(), identity
+        self.prefixes, self.measured = Prefixes(), measured
         self.merged, self.places_itself = Merged(), places_itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 from collections.abc import Iterator, Mapping
@@ -26,8 +25,9 @@ from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
-from .accelerate import device_of, weights
+from .accelerate import device_of
 from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
+from .identity import describe_weights
 from .sharding import Parallel, check_layers, parallel_of
 from .shell import makes_masks
 
@@ -214,12 +214,8 @@ class Target:
                 )
 
     def identity(self) -> dict[str, Any]:
-        """Describe what a saved cache must agree with: shapes, dtype, and a hash of a few values of every parameter."""
-        digest = hashlib.sha256()
-        for name, weight in weights(self.decoder):
-            few = weight.flatten()[:16]
-            digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
-        return {**self.kind(), "dtype": str(dtype_of(self.decoder)), "weights": digest.hexdigest()[:16]}
+        """Describe what a file must agree with: shapes, dtype, weights, and the adapters that act."""
+        return {**self.kind(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
     def kind(self) -> dict[str, Any]:
         """Describe what a record must agree with: class and shapes, but not weights, which training changes."""

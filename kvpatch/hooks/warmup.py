@@ -52,6 +52,8 @@ def _read(target: Target, state: PatchState, length: int, batch_size: int, paddi
     ids = torch.arange(length + STEPS, device=device).expand(batch_size, -1) % 2  # tokens that every vocabulary has
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for begin, end in ((0, length), *((length + step, length + step + 1) for step in range(STEPS))):
-        call: dict[str, Any] = {"position_ids": positions[:, begin:end]} if "position_ids" in state.decoder_parameters else {}
+        call = dict[str, Any]()
+        if "position_ids" in state.decoder_parameters:
+            call["position_ids"] = positions[:, begin:end]
         call[state.cache_name] = cache
         target.decoder(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **call)

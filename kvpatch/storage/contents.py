@@ -8,6 +8,7 @@ from torch import Tensor
 from ..cache import invariants
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
+from ..cache.token_ids import UNKNOWN
 from ..errors import InvalidError
 
 
@@ -21,6 +22,8 @@ def check(cache: EvictingCache) -> None:
         layer.short_heads()
         layer.pace()
     invariants.check_state(cache)
+    if cache.ids.ids_BT is not None:
+        invariants.must(cache.ids.ids_BT >= UNKNOWN, "ids holds a number that is no token")
     if cache.shared is not None:
         _weights("shared", cache.shared)
     for name, state in cache.states.tensors().items():

@@ -20,6 +20,7 @@ from ..cache.layer import SlotLayer
 from ..cache.modes import MODES, Reading
 from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
+from ..cache.token_ids import TokenIds
 from ..errors import InvalidError, KVPatchError
 from ..policies.context import SIZES, Limits
 from ..policies.queries import Recent
@@ -52,6 +53,7 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
     """Return all tensors of a cache, on the CPU, and the rest of its state as plain values."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
+    rows["ids"] = cache.ids.ids_BT
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -118,6 +120,7 @@ def _restore(
     devices: list[torch.device],
 ) -> None:
     _set_history(cache, about["cache"])
+    cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in _ROWS:
         holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
@@ -213,7 +216,14 @@ def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: objec
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
                 _compare(f"{what}'s {name}", old, new, path)
+            there, here = _say_once(old), _say_once(new)
             raise KVPatchError(
-                f"{path} was saved under another {what}: {name} is {old!r} there and {new!r} here. A cache only continues "
+                f"{path} was saved under another {what}: {name} is {there!r} there and {here!r} here. A cache only continues "
                 "under what it was made with: load it under that, or read the text again."
             )
+
+
+def _say_once(value: Any) -> Any:
+    """Return a value that a list has for every layer, if it is one for all."""
+    alike = isinstance(value, list) and value and all(one == value[0] for one in value)
+    return value[0] if alike else value

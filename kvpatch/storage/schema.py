@@ -74,6 +74,8 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
         _take(left, "shortfall_B", (torch.float64,), (B,))
     if cache.settings.policy.score.across_layers and of_cache["turns"] and cache.settings.acts:
         _take(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
+    if cache.keeps_ids and "ids" in left:  # files of earlier versions have none
+        _take(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
     _states(left, cache, B)
     _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
 

@@ -51,6 +51,33 @@ def test_as_if_read_anew(policy, k, options):
         assert torch.equal(one, two)
 
 
+def test_several_rows_and_beams_begin_with_it():
+    """Rows of one length as each alone, beams and samples as from a cache whose rows were repeated by hand."""
+    model = make("llama_gqa")
+    texts = torch.cat([WHOLE, torch.cat([DOCUMENT, torch.tensor(prompts((11,), seed=7))], 1)])
+    given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with kvpatch.patched(model, "h2o", 16) as patch:
+        prefix = patch.prefix(DOCUMENT)
+        alone = torch.cat([model.generate(text[None], past_key_values=prefix, **given) for text in texts])
+        assert torch.equal(model.generate(texts, past_key_values=prefix, **given), alone)
+        for more in ({"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
+            rows = 3 if "num_beams" in more else 2
+            by_hand = anew(patch, model)
+            by_hand.batch_repeat_interleave(rows)
+            torch.manual_seed(0)
+            want = model.generate(WHOLE, past_key_values=by_hand, **given | more)
+            torch.manual_seed(0)
+            assert torch.equal(model.generate(WHOLE, past_key_values=prefix, **given | more), want)
+        with torch.no_grad():
+            two = model(texts[:, 70:], past_key_values=prefix).logits
+            one = torch.cat([model(text[None, 70:], past_key_values=prefix).logits for text in texts])
+        torch.testing.assert_close(two, one, atol=1e-5, rtol=0)
+        other = texts.clone()
+        other[1, 5] += 1
+        with pytest.raises(kvpatch.KVPatchError, match="at column 5 of row 1"):
+            model.generate(other, past_key_values=prefix, **given)
+
+
 def test_it_is_read_once_and_shared():
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 16) as patch:
@@ -85,7 +112,7 @@ def test_refused():
     for owner, policy, k, words in (
         (model, "roco", 16, "policy's name is 'h2o' there"),
         (model, "h2o", 17, "k is .16, 16. there"),
-        (other, "h2o", 16, "Another model has read this prefix: weights is.*patch.prefix"),
+        (other, "h2o", 16, "Another model has read this prefix.*weights is.*patch.prefix"),
     ):
         with kvpatch.patched(owner, policy, k), pytest.raises(kvpatch.KVPatchError, match=words):
             asked(owner, prefix)

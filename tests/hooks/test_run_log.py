@@ -49,7 +49,7 @@ KINDS = {
     "cache dropped": (evaluate, "this pass, from whose cache nothing went on", "prompt", 1),
     "use_cache=False": (no_cache, "this forward without a cache", "no_cache", 1),
     "generate(use_cache=False)": (generate_without, "leave use_cache=False out of generate()", "no_cache", 3),
-    "one token": (one_token, "this pass, from whose cache nothing went on", "prompt", 1),
+    "one token": (one_token, "this generate(), which ended with its first token", "prompt", 1),
 }
 
 
@@ -61,7 +61,8 @@ def test_a_pass_that_cannot_evict_is_told_at_once_and_once(kind, caplog):
         run(model, ids)
         (first,) = said(caplog)
         assert first.startswith("[kvpatch] policy 'h2o', k=0.5 does not act in ") and words in first
-        assert f"Give block=, below the {N} tokens of the pass, such as block={N // 4}" in first
+        advice = f"Give block=, below the {N} tokens of the pass, such as block={N // 4}"
+        assert (advice if kind != "one token" else "ask for more tokens") in first
         run(model, ids)
         run(model, ids)
         assert patch.report().passes == {counted: (3 * passes, 0)}
@@ -279,3 +280,19 @@ def test_an_assistants_cache_is_not_reported_on():
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         model.generate(ids, **options, assistant_early_exit=1)
         assert patch.report().held().tolist() == [[[12, 12]]] * 2
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_generate_that_ends_with_its_first_token_says_so(caplog, stopped):
+    """In place of advice about block=, which a generate() has no use for."""
+    model, text = make("llama_gqa"), prompt(1, 20)
+    with kvpatch.patched(model, "h2o", k=0.5), caplog.at_level("WARNING", "kvpatch"):
+        first = int(model.generate(text, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1])
+        caplog.clear()
+    with kvpatch.patched(model, "h2o", k=0.5), caplog.at_level("WARNING", "kvpatch"):
+        more = {"max_new_tokens": 5, "eos_token_id": first} if stopped else {"max_new_tokens": 1}
+        out = model.generate(text, do_sample=False, pad_token_id=0, **more)
+        assert out.shape == (1, 21)
+    (words,) = said(caplog)
+    assert "does not act in this generate(), which ended with its first token" in words and "ask for more tokens" in words
+    assert "block" not in words

@@ -172,11 +172,50 @@ MUTANTS = {
         "cache/prefix.py", "new = self._cache.clone()", "new = self._cache",
         "tests/hooks/test_prefix.py::test_as_if_read_anew[h2o-0.4-{}]"),
     "the shortest prefix is taken": (
-        "cache/prefix.py", "return max(fit, key=len, default=None)", "return min(fit, key=len, default=None)",
+        "cache/prefix.py", "max(fit, key=len, default=None)", "min(fit, key=len, default=None)",
         "tests/serving/test_prefixes.py::test_tokens[h2o-24-{}]"),
     "another model takes a prefix": (
-        "hooks/ownership.py", "if there != here.get(name):", "if not there:",
+        "cache/model_stamp.py", "or not _equal(self.sample, now.sample)", "",
         "tests/hooks/test_prefix.py::test_refused"),
+    "a change of weights is not noticed": (
+        "cache/model_stamp.py", "same and self.versions != now.versions", "False",
+        "tests/hooks/test_identity.py::test_changed_weights[one number of one weight]"),
+    "a fused step is not noticed": (
+        "cache/model_stamp.py", "or not _equal(self.sample, now.sample)", "",
+        "tests/hooks/test_identity.py::test_changed_weights[a fused step, which torch does not count]"),
+    "another adapter is not noticed": (
+        "cache/model_stamp.py", "if one != other:", "if False:",
+        "tests/hooks/test_identity.py::test_the_words_name_adapters_and_they_may_come_back"),
+    "adapters stay where rows move": (
+        "cache/cache.py", "None if self.read_by is None else self.read_by.map_rows(change)", "self.read_by",
+        "tests/hooks/test_identity.py::test_rows_with_adapters_of_their_own"),
+    "requests begin with what old weights read": (
+        "cache/prefix.py", "if prefix is None or self.renew is None:", "if True:",
+        "tests/hooks/test_identity.py::test_prefixes_of_continuous_batching_are_read_anew"),
+    "earlier turns are not compared": (
+        "hooks/texts.py", "(known_BT >= 0)", "(known_BT >= 0) & (known_BT.new_ones(1, known_BT.shape[1]).cumsum(-1) > 30)",
+        "tests/hooks/test_texts.py::test_an_edit_anywhere_is_refused_by_its_column[3]"),
+    "generated tokens are not compared": (
+        "cache/passes.py", "    cache.note_ids(input_ids, now", "    cache.note_ids(input_ids if now.prompt else None, now",
+        "tests/hooks/test_texts.py::test_an_edit_anywhere_is_refused_by_its_column[33]"),
+    "new tokens alone are taken for the whole text": (
+        "hooks/texts.py", "self.columns is None or not self.alone", "True",
+        "tests/hooks/test_texts.py::test_new_tokens_alone_are_a_prompt_of_both[h2o-10-50]"),
+    "another mask is taken": (
+        "hooks/texts.py", "    _check_padding(given, known_BT)\n    if given.ids", "    if given.ids",
+        "tests/hooks/test_texts.py::test_a_mask_that_is_not_of_the_text_read"),
+    "ids stay where rows move": (
+        "cache/cache.py", "self.ids = self.ids.map_rows(change)", "pass",
+        "tests/hooks/test_texts.py::test_ids_follow_rows[reorder_cache]"),
+    "ids of compiled steps are lost": (
+        "cache/compiled.py", "cache.counters.tensors.write_tape(ids_B1)", "pass",
+        "tests/hooks/test_texts.py::test_steps_under_torch_compile_leave_their_ids"),
+    "assisted decoding reads the whole text again": (
+        "hooks/decoder.py", "if again and tokens", "if False and tokens",
+        "tests/hooks/test_assisted_on_a_cache.py::test_it_reads_what_is_new_and_answers_as_without[lookup-prefix]"),
+    "a prefix has one row": (
+        "hooks/decoder.py", "if spread and B > 1:", "if False:",
+        "tests/hooks/test_prefix.py::test_several_rows_and_beams_begin_with_it"),
     "a request reads its prefix again": (
         "serving/admission.py", "state.remaining_prefill_tokens[len(prefix) :]", "state.remaining_prefill_tokens",
         "tests/serving/test_prefixes.py::test_requests_that_come_and_are_cancelled"),

@@ -1,0 +1,77 @@
+"""Counters of steps and columns: as numbers, and as tensors for steps under torch.compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .token_ids import TAPE, UNKNOWN
+
+
+class DeviceCounters:
+    """Counters as 0-d tensors that every pass advances, for steps under torch.compile.
+
+    columns: columns seen, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
+    float32; span: steps over which a score's temperature changes, float32. tape_BN: ids of the newest traced steps, int64, that
+    of a column in the place of its number modulo N.
+    """
+
+    def __init__(self, device: torch.device, B: int = 1, room: int = 0) -> None:
+        self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
+        self.steps, self.span = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)
+
+    def write_tape(self, ids_B1: Tensor | None) -> None:
+        """Note the ids of a traced step, before it is counted."""
+        place = (self.columns % self.tape_BN.shape[1]).view(1)
+        if ids_B1 is None:
+            self.tape_BN.index_fill_(1, place, UNKNOWN)
+        else:
+            self.tape_BN.index_copy_(1, place, ids_B1.long())
+
+    def read_tape(self, start: int, count: int) -> Tensor:
+        """Return the ids of so many columns from `start` on; of more than the tape holds, only the last are known."""
+        N = self.tape_BN.shape[1]
+        place = torch.arange(start, start + count, device=self.tape_BN.device)
+        ids_BQ = self.tape_BN[:, place % N]
+        return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
+
+    def advance(self, columns: int, steps: int, restart: bool) -> None:
+        """Count a pass; restart: it ended a prompt."""
+        self.columns.add_(columns)
+        if restart:
+            self.steps.zero_()
+        self.steps.add_(steps)
+
+
+@dataclass
+class StepCounters:
+    """Decode steps since the prompt.
+
+    steps: of the row that has taken the most. shortfall_B: how many fewer each row has taken, [B] float64, if a temperature
+    depends on it. span_B: steps over which each row's temperature changes, [B] float64, if the rows were asked for different
+    numbers of tokens. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps
+    yet.
+    """
+
+    steps: int = 0
+    shortfall_B: Tensor | None = None
+    span_B: Tensor | None = None
+    device: DeviceCounters | None = None
+    behind: bool = False
+
+    @property
+    def tensors(self) -> DeviceCounters:
+        """`device`, once a pass has ended."""
+        assert self.device is not None
+        return self.device
+
+    def keep_rows(self, columns: int) -> None:
+        """Count the steps of the remaining rows alone, after others were dropped; they have seen at most so many columns."""
+        if self.shortfall_B is None:
+            self.steps = min(self.steps, columns)
+        else:
+            least = int(self.shortfall_B.min())
+            self.steps, self.shortfall_B = self.steps - least, self.shortfall_B - least

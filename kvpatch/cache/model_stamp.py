@@ -1,0 +1,85 @@
+"""A stamp of the model that has read a cache, by which a change of it is noticed before the cache goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BASE = "none"  # in place of an adapter's name
+Difference = tuple[str, object, object]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStamp:
+    """A decoder at one moment: which adapters act, and what can be seen of its weights without reading them all.
+
+    decoder: that it is of. adapters: names of those that act; of each row if rows have their own (PEFT's adapter_names).
+    acting: hash of those by module, with their scales; 0 if rows have their own. layout: hash of dtypes and shapes.
+    versions: hash of torch's counters of changes in place. sample: the bytes of each weight's first numbers, by device and
+    dtype.
+    """
+
+    decoder: weakref.ref[Any]
+    adapters: tuple[str, ...]
+    acting: int
+    layout: int
+    versions: int
+    sample: tuple[Tensor, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelStamp:
+        return self
+
+    def differs(self, now: ModelStamp) -> Difference | None:
+        """Return what differs in the model `now`, as (name, there, here); None if nothing does that can be seen."""
+        if now is self:
+            return None
+        for one, other in zip(*_of_each_row(self.adapters, now.adapters), strict=True):
+            if one != other:
+                return "adapter", one, other
+        if self.acting and now.acting and self.acting != now.acting:
+            return "scale or place of the adapter", "one", "another"
+        if self.layout != now.layout:
+            return "dtype or shape of weights", "one", "another"
+        same = self.decoder() is now.decoder()
+        if (same and self.versions != now.versions) or not _equal(self.sample, now.sample):
+            return "weights", "as they were", "changed since" if same else "another model's"
+        return None
+
+    def with_adapters(self, adapters: tuple[str, ...]) -> ModelStamp:
+        """Return the stamp with other adapters."""
+        return replace(self, adapters=adapters)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
+        """Return the stamp of other rows."""
+        if len(self.adapters) == 1:
+            return self
+        rows = change(torch.arange(len(self.adapters))).tolist()
+        return self.with_adapters(tuple(self.adapters[row] for row in rows))
+
+    @staticmethod
+    def joined(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
+        """Return the stamp of the rows of several caches, of so many rows each, which one model has read."""
+        known = [stamp for stamp in stamps if stamp is not None]
+        if len(known) < len(stamps) or len({stamp.adapters for stamp in known}) == 1:
+            return known[0] if known else None
+        pairs = zip(known, counts, strict=True)
+        rows = (name for stamp, B in pairs for name in (stamp.adapters if len(stamp.adapters) == B else stamp.adapters * B))
+        return known[0].with_adapters(tuple(rows))
+
+
+def _of_each_row(there: tuple[str, ...], here: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return adapters by row, as many for both: those of a batch that has no other rows, or of a text's beams."""
+    B = max(len(there), len(here))
+    return tuple(one if len(one) == B else tuple(one[row * len(one) // B] for row in range(B)) for one in (there, here))  # type: ignore[return-value]
+
+
+def _equal(there: Sequence[Tensor], here: Sequence[Tensor]) -> bool:
+    """Tell if samples are equal, also if the model was moved to another device."""
+    pairs = [(one, other) for one, other in zip(there, here, strict=False)]
+    alike = len(there) == len(here) and all(one.shape == other.shape for one, other in pairs)
+    return alike and all(torch.equal(one, other.to(one.device)) for one, other in pairs)

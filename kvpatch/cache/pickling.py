@@ -1,0 +1,30 @@
+"""Caches are copied, and saved in files of their own; pickle, and torch.save with it, is refused in words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import KVPatchError
+
+_Object = TypeVar("_Object")
+
+
+class Unpicklable:
+    """An object that copy.copy and copy.deepcopy copy as any other, and that is not pickled."""
+
+    def __copy__(self: _Object) -> _Object:
+        new: _Object = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+    def __deepcopy__(self: _Object, memo: dict[int, Any]) -> _Object:
+        new = memo[id(self)] = copy.copy(self)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise KVPatchError(
+            f"A {type(self).__name__} cannot be pickled, nor saved by torch.save or sent to another process: write the cache "
+            "with patch.save_cache(cache, path), of a prefix its prefix.copy(), and read it with patch.load_cache(path)."
+        )

@@ -1,0 +1,103 @@
+"""Ids of the tokens that a cache has read, by which generate() tells whether it is given the same text again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .growth import slack
+
+PADDING, UNKNOWN = -1, -2  # in place of an id: no token, and a token that came without one (inputs_embeds)
+TAPE = 1024  # ids of steps under torch.compile that are kept until the cache is looked at; of more, those before are unknown
+
+
+class TokenIds:
+    """Ids [B,T] of every column that a cache has read, PADDING or UNKNOWN where there is none; 8 bytes for each.
+
+    Rows of a joined cache end in the last column, behind PADDING.
+
+    columns: read so far, T. prompt: those before the newest prompt.
+    """
+
+    def __init__(self) -> None:
+        self.columns = self.prompt = 0
+        self._ids_BC: Tensor | None = None  # with some columns more
+
+    @classmethod
+    def of(cls, ids_BT: Tensor | None) -> TokenIds:
+        """Return those of prompts that have ended."""
+        new = cls()
+        if ids_BT is not None:
+            new._ids_BC, new.columns, new.prompt = ids_BT, ids_BT.shape[1], ids_BT.shape[1]
+        return new
+
+    @property
+    def ids_BT(self) -> Tensor | None:
+        """The ids, a view; None before the first."""
+        return None if self._ids_BC is None else self._ids_BC[:, : self.columns]
+
+    @property
+    def prompt_BN(self) -> Tensor | None:
+        """Ids of the newest prompt; None if some of them are unknown."""
+        ids_BT = self.ids_BT
+        known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
+        return ids_BT[:, self.prompt :].clone() if known and ids_BT is not None else None
+
+    def write(self, ids_BQ: Tensor | None, B: int, Q: int, device: torch.device, real_BQ: Tensor | None = None) -> None:
+        """Add columns. ids_BQ: None if they are unknown. real_BQ: False for padding, of a prompt's first columns."""
+        start, end = self.columns, self.columns + Q
+        if self._ids_BC is None:
+            self._ids_BC = torch.empty(B, 0, dtype=torch.long, device=device)
+        if end > self._ids_BC.shape[1]:
+            self._ids_BC = F.pad(self._ids_BC, (0, end + slack(end) - self._ids_BC.shape[1]), value=UNKNOWN)
+        self.columns = end
+        new_BQ = self._ids_BC[:, start:end]
+        if ids_BQ is None:
+            new_BQ.fill_(UNKNOWN)
+        else:
+            new_BQ.copy_(ids_BQ)
+        if real_BQ is not None:
+            new_BQ[:, : real_BQ.shape[1]].masked_fill_(~real_BQ, PADDING)
+
+    def skip(self, B: int, columns: int, device: torch.device) -> None:
+        """Count columns that were read before, of which no id is known."""
+        if columns > self.columns:
+            self.write(None, B, columns - self.columns, device)
+
+    def crop(self, columns: int) -> None:
+        """Forget what is behind so many columns."""
+        self.columns, self.prompt = min(self.columns, columns), min(self.prompt, columns)
+
+    def keep_last(self, columns: int) -> None:
+        """Forget what is before the last columns, which are padding in all rows."""
+        if self._ids_BC is not None and columns < self.columns:
+            self._ids_BC = self._ids_BC[:, self.columns - columns : self.columns].clone()
+            self.columns, self.prompt = columns, max(self.prompt + columns - self.columns, 0)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> TokenIds:
+        """Return those of other rows: `change` is applied to the tensor."""
+        new = TokenIds()
+        new.columns, new.prompt = self.columns, self.prompt
+        new._ids_BC = None if self._ids_BC is None else change(self._ids_BC)
+        return new
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
+        """Join rows of several, each given with its rows' lengths [B]; all end in the last of so many columns."""
+        rows = [_at_the_end(ids, lengths_B, columns) for ids, lengths_B in parts]
+        return TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
+
+
+def _at_the_end(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
+    """Return the ids of each row's tokens in the last of so many columns, with PADDING before them."""
+    ids_BT, place = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
+    missing_BT = place >= columns - lengths_B[:, None]
+    new_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(missing_BT, UNKNOWN)
+    if ids_BT is None:
+        return new_BT
+    packed_BT = ids_BT.gather(1, (ids_BT != PADDING).long().argsort(dim=1, stable=True))[:, -columns:]
+    packed_BT = F.pad(packed_BT.to(new_BT.device), (columns - packed_BT.shape[1], 0), value=PADDING)
+    return torch.where(packed_BT == PADDING, new_BT, packed_BT)

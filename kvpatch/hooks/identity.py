@@ -1,0 +1,142 @@
+"""Identity of a model, by which caches, prefixes, files, calibrations and profiles know theirs.
+
+Two forms of it: a stamp (cache/model_stamp.py), cheap enough for every prompt, and a description in plain values for files.
+
+A stamp sees what torch counts as a change in place (`Tensor._version`: optimizers, load_state_dict, copy_) and the first
+numbers of every parameter, however they were changed: fused optimizers, `param.data.copy_`, weights that were loaded anew.
+It does not see a change through `param.data` that leaves these numbers alone, nor any of weights that are offloaded
+(accelerate) or sharded by FSDP or DeepSpeed, which are elsewhere between passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.model_stamp import BASE, ModelStamp
+from .accelerate import parts, weights
+
+FEW = 16  # numbers of each weight that are looked at
+
+
+def stamp_model(decoder: nn.Module) -> ModelStamp:
+    """Make the stamp of a decoder as it is now."""
+    weights, tuned = _walk(decoder)
+    versions, few = list[int](), dict[Any, list[Tensor]]()
+    layout = hash(tuple([(weight.dtype, weight.shape) for weight in weights]))
+    with torch.no_grad():
+        for weight in weights:
+            if weight.is_meta:
+                continue
+            versions.append(0 if weight.is_inference() else weight._version)
+            for part in (weight,) if type(weight) in _PLAIN else parts(weight):
+                if part.numel():
+                    few.setdefault((part.device, part.dtype), []).append(_first(part))
+        sample = tuple(torch.cat(one).view(torch.uint8) for one in few.values())
+    adapters, acting = _adapters(tuned)
+    return ModelStamp(weakref.ref(decoder), adapters, acting, layout, hash(tuple(versions)), sample)
+
+
+_PLAIN = (nn.Parameter, Tensor)
+
+
+def _walk(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
+    """Return the parameters, and the modules that adapters change. No parameters if passes gather them and put them away."""
+    weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
+    while waiting:  # nn.Module.modules() takes several times as long
+        module = waiting.pop()
+        own = vars(module)
+        tunes, gathers = _traits(cast(Any, type(module)))
+        weights += [weight for weight in own["_parameters"].values() if weight is not None]
+        waiting += [child for child in own["_modules"].values() if child is not None]
+        if tunes or "_disable_adapters" in own:
+            tuned.append(module)
+        away = away or gathers or "_fsdp_wrapped_module" in own["_modules"]
+    if away or any("_fsdp_flattened" in vars(weight) or "ds_id" in vars(weight) for weight in weights):
+        return [], tuned
+    return weights, tuned
+
+
+@functools.cache
+def _traits(kind: Any) -> tuple[bool, bool]:
+    """Tell of a class of modules whether it has adapters of PEFT, and whether FSDP has sharded it."""
+    return hasattr(kind, "_disable_adapters"), hasattr(kind, "_get_fsdp_state")
+
+
+def _first(part: Tensor) -> Tensor:
+    """Return a tensor's first numbers, without a copy of the tensor."""
+    if part.is_contiguous():
+        return part.as_strided((min(part.numel(), FEW),), (1,))
+    return part[(0,) * (part.ndim - 1)][:FEW]
+
+
+# ---- adapters ----
+
+
+def _adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
+    """Return the names of PEFT's adapters that act, of each row if rows have their own; and a hash of those by module."""
+    rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
+    if rows is not None:
+        return tuple(BASE if name == "__base__" else name for name in rows), 0
+    acting = [_acting(module) for module in tuned]
+    names = sorted({name for own in acting for name, _ in own})
+    return (" + ".join(names) or BASE,), hash(tuple(acting))
+
+
+def _acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Return the adapters that change what a module computes, each with its scale."""
+    own = vars(module)
+    if own.get("_disable_adapters", False):
+        return ()
+    merged = own.get("merged_adapters", ())
+    if merged:
+        return tuple((f"{name} (merged)", None) for name in merged)
+    active = own.get("_active_adapter", ())
+    names = (active,) if isinstance(active, str) else active
+    holders = [own["_modules"].get(name) for name in getattr(type(module), "adapter_layer_names", ())]
+    known = {name for one in holders if one is not None for name in vars(one).get("_modules") or vars(one).get("_keys", ())}
+    scales = own.get("scaling", {})
+    return tuple((name, scales.get(name)) for name in names if name in known)
+
+
+def adapter_names(module: nn.Module) -> list[str] | None:
+    """Return the adapter of each row, if generate() or a forward was given PEFT's adapter_names; else None."""
+    for hook in module._forward_pre_hooks.values():
+        names = hook.keywords.get("adapter_names") if isinstance(hook, functools.partial) else None
+        if names is not None:
+            return list(names)
+    return None
+
+
+def end_adapter_names(model: nn.Module) -> None:
+    """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error; they would fail later calls."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, functools.partial) and "adapter_names" in hook.keywords:
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                del module._forward_pre_hooks[key]
+
+
+# ---- files ----
+
+
+def describe_weights(decoder: nn.Module) -> dict[str, Any]:
+    """Describe weights for a file: a hash of a few numbers of each, how they are quantized, and the adapters that act."""
+    digest = hashlib.sha256()
+    for name, weight in weights(decoder):
+        few = weight.flatten()[:FEW]
+        digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
+    about: dict[str, Any] = {"weights": digest.hexdigest()[:16]}
+    tuned = _walk(decoder)[1]
+    if tuned:
+        about["adapters"] = ", ".join(_adapters(tuned)[0])
+    quantized = getattr(getattr(decoder, "config", None), "quantization_config", None)
+    if quantized is not None:
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+        about["quantized"] = str(getattr(how, "value", how))
+    return about

@@ -1,0 +1,138 @@
+"""The text that generate() is given, compared with the one that its cache has read: the same and more, or new tokens alone."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..arch.upstream import CACHE
+from ..cache.cache import EvictingCache
+from ..cache.token_ids import PADDING, UNKNOWN
+from ..errors import KVPatchError
+
+_LOG = logging.getLogger(__name__)
+ANEW = (
+    "A cache goes on with what it has read. To ask several questions about one text, give each a copy made before the first "
+    f"one, {CACHE}=cache.clone(); after an edit take patch.new_cache() and read the text anew, with all of it as input_ids."
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tokens and the padding mask that generate() was given.
+
+    ids: int [B,N]; None if it got embeddings. columns: N; None if it got no tokens. mask: [B,T], or None. seen: columns that
+    the cache has read.
+    """
+
+    ids: Tensor | None
+    columns: int | None
+    mask: Tensor | None
+    seen: int
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int) -> Given:
+        """Find them among generate()'s arguments."""
+        mask = kwargs.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        embeds = kwargs.get("inputs_embeds")
+        if isinstance(embeds, Tensor) and embeds.ndim >= 2 and embeds.shape[1]:
+            return cls(None, embeds.shape[1], mask, seen)
+        for one in (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")):
+            if isinstance(one, Tensor) and one.ndim >= 2 and one.shape[1]:
+                tokens = one if one.ndim == 2 and not one.is_floating_point() else None
+                return cls(tokens, one.shape[1], mask, seen)
+        return cls(None, None, mask, seen)
+
+    @property
+    def alone(self) -> bool:
+        """True for new tokens alone: their mask covers what was seen as well, as transformers has it. Never for embeddings."""
+        told = self.mask is not None and self.ids is not None and self.columns is not None and self.seen > 0
+        return told and self.mask.shape[1] == self.seen + self.columns  # type: ignore[union-attr,operator]
+
+    @property
+    def whole(self) -> int | None:
+        """Columns of the text, with what was seen."""
+        return self.columns if self.columns is None or not self.alone else self.seen + self.columns
+
+
+def check_mask(given: Given) -> None:
+    """Raise KVPatchError unless the mask covers the given tokens, or these and the tokens that the cache has seen."""
+    mask, new, seen = given.mask, given.columns, given.seen
+    if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
+        raise KVPatchError(
+            f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {new}, or "
+            f"{seen + new} over both."
+        )
+
+
+def check_text(given: Given, cache: EvictingCache) -> str | None:
+    """Compare what generate() is given with every token that the cache has read; return why some cannot be compared.
+
+    Raises:
+        KVPatchError: the text is another one, or brings nothing new.
+    """
+    if given.columns is None or not given.seen:
+        return None
+    name = "inputs_embeds" if given.ids is None else "input_ids"
+    if not given.alone and given.seen >= given.columns:
+        over = f", or what is new alone with an attention_mask of {given.seen + given.columns} columns over both"
+        raise KVPatchError(
+            f"{name} have {given.columns} columns, but the cache has read {given.seen} tokens: give the whole text so far with "
+            f"what is new at its end{over if given.ids is not None else ''}. {ANEW}"
+        )
+    if not cache.keeps_ids:
+        return None
+    known_BT = cache.ids.ids_BT
+    if known_BT is None or known_BT.shape[1] < given.seen:
+        return "the cache does not know the ids of what it has read"
+    if given.ids is not None and not given.alone:
+        _check_ids(given.ids[:, : given.seen].to(known_BT.device), known_BT)
+    _check_padding(given, known_BT)
+    if given.ids is None:
+        return "inputs_embeds have no token ids"
+    unknown = not given.alone and bool((known_BT == UNKNOWN).any())
+    return "some of what the cache has read came without token ids" if unknown else None
+
+
+def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
+    """Raise KVPatchError if the text so far is not the one that the cache has read."""
+    given_BT = _rows_like(ids_BT, known_BT)
+    if given_BT is None:
+        return  # another batch, which the pass refuses
+    wrong_BT = (given_BT != known_BT) & (known_BT >= 0)
+    if bool(wrong_BT.any()):
+        row, column = wrong_BT.nonzero()[0].tolist()
+        raise KVPatchError(
+            f"input_ids differ from what the cache has read at column {column} of row {row}: it has read another text, such as "
+            f"an earlier question, or a turn that was edited since. {ANEW}"
+        )
+
+
+def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
+    """Return what is given for each row of the cache: a text's row is given once for all its beams."""
+    each = len(known_BT) // len(given_BT)
+    if len(known_BT) == 1:
+        return given_BT  # of a prefix, which all rows begin with
+    return given_BT.repeat_interleave(each, 0) if each and each * len(given_BT) == len(known_BT) else None
+
+
+def _check_padding(given: Given, known_BT: Tensor) -> None:
+    """Raise KVPatchError if the mask takes a token for padding that the cache has read, or padding for a token."""
+    if given.mask is None:
+        return
+    real_BT = _rows_like(given.mask[:, : given.seen].to(known_BT.device).bool(), known_BT)
+    if real_BT is None:
+        return
+    wrong_BT = (real_BT == (known_BT == PADDING)) & (known_BT != UNKNOWN)
+    if not bool(wrong_BT.any()):
+        return
+    row, column = wrong_BT.nonzero()[0].tolist()
+    there, here = ("a token", "padding") if known_BT[min(row, len(known_BT) - 1), column] >= 0 else ("padding", "a token")
+    raise KVPatchError(
+        f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
+        f"text that it has read, with ones for what was generated. {ANEW}"
+    )
