@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -58,7 +59,7 @@ class Patch:
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
         measured = stamp_model(target.decoder) if self.settings.policy.score.calibrated else None
         state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself())
-        state.prefixes.renew = functools.partial(renew_prefix, target, state)
+        state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
         return state
 
     def __repr__(self) -> str:

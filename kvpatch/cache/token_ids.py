@@ -40,6 +40,11 @@ class TokenIds:
         return None if self._ids_BC is None else self._ids_BC[:, : self.columns]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return 0 if self._ids_BC is None else self._ids_BC.nbytes
+
+    @property
     def prompt_BN(self) -> Tensor | None:
         """Ids of the newest prompt; None if some of them are unknown."""
         ids_BT = self.ids_BT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -25,8 +26,10 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     return state.prefixes.add(_read(target, state, tokens)) if known is None else known
 
 
-def renew_prefix(target: Target, state: PatchState, prefix: Prefix) -> Prefix:
-    """Return a prefix as it is, or read anew if the model has changed since."""
+def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix) -> Prefix:
+    """Return a prefix as it is, or read anew if the model has changed since. owner: holds the prefix, so not held by this."""
+    state = owner()
+    assert state is not None
     same = prefix.read_by is not None and prefix.read_by.differs(stamp_model(target.decoder)) is None
     return prefix if same else _read(target, state, prefix.ids)
 

@@ -197,7 +197,7 @@ MUTANTS = {
         "tests/hooks/test_texts.py::test_an_edit_anywhere_is_refused_by_its_column[3]"),
     "generated tokens are not compared": (
         "cache/passes.py", "    cache.note_ids(input_ids, now", "    cache.note_ids(input_ids if now.prompt else None, now",
-        "tests/hooks/test_texts.py::test_an_edit_anywhere_is_refused_by_its_column[33]"),
+        "tests/hooks/test_texts.py::test_an_edit_anywhere_is_refused_by_its_column[30]"),
     "new tokens alone are taken for the whole text": (
         "hooks/texts.py", "self.columns is None or not self.alone", "True",
         "tests/hooks/test_texts.py::test_new_tokens_alone_are_a_prompt_of_both[h2o-10-50]"),
