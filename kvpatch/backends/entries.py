@@ -47,7 +47,7 @@ class Exact:
         """Return D."""
         return entries.shape[-1]
 
-    def of(self, heads_N: Tensor) -> Exact:
+    def of(self, heads_N: Tensor | slice) -> Exact:
         """Return the codec of these heads' entries."""
         return self
 
@@ -110,7 +110,7 @@ class Rounded:
         """Return D."""
         return self.D
 
-    def of(self, heads_N: Tensor) -> Rounded:
+    def of(self, heads_N: Tensor | slice) -> Rounded:
         """Return the codec of entries [N,...,width] of these heads, numbered n = b * H + h."""
         return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
@@ -166,7 +166,7 @@ class Latent:
         """Return D."""
         return self.D
 
-    def of(self, heads_N: Tensor) -> Latent:
+    def of(self, heads_N: Tensor | slice) -> Latent:
         """Return the codec of these heads' entries."""
         return replace(self, whole=self.whole.of(heads_N))
 

@@ -144,7 +144,7 @@ class HeadOffsets:
 
     def _codecs(self, codec: Codec) -> tuple[Codec, Codec]:
         """Return the codecs of entries in blocks, and of those of the heads' edges."""
-        return codec.of(self.blocks().head_P), codec.of(torch.arange(len(self.capacities), device=self.begin_N.device))
+        return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _parts(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return entries in blocks [P,BLOCK,D] and those of the heads' edges [N,E,D]; rounded ones are unpacked later."""

@@ -24,7 +24,7 @@ def test_the_operator_is_as_it_says():
     state = [torch.rand(B, H, C)]
     arguments = (
         *tensors, positions, slot, torch.tensor([9]), state, "sum", "sum", "", 1.0, "sum", 0.25, None, None, 3.0,
-        torch.zeros(H, 2), None, None, None, None, None, None, 1.0, 16,
+        torch.zeros(H, 2), None, None, None, None, None, None, 1.0, 16, None,
     )  # fmt: skip
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), arguments)
     torch.library.opcheck(triton_backend.compiled_step, arguments, test_utils=("test_schema", "test_faketensor"))

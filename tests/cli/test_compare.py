@@ -110,8 +110,8 @@ def test_sizes_that_the_budget_cuts():
     def cut(name, k, **options):
         return comparison.figures(kvpatch.get_policy(name).with_options(**options), k).cut
 
-    assert cut("snapkv", 0.5) == {"window": (32, 20)}
-    assert cut("critical(adaptive(snapkv))", 12) == {"window": (32, 12)}
+    assert cut("snapkv", 0.5) == {"window": (32, 10)}
+    assert cut("critical(adaptive(snapkv))", 12) == {"window": (32, 6)}
     assert cut("snapkv", 33) == {}
     assert cut("snapkv", 8, window=4, recent=9, sinks=2) == {"recent": (9, 6)}
     assert cut("roco", 12) == {"protected": (6, 2)}

@@ -42,6 +42,9 @@ class Engine:
     def cancel_request(self, request_id):
         self.cancelled.append(request_id)
 
+    def stop(self, **how):
+        pass
+
 
 def make_app(engine):
     """The app that `kvpatch serve` runs, with `engine` in place of transformers' own."""
@@ -57,7 +60,7 @@ def make_app(engine):
     model, tokenizer = source.model(), source.tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     state = GenerationState(continuous_batching=True)
-    state._cb_manager, state._cb_model_id = CBGenerateManager(), f"{NAME}@main"
+    state._cb_manager, state._cb_model_id = CBGenerateManager(), model_manager.ModelManager.process_model_name(NAME)
     state._cb_manager._cb = engine
     with serving._loaded(model, tokenizer):
         manager = model_manager.ModelManager(device="cpu", force_model=NAME)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvpatch
+from kvpatch.arch.upstream import cache_of
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -45,7 +46,7 @@ def test_it_reads_what_is_new_and_answers_as_without(how, start):
             out = model.generate(
                 WHOLE, past_key_values=filled(patch, model, start), return_dict_in_generate=True, **OPTIONS | options
             )
-            cache = kvpatch.upstream.cache_of(out)
+            cache = cache_of(out)
             found.append((out.sequences, cache))
         (plain, want), (sequences, cache) = found
         assert torch.equal(plain, sequences)

@@ -16,9 +16,10 @@ from kvpatch.attention.layer_call import Call
 from kvpatch.attention.stacked import LayerStack
 from kvpatch.backends import head_offsets, torch_backend
 from kvpatch.cache import concat, layer, passes
+from kvpatch.cache.counters import DeviceCounters
 from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.slots import DenseSlots
-from kvpatch.cache.state import DeviceCounters, TextState
+from kvpatch.cache.state import TextState
 from kvpatch.hooks import decoder, install
 from kvpatch.hooks.run_log import RunLog
 from kvpatch.policies.context import Limits

@@ -125,7 +125,7 @@ MUTANTS = {
         "cli/model_class.py", "                _check(auto, config)", "                pass",
         "tests/cli/test_cli.py::test_a_type_is_refused_before_its_weights_are_loaded"),
     "a model without numbers that judges itself": (
-        "arch/automatic.py", "(offloaded or not all(parameter.is_meta for parameter in model.parameters()))", "True",
+        "arch/proof.py", "(offloaded or not all(parameter.is_meta for parameter in model.parameters()))", "True",
         "tests/arch/test_automatic.py::test_a_small_model_without_a_twin_is_judged_once_it_has_its_numbers"),
     "a piece that the positions do not hold twice": (
         "cli/calibrate_command.py", "(limit - teacher.score.longest(0)) // 2", "limit",
@@ -500,7 +500,7 @@ MUTANTS = {
         "hooks/settings.py", "if policy.merging is not None and any(target.latent()):", "if False:",
         f"{LATENT}_values_cannot_be_merged"),
     "latents: entries without a cache of the caller's are expanded": (
-        "arch/interface.py", 'call["past_key_values"] = Entries()', "pass", f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),
+        "arch/interface.py", 'call[cache_argument(type(attn).forward)] = Entries()', "pass", f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),
     "what an encoder read is passed on": (
         "hooks/inputs.py", 'if call.get("encoder_hidden_states") is not None:', "if False:",
         f"{OWN}_what_an_encoder_read_is_refused"),
