@@ -500,7 +500,8 @@ MUTANTS = {
         "hooks/settings.py", "if policy.merging is not None and any(target.latent()):", "if False:",
         f"{LATENT}_values_cannot_be_merged"),
     "latents: entries without a cache of the caller's are expanded": (
-        "arch/interface.py", 'call[cache_argument(type(attn).forward)] = Entries()', "pass", f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),
+        "arch/interface.py", "call[cache_argument(type(attn).forward)] = Entries()", "pass",
+        f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),
     "what an encoder read is passed on": (
         "hooks/inputs.py", 'if call.get("encoder_hidden_states") is not None:', "if False:",
         f"{OWN}_what_an_encoder_read_is_refused"),

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from tools.reliability.page import ROOT, put
@@ -99,11 +100,12 @@ def tests(row: str, arguments: list[str]) -> Outcome:
 
 def table(outcomes: list[Outcome]) -> str:
     """Markdown."""
-    lines = ["| transformers | torch | result | minutes | pytest |", "|---|---|---|---|---|"]
+    today = date.today().isoformat()
+    lines = ["| transformers | torch | result | minutes | pytest | day |", "|---|---|---|---|---|---|"]
     for one in outcomes:
         transformers, _, torch = one.versions.partition(" ")
         verdict = "pass" if one.passed else "FAIL"
-        lines.append(f"| {transformers} | {torch or one.asked} | {verdict} | {one.seconds / 60:.0f} | {one.line} |")
+        lines.append(f"| {transformers} | {torch or one.asked} | {verdict} | {one.seconds / 60:.0f} | {one.line} | {today} |")
     return "\n".join(lines)
 
 
