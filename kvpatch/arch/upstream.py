@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import create_masks_for_generate
 from transformers.pytorch_utils import Conv1D
@@ -57,6 +57,10 @@ def set_cache(call: dict[str, Any], cache: Any, name: str) -> None:
 
 CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
 """The installed version's name of the cache."""
+
+
+HYBRIDS = hasattr(Cache, "get_conv_state")
+"""Whether models ask their cache for the states of layers without keys; those of 5.15 take them from the cache's layers."""
 
 
 def attention_of(config: Any) -> str:

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from ..arch.adapter import source_module
 from ..arch.interface import ATTENTION
 from ..arch.kinds import knows_number, source_of
-from ..arch.upstream import DynamicLayer, LinearAttentionLayer, keeps_state
+from ..arch.upstream import HYBRIDS, DynamicLayer, LinearAttentionLayer, keeps_state
 from ..cache.recurrent import Stack
 from ..errors import KVPatchError
 
@@ -34,6 +34,11 @@ def stack_of(decoder: Any) -> Stack | None:
     layers = enumerate(DynamicCache(config=config).layers)
     kept = [(number, layer) for number, layer in layers if isinstance(layer, DynamicLayer | LinearAttentionLayer)]
     states = tuple((number, layer.number_of_states) for number, layer in kept if isinstance(layer, LinearAttentionLayer))
+    if states and not HYBRIDS:
+        raise KVPatchError(
+            f"{type(decoder).__name__} has layers with a recurrent state, which this transformers keeps where kvpatch cannot "
+            "stand in: install a newer one, pip install -U 'transformers<6'."
+        )
     attention = tuple(number for number, layer in kept if isinstance(layer, DynamicLayer))
     return Stack(attention, states, croppable=not keeps_state(type(decoder)))
 

@@ -7,9 +7,12 @@ import torch
 from transformers import CompileConfig, DynamicCache, Lfm2Config, Lfm2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 import kvpatch
+from kvpatch.arch.upstream import HYBRIDS
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.teacher_forcing import feed
+from kvpatch.hooks.target import Target
 
+pytestmark = pytest.mark.skipif(not HYBRIDS, reason="models of this transformers take states from the cache's layers")
 WIDTHS = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 
 
@@ -183,3 +186,9 @@ def test_convolutions_are_rolled_back():
         cache.crop(-2)
         token = torch.tensor([[7]])
         torch.testing.assert_close(run(model, cache, token), run(model, copy, token), rtol=1e-5, atol=1e-6)
+
+
+def test_a_version_whose_models_look_into_the_cache_s_layers_is_refused(model, monkeypatch):
+    monkeypatch.setattr("kvpatch.hooks.hybrid.HYBRIDS", False)
+    with pytest.raises(kvpatch.KVPatchError, match=r"recurrent state, which this transformers keeps where .*pip install -U"):
+        Target.find(model)

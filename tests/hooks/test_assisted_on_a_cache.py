@@ -7,6 +7,7 @@ import torch
 
 import kvpatch
 from kvpatch.arch.upstream import cache_of
+from tests.helpers.marks import since
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -67,6 +68,7 @@ def test_policies(policy):
         assert torch.equal(plain, model.generate(WHOLE, past_key_values=prefix, prompt_lookup_num_tokens=3, **OPTIONS))
 
 
+@since("5.16", "assisted decoding makes a mask over the given tokens alone, which is refused")
 def test_new_tokens_alone():
     model, new = make("llama_gqa"), WHOLE[:, 40:]
     mask = torch.ones_like(WHOLE)

@@ -13,6 +13,7 @@ from kvpatch import KVPatchError
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.hooks.identity import stamp_model
 from kvpatch.hooks.target import Target
+from tests.helpers.marks import batches
 from tests.helpers.serving import batched, prompts, running
 from tests.helpers.tiny import make, prompt
 
@@ -166,6 +167,7 @@ def test_another_model_of_the_same_shapes():
                 EvictingCache.concatenate([filled(patch, one), cache])
 
 
+@batches
 def test_prefixes_of_continuous_batching_are_read_anew():
     """By generate_batch(), and by a manager that runs while weights change between its requests."""
     from tests.helpers.serving import collect
