@@ -76,7 +76,8 @@ def test(version: Version) -> tuple[bool, str]:
     code, said = run(python, *PYTEST, *files, seconds=LIMIT)
     lines = said.strip().splitlines() or ["no output"]
     failed = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    last = f"{lines[-1].strip('= ')}, {time.monotonic() - started:.0f} s with the environment"
+    counts = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), lines[-1])
+    last = f"{counts.strip('= ')}, {time.monotonic() - started:.0f} s with the environment"
     return code == 0, "\n".join([last, *failed[:20]])
 
 
