@@ -295,9 +295,9 @@ class Budget:
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
             layers = ((as_python(entry), f"k[{i}]") for i, entry in enumerate(k))
+            per_layer = tuple([_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers])
             sizes = tuple(_size(as_python(entry)) for entry in k)
-            per_layer = (_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers)
-            return cls(tuple(per_layer), sizes if any(sizes) else ())
+            return cls(per_layer, sizes if any(sizes) else ())
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
         one = parse_k(k)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvpatch
 from kvpatch import EvictingCache
+from kvpatch.arch.upstream import CACHE
 from tests.helpers.misuse_world import elsewhere, filled, full, half, removed, report_of_none, row, static, weights
 from tests.helpers.tiny import make, prompt
 
@@ -133,7 +134,7 @@ PASSES = [
     _c("a cache of another batch size", lambda w: w.step(input_ids=prompt(3, 1)), r"holds 2 rows, but the input has 3.*repeat"),
     _c("a DynamicCache that is filled", lambda w: w.step(past_key_values=full()), r"filled outside the block"),
     _c("an empty DynamicCache", lambda w: w.step(past_key_values=DynamicCache()), r"An empty DynamicCache was passed"),
-    _c("a tuple as cache", lambda w: w.step(past_key_values=((), ())), r"past_key_values is a tuple"),
+    _c("a tuple as cache", lambda w: w.step(past_key_values=((), ())), rf"{CACHE} is a tuple"),
     _c("input_ids of floats", lambda w: w.step(input_ids=torch.ones(2, 1)), r"input_ids.*torch\.float32.*token ids"),
     _c("input_ids of one dimension", lambda w: w.step(input_ids=one([1, 2])), r"input_ids.*\[2\].*\[B, tokens\]"),
     _c("input_ids of three dimensions", lambda w: w.step(input_ids=one([[[1]]])), r"input_ids.*\[1, 1, 1\].*\[B, tokens\]"),

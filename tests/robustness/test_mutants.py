@@ -807,7 +807,7 @@ MUTANTS = {
     "norms of tokens that are appended forgotten": (
         "attention/bound_step.py", "entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms",
         "entry = type(call.score).entry is not Score.entry",
-        "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[layer_defensive]"),
+        "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[kvzip_plus]"),
     "norms of layers that wait forgotten": (
         "policies/policy.py", 'self.schedule != "prompt" or self.over_model', 'self.schedule != "prompt"',
         "tests/cache/test_common_budget.py::test_weights_of_a_layer_are_not_needed_after_it"),
@@ -934,7 +934,7 @@ MUTANTS = {
         "arch/rotary.py", "(torch.ones_like(cos), torch.zeros_like(sin))", "(cos, sin)",
         "tests/arch/test_families.py::test_renumbered[qwen3]"),
     "GPT-J's renumbered keys are rotated twice": (
-        "arch/gptj.py", 'torch.zeros_like(call["position_ids"])', 'call["position_ids"]',
+        "arch/gptj.py", "(torch.zeros_like(sin), torch.ones_like(cos))", "(sin, cos)",
         f"{PARTS}::test_renumbered[gptj-h2o]"),
     "rotations undone that follow the text's length": (
         "arch/rotary.py", "follows = not renumbered and kind in BY_LENGTH", "follows = False",
@@ -1018,7 +1018,7 @@ MUTANTS = {
         f"{OWN}_what_needs_positions_of_our_own_is_refused[llama4_tuned]"),
     "the tokens of an image are those of the innermost model": (
         "hooks/target.py", "in reversed(holders[:-1]) if _image_tokens(holder)", "in reversed(holders[:-1])",
-        f"{SHELLS}[image-llama4]"),
+        f"{SHELLS}[image-mistral3]"),
     "attention that kvpatch does not reach passes": (
         "arch/interface.py", "        if not attended:", "        if False:",
         "tests/arch/test_remote_code.py::test_a_forward_that_hands_nothing_on_is_refused[keeps them]"),
