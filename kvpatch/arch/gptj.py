@@ -28,13 +28,14 @@ class GPTJAdapter(Adapter):
         self,
         attn: Any,
         hidden_BQE: Tensor,
-        position_ids: Tensor | None = None,
+        position_ids: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(attn, hidden_BQE)
         if position_embeddings is None:  # before transformers 5.24 each module has the table
-            position_embeddings = attn.embed_positions[position_ids].to(hidden_BQE.dtype).chunk(2, -1)
+            table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)
+            position_embeddings = table[places].to(hidden_BQE.dtype).chunk(2, -1)
         sin, cos = (one.to(hidden_BQE.device)[:, None] for one in position_embeddings)
         return _turn(attn, q, sin, cos), _turn(attn, k, sin, cos), v
 
