@@ -383,6 +383,7 @@ class Call:
             tau=tau,
             layer=layer,
             seed=self.settings.seed,
+            grouped="squares" in self.policy.statistics,
         )
         return {name: STATISTICS[name](block, self.score) for name in self.policy.statistics}
 

@@ -29,9 +29,11 @@ from .entries import dot, mix
 from .protocol import Case, Geometry, Keys, Task
 
 NAME = "torch"
-CPU_BLOCK = 1 << 18  # probabilities of one block on the CPU: 1 MiB of float32, about a core's L2 cache
+CPU_BLOCK = 1 << 22  # probabilities of one block on the CPU: 16 MiB; smaller blocks spend more on calls than caches save
 DEVICE_BLOCK = 1 << 26  # on other devices: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask on the CPU
+EVEN = 16  # a block's rows are a multiple of it, for threads to share
+FLOOR = 1e-30  # below it a probability counts as 0 where some are: float32's subnormals begin at 1.2e-38, products sooner
 LOGITS = 4  # tensors of a block's size that `_attend_special` holds at once
 FLOAT16 = torch.finfo(torch.float16).max
 UNCOUNTED = torch.empty(0)  # in place of the keys that each row attends to, where nobody asks
@@ -336,8 +338,7 @@ def observe(
     B, H, G, Q, _ = q_BHGQD.shape
     T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
     on_cpu = q_BHGQD.device.type == "cpu"
-    budget = CPU_BLOCK if on_cpu else DEVICE_BLOCK
-    heads = 1 if on_cpu else max(1, min(B * H, budget // (G * 64 * T)))
+    budget, threads = (CPU_BLOCK, torch.get_num_threads()) if on_cpu else (DEVICE_BLOCK, 1)
     q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
     # ALiBi is added block by block, from another origin than a kernel's; and the shortcut below does not cap logits
     usable = geometry.slopes_HG is None and geometry.softcap is None
@@ -348,22 +349,25 @@ def observe(
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
     blocks = [
         (start, stop, _columns(keys, geometry, start, stop)[0], ends[stop - 1])
-        for start, stop in _row_blocks(ends, budget // (heads * G), G)
+        for start, stop in _row_blocks(ends, budget // (2 * G), G)
     ]
+    most = max(((stop - start) * (hi - lo) for start, stop, lo, hi in blocks), default=1)
+    heads = min(round(budget / (G * most)), B * H)  # two where blocks are as large as they get
+    heads = heads // threads * threads or 1
     # one buffer for the logits of all blocks: each new one would be mapped and cleared first, which costs as much as a product
-    most = max(((stop - start) * (hi - lo) for start, stop, lo, hi in blocks), default=0)
     room = torch.empty(heads * G * most, dtype=dtype, device=q_BHGQD.device)
     for n0 in range(0, B * H, heads):
         n1 = min(n0 + heads, B * H)
-        q, kt, v = q_NGQD[n0:n1].to(dtype) * geometry.scale, k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
+        q, kt, v = q_NGQD[n0:n1].to(dtype), k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
         for start, stop, lo, hi in blocks:
             rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
             x = room[: rows.shape[0] * rows.shape[1] * (hi - lo)].view(*rows.shape[:2], hi - lo)
+            parts = threads if n1 - n0 == 1 and rows.shape[1] % threads == 0 else 1
             if lse_NGQ is None:
-                x = _capped(torch.bmm(rows, kt[:, :, lo:hi], out=x), geometry)
+                x = _capped(_multiply(rows, kt[:, :, lo:hi], parts, x, geometry.scale), geometry)
             else:
-                minus = -rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1").to(dtype)
-                x = torch.baddbmm(minus, rows, kt[:, :, lo:hi], out=x)
+                x.copy_(rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1"))
+                x = _multiply(rows, kt[:, :, lo:hi], parts, x, geometry.scale, minus=True)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = (x[:, 0] > -torch.inf).sum(-1) if count else UNCOUNTED
@@ -375,21 +379,48 @@ def observe(
                 p = _weights(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
                 p = x.exp_()
+            if on_cpu and _reaches_subnormals(p):
+                F.threshold_(p, FLOOR, 0.0)
             mask.zero_padding(p, n0, n1, start, stop)
             if out_NGQD is not None:
-                block = torch.bmm(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi])
+                block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])
+                _multiply(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi], parts, block)
                 out_NGQD[n0:n1, :, start:stop] = rearrange(block, "n (g r) d -> n g r d", g=G)
             observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
+
+
+def _reaches_subnormals(p_NGRM: Tensor) -> bool:
+    """Tell by a block's last row whether many of its probabilities are so small that a CPU takes many times as long for them."""
+    last_NGM = p_NGRM[:, :, -1]
+    return bool(((last_NGM > 0) & (last_NGM < FLOOR)).any())
+
+
+def _multiply(
+    a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
+) -> Tensor:
+    """Write the scaled products to `out_NLM`, less what is there if minus. Of N = 1, `parts` blocks of rows are a batch.
+
+    The CPU's library gives each matrix of a batch to a thread of its own, and shares out a single one less well.
+    """
+    out = out_NLM
+    if parts > 1:
+        a_NLK, b_NKM = a_NLK.view(parts, -1, a_NLK.shape[2]), b_NKM.expand(parts, -1, -1)
+        out = out.view(parts, -1, out.shape[2])
+    torch.baddbmm(out, a_NLK, b_NKM, beta=-1 if minus else 0, alpha=scale, out=out)
+    return out_NLM
 
 
 def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int, int]]:
     """Split rows into blocks of about `entries` probabilities each, so blocks are taller where rows see fewer keys.
 
-    A block reads all keys and values that it sees, so it has 128 queries of the group or more.
+    A block reads all keys and values that it sees, so it has 128 queries of the group or more; it also computes logits of keys
+    that its first rows do not see, so its rows are an eighth of its keys or fewer, but for the first blocks. Blocks do not
+    depend on the number of threads, so neither do the sums over them.
     """
-    start, least = 0, max(16, 128 // G)
+    start, least = 0, max(EVEN, 128 // G)
     while start < len(ends):
-        stop = min(len(ends), start + max(least, min(256, entries // (ends[start] + 127))))
+        size = max(least, min(256, entries // (ends[start] + 127), (ends[start] + 1023) // 8))
+        stop = min(len(ends), start + size // EVEN * EVEN)
         yield start, stop
         start = stop
 
@@ -399,6 +430,7 @@ class _Mask:
 
     def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry, ends: Sequence[int] | None = None) -> None:
         self.keys, self.geometry, self.ends = keys, geometry, ends
+        self.future: Tensor | None = None  # of the tallest block so far
         B, H, _ = keys.positions_BHT.shape
         self.padded = keys.holes
         self.positions_NT = keys.positions_BHT.flatten(0, 1)
@@ -415,8 +447,9 @@ class _Mask:
             slopes, last = self.slopes_NG[n0:n1, :, None, None], self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
             x_NGRM += _alibi(slopes.to(x_NGRM.dtype), positions, last, self.geometry)
         if self.ends is None:
-            future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
-            x_NGRM[..., -R:].masked_fill_(future, -torch.inf)
+            if self.future is None or len(self.future) < R:
+                self.future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
+            x_NGRM[..., -R:].masked_fill_(self.future[:R, :R], -torch.inf)
         else:
             first = 0 if self.padded else self.ends[start] - lo  # all rows of the block see the keys before
             unseen = positions[..., first:] > self.rows_NQ[n0:n1, None, start:stop, None]

@@ -5,6 +5,7 @@ Dimension key: see kvpatch/__init__.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -229,6 +230,7 @@ class Block:
         tau: temperature of the softmax.
         layer: index of the layer.
         seed: seed of the policy's random numbers.
+        grouped: whether a statistic reads `group_NRM`, so that others had better read it too.
     """
 
     p_NGRM: Tensor
@@ -238,6 +240,12 @@ class Block:
     tau: float | Tensor
     layer: int | Tensor
     seed: int
+    grouped: bool = False
+
+    @functools.cached_property
+    def group_NRM(self) -> Tensor:
+        """The probabilities' sum over the group."""
+        return self.p_NGRM.sum(1)
 
 
 @dataclass

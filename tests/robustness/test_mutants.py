@@ -349,10 +349,18 @@ MUTANTS = {
     "score not reset when a slot is reused": (
         "cache/layer.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (
-        "policies/statistics.py", "block.p_NGRM.mean(1)", "block.p_NGRM[:, 0]",
+        "policies/statistics.py", "block.group_NRM.square()", "block.p_NGRM[:, 0]",
+        f"{ORACLE}[llama_gqa-roco]"),
+    "one thread's rows without the scale": (
+        "backends/torch_backend.py", "beta=-1 if minus else 0, alpha=scale", "beta=-1 if minus else 0, alpha=scale / parts",
+        "tests/backends/test_threads.py"),
+    "small probabilities stay": (
+        "backends/torch_backend.py", "F.threshold_(p, FLOOR, 0.0)", "pass", "tests/backends/test_threads.py"),
+    "the group is summed twice": (
+        "policies/statistics.py", "return block.group_NRM.sum(1)", "return block.group_NRM.sum(1) * 2",
         f"{ORACLE}[llama_gqa-roco]"),
     "group not summed": (
-        "policies/statistics.py", "    return block.p_NGRM.sum((1, 2))", "    return block.p_NGRM[:, 0].sum(1)",
+        "policies/statistics.py", "    return block.p_NGRM.flatten(1, 2).sum(1)", "    return block.p_NGRM[:, 0].sum(1)",
         f"{ORACLE}[llama_gqa-h2o]"),
     "padding counted in n": (
         "cache/passes.py", "before, rows_BP[:, -1] + 1, real.sum(1)", "before, before + prompt, real.sum(1)",
