@@ -336,7 +336,7 @@ def observe(
         ends: number of key columns up to each row's own, if rows were left out; rows then see keys by position.
     """
     B, H, G, Q, _ = q_BHGQD.shape
-    T, dtype = keys.k_BHTD.shape[2], accumulator(q_BHGQD.dtype)
+    dtype = accumulator(q_BHGQD.dtype)
     on_cpu = q_BHGQD.device.type == "cpu"
     budget, threads = (CPU_BLOCK, torch.get_num_threads()) if on_cpu else (DEVICE_BLOCK, 1)
     q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
@@ -370,7 +370,7 @@ def observe(
                 x = _multiply(rows, kt[:, :, lo:hi], parts, x, geometry.scale, minus=True)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
-            seen = (x[:, 0] > -torch.inf).sum(-1) if count else UNCOUNTED
+            seen = mask.count(x, start, stop) if count else UNCOUNTED
             if count and lse_NGQ is not None:
                 seen = seen.masked_fill(seen == 1, 0)  # exp(x - lse) of a row's only key may be above 1, but is its even share
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
@@ -390,7 +390,7 @@ def observe(
 
 
 def _reaches_subnormals(p_NGRM: Tensor) -> bool:
-    """Tell by a block's last row whether many of its probabilities are so small that a CPU takes many times as long for them."""
+    """Tell by a block's last row whether it has probabilities so small that a CPU takes many times as long for each."""
     last_NGM = p_NGRM[:, :, -1]
     return bool(((last_NGM > 0) & (last_NGM < FLOOR)).any())
 
@@ -459,6 +459,13 @@ class _Mask:
         if self.geometry.sliding is not None:
             gone = positions < oldest(self.geometry.sliding, self.rows_NQ[n0:n1, None, start:stop, None])
             x_NGRM.masked_fill_(gone, -torch.inf)
+
+    def count(self, x_NGRM: Tensor, start: int, stop: int) -> Tensor:
+        """Return the number of keys [N,R] that each row of a masked block attends to."""
+        if self.ends is None and not self.padded and self.geometry.sliding is None:
+            row_R = torch.arange(start, stop, device=x_NGRM.device)
+            return (self.keys.past + 1 + row_R).expand(len(x_NGRM), -1)
+        return (x_NGRM[:, 0] > -torch.inf).sum(-1)
 
     def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
         """Set the probabilities of rows that do not count to zero; they are NaN in a row that sees no key."""

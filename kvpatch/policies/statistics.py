@@ -7,7 +7,7 @@ or scope. Torch computes it; kernels compute only rows of type Statistic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,11 @@ def _squares(block: Block, score: Any) -> Tensor:
 
 def _count(block: Block, score: Any) -> Tensor:
     """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
-    above = block.p_NGRM * block.keys_NR[:, None, :, None] > 1.0
-    return above.to(block.p_NGRM.dtype).sum((1, 2))
+    total_NM = block.p_NGRM.new_zeros(block.p_NGRM.shape[0], block.p_NGRM.shape[3])
+    for rows in _pieces(block):
+        times_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]
+        total_NM += times_NGRM.gt_(1.0).flatten(1, 2).sum(1)
+    return total_NM
 
 
 def _gumbel(block: Block, score: Any) -> Tensor:
@@ -85,17 +88,33 @@ def _gumbel(block: Block, score: Any) -> Tensor:
     p = p if weight is None else p * weight
     if plain:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
-    # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
-    return p.log().div_(block.tau).softmax(-1).masked_fill_(p.amax(-1, keepdim=True) == 0, 0.0).sum((1, 2))
+    total_NM = p.new_zeros(p.shape[0], p.shape[3])
+    for rows in _pieces(block):
+        # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
+        own, empty = p[:, :, rows], p[:, :, rows].amax(-1, keepdim=True) == 0
+        total_NM += own.log().div_(block.tau).softmax(-1).masked_fill_(empty, 0.0).flatten(1, 2).sum(1)
+    return total_NM
 
 
 def _area(block: Block, score: Any) -> Tensor:
     """Sum the probability times the share of the text so far from the key on: 1 for its first token, least for its newest."""
     _, row_NR, key_NM = block.place()
-    weight_NRM = (row_NR[..., None] - key_NM[:, None] + 1) / (row_NR[..., None] + 1).clamp(min=1)
-    return (block.p_NGRM.sum(1) * weight_NRM).sum(1)
+    total_NM = block.p_NGRM.new_zeros(key_NM.shape)
+    for rows in _pieces(block):
+        row_NR1 = row_NR[:, rows, None]
+        weight_NRM = (row_NR1 - key_NM[:, None] + 1) / (row_NR1 + 1).clamp(min=1)
+        total_NM += (block.p_NGRM[:, :, rows].sum(1) * weight_NRM).sum(1)
+    return total_NM
 
 
+def _pieces(block: Block) -> Iterator[slice]:
+    """Split a block's rows: temporary tensors as large as a block would be mapped and cleared anew for each."""
+    n, G, R, M = block.p_NGRM.shape
+    size = max(1, (_AT_ONCE if block.p_NGRM.device.type == "cpu" else n * G * R * M) // (n * G * M))
+    return (slice(start, start + size) for start in range(0, R, size))
+
+
+_AT_ONCE = 1 << 18  # probabilities: 1 MiB of float32, about a core's L2 cache
 _TINY = 1e-30  # divisor of a row of padding, whose sum is zero
 STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
     "sum": Statistic(_sum, kernel="sum"),

@@ -64,8 +64,8 @@ def test_sums_and_outputs_are_those_of_the_definition_on_any_number_of_threads(s
     monkeypatch.setattr(torch_backend, "CPU_BLOCK", block)
     q, keys, want = inputs(*shape)
     mixed = want @ keys.v_BHTD.double()[:, :, None]
-    lse = (q.double() @ keys.k_BHTD.double()[:, :, None].transpose(-1, -2) / shape[-1] ** 0.5).masked_fill(want == 0, -torch.inf)
-    lse = lse.logsumexp(-1).float()
+    logits = q.double() @ keys.k_BHTD.double()[:, :, None].transpose(-1, -2) / shape[-1] ** 0.5
+    lse = logits.masked_fill(want == 0, -torch.inf).logsumexp(-1).float()
     plan = None
     for threads in THREADS:
         sums, out, blocks, _ = observed(q, keys, threads)
@@ -87,7 +87,9 @@ def test_no_subnormal_number_reaches_products_and_sums():
         torch.testing.assert_close(out.double(), want @ keys.v_BHTD.double()[:, :, None], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "scissorhands", "tova", "snapkv", "adakv", "kvzip", "critical(h2o)"])
+@pytest.mark.parametrize(
+    "policy", ["h2o", "roco", "keyformer", "scissorhands", "tova", "snapkv", "adakv", "kvzip", "critical(h2o)"]
+)
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "mistral_sliding"])
 def test_the_same_positions_are_kept_on_any_number_of_threads(name, policy):
     model, ids = make(name), prompt(2, 200)
