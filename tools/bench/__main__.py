@@ -3,6 +3,7 @@
     python -m tools.bench                                   every case of the CPU, with the limits beside the figures
     python -m tools.bench --case decode --policies h2o,roco --lengths 4096 --json bench.jsonl
     python -m tools.bench --case decode --policies h2o --lengths 4096 --profile
+    python -m tools.bench --threads 1,all --model FOLDER    a real model, on one thread and on all
     python -m tools.bench --peer kvpress                    kvpatch and NVIDIA kvpress on the same weights (`make peer-env`)
     python -m tools.bench --paper keyformer --device cuda   Keyformer's Table 1
     python -m tools.bench --case gpu --device cuda          what a GPU is measured on (gpu.py)
@@ -13,7 +14,8 @@ The models have random weights and on the CPU are about 100M parameters large: a
 head size 64, width 768, MLP 2048 and 32000 tied embeddings, and an MPT and a GPT-J of the same width and depth. float32.
 
 How it is measured. Two model objects share one set of weights; one stays patched, the other never is. Times are CPU
-time of the process, which other programs disturb less than wall time; with one thread both count the same work.
+time of the process on one thread, which other programs disturb less, and wall time on several, which users wait for. Memory is
+measured on one thread, and so are the cases host, launches and replay.
 prompt, arch: one forward over the prompt, unpatched and patched in turns; the ratio is the median of the pairs' ratios.
 Prompts of more than 8192 tokens are read by the Llama's first two layers ("llama-cut"): twelve take minutes a forward.
 decode: the caches are prefilled once, then single-token forwards alternate between copies of them; a repeat's ratio is
@@ -54,10 +56,12 @@ from .launches import launch_lines
 from .launches import markdown as launches_markdown
 from .lines import (
     ARCH_POLICIES,
+    BLOCK_POLICIES,
     CASES,
     DECODE_LENGTHS,
     DECODE_POLICIES,
     FLOOR,
+    HOST_POLICIES,
     ONE_ARCH,
     POLICIES,
     PROMPT_POLICIES,
@@ -92,8 +96,19 @@ def numbers(given: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, str, list[str], int]]:
-    """(case, architecture, policies, prompt length) of everything that is to be measured on the CPU."""
+def plan(
+    case: str, policies: str, lengths: list[int], folder: str | None = None
+) -> Iterable[tuple[str, str, list[str], int]]:
+    """(case, architecture, policies, prompt length) of everything that is to be measured on the CPU.
+
+    folder: of a model that takes the architecture's place in cases that know any.
+    """
+    if folder is not None:
+        for one in chosen("prompt,decode" if case == "all" else case, (), ("prompt", "decode", "block")):
+            defaults = {"prompt": PROMPT_POLICIES, "decode": (FLOOR, *HOST_POLICIES)}.get(one, BLOCK_POLICIES)
+            names = chosen(policies, defaults, (FLOOR, *POLICIES))
+            yield from ((one, folder, names, n) for n in lengths or (2048,))
+        return
     for one in CASES if case == "all" else chosen(case, CASES, CASES):
         if one == "decode":
             names = chosen(policies, (FLOOR, "full", *DECODE_POLICIES), (FLOOR, *POLICIES))
@@ -114,7 +129,6 @@ def plan(case: str, policies: str, lengths: list[int]) -> Iterable[tuple[str, st
 
 # cases that measure all policies on one model
 SEVERAL_LINES = {
-    "decode": decode_lines,
     "ragged": ragged_lines,
     "host": host_lines,
     "batch": batch_lines,
@@ -123,9 +137,16 @@ SEVERAL_LINES = {
 }
 
 
+def threads_of(given: str) -> list[int]:
+    """Numbers of threads; "all" is what torch takes by itself."""
+    return [torch.get_num_threads() if part.strip() == "all" else numbers(part, "--threads")[0] for part in given.split(",")]
+
+
 def measure(case: str, arch: str, names: list[str], n: int, repeats: int, tiny: bool) -> Iterable[Line]:
     """The lines of one row of the plan."""
-    if case in SEVERAL_LINES:
+    if case == "decode":
+        yield from decode_lines(names, n, repeats, tiny, arch=arch)
+    elif case in SEVERAL_LINES:
         yield from SEVERAL_LINES[case](names, n, repeats, tiny)
     else:
         for name in names:
@@ -199,6 +220,8 @@ def main(
     other: Annotated[str, typer.Option("--peer", help="measure beside this library: kvpress")] = "",
     from_paper: Annotated[str, typer.Option("--paper", help="measure this paper's table: keyformer")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; --paper and the gpu cases need cuda, or --tiny")] = "cpu",
+    threads: Annotated[str, typer.Option(help="numbers of threads, comma-separated; all is the machine's")] = "1",
+    folder: Annotated[Path | None, typer.Option("--model", help="folder of a model, for prompt, decode and block")] = None,
     batches: Annotated[str, typer.Option(help="batch sizes of --paper and of the gpu cases, comma-separated")] = "",
 ) -> None:
     """Measure speed and memory of kvpatch against the unpatched model."""
@@ -208,7 +231,10 @@ def main(
     if plot is not None:
         bench_plot.draw(read(source), plot)
         return
-    torch.set_num_threads(1)
+    if folder is not None and not (folder / "config.json").exists():
+        raise typer.BadParameter(f"--model takes the folder of a model, and {folder} has no config.json")
+    counts, path = threads_of(threads), None if folder is None else str(folder.resolve())
+    torch.set_num_threads(counts[0])
     sizes, rows = numbers(lengths, "--lengths"), numbers(batches, "--batches")
     with torch.no_grad():
         if other:
@@ -219,13 +245,16 @@ def main(
         elif case.startswith("gpu"):
             lines = keep(on_gpu(case, device, tiny, policies, sizes, rows, repeats), json_file)
         elif profiled:
-            for one, arch, names, n in plan(case, policies, sizes):
+            for one, arch, names, n in plan(case, policies, sizes, path):
                 for name in names:
                     profile_case(one, arch, name, n, tiny)
             return
         else:
-            every = (line for row in plan(case, policies, sizes) for line in measure(*row, repeats, tiny))
-            lines = keep(every, json_file)
+            lines = []
+            for count in counts:
+                torch.set_num_threads(count)
+                every = (line for row in plan(case, policies, sizes, path) for line in measure(*row, repeats, tiny))
+                lines += keep(every, json_file)
             show(lines)
             return
     print(tables(lines))

@@ -102,15 +102,17 @@ def bounded(model: PreTrainedModel, figures: Line, tiny: bool) -> Line:
     return figures | beside(figures["ms"], decode_ms(model, min(figures["bytes_seen"]), best), best)
 
 
-def decode_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS) -> Iterable[Line]:
+def decode_lines(
+    policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS, arch: str = "llama"
+) -> Iterable[Line]:
     """One line per policy; the unpatched prompt is run once for all of them."""
-    model = build("llama", n, tiny)
+    model = build(arch, n, tiny)
     full = forward(model, tokens(model, n + steps)[:, :n])[0]
     assert isinstance(full, DynamicCache)
     for policy in policies:
         figures = bounded(model, decode_ratio(model, policy, n, repeats, steps, full), tiny)
         del figures["sizes"]
-        yield record("decode", "llama", policy, n, repeats, model, figures | {"steps": steps})
+        yield record("decode", arch, policy, n, repeats, model, figures | {"steps": steps})
 
 
 def ragged_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS) -> Iterable[Line]:

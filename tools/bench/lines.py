@@ -123,7 +123,7 @@ def record(case: str, arch: str, policy: str, n: int, repeats: int, model: PreTr
         **where(model.device.type),
         "parameters": model.num_parameters(),
         "case": case,
-        "arch": arch,
+        "arch": Path(arch).name,
         "policy": policy,
         **settings(case),
         "n": n,
@@ -136,7 +136,7 @@ def record(case: str, arch: str, policy: str, n: int, repeats: int, model: PreTr
 
 # ---- tables ----
 
-COLUMNS = ("case", "model", "policy", "n", "unpatched ms", "patched ms", "ratio", "goal")
+COLUMNS = ("case", "model", "policy", "n", "threads", "unpatched ms", "patched ms", "ratio", "goal")
 COLUMNS += ("to the floor", "goal", "bytes", "goal", "bound ms", "to the bound", "goals met")
 
 
@@ -159,6 +159,7 @@ def cells(line: Line) -> tuple[str, ...]:
         line["arch"],
         line["policy"],
         str(line["n"]),
+        str(line["threads"]),
         milliseconds(line["ms_unpatched"]),
         milliseconds(line["ms"]),
         number(line["ratio"], 3),
@@ -180,7 +181,7 @@ def show(lines: list[Line]) -> None:
         table.add_column(column, justify="left" if i < 3 else "right", no_wrap=True)
     for line in lines:
         table.add_row(*cells(line), style="red" if line["holds"] is False else None)
-    Console(width=150).print(table)
+    Console(width=160).print(table)
 
 
 def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> str:
@@ -191,7 +192,7 @@ def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> st
 
 def latest(lines: list[Line]) -> list[Line]:
     """Of lines about the same case the last one."""
-    names = ("case", "arch", "policy", "n", "batch", "path")
+    names = ("case", "arch", "policy", "n", "threads", "batch", "path")
     return list({tuple(line.get(name) for name in names): line for line in lines}.values())
 
 

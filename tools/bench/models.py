@@ -3,6 +3,7 @@
 import copy
 import time
 from itertools import chain
+from pathlib import Path
 
 import torch
 import transformers
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedModel
 
 STEPS = 64
+PAGES = Path(__file__).parents[2] / "docs"
 LARGE = ("mpt-7b", "llama-8b")
 CUT, WHOLE_TO = "llama-cut", 8192
 
@@ -96,8 +98,11 @@ def _large(arch: str, positions: int) -> transformers.PreTrainedConfig:
 def build(
     arch: str, n: int, tiny: bool, device: str = "cpu", dtype: torch.dtype = torch.float32, steps: int = STEPS
 ) -> PreTrainedModel:
-    """A model with random weights for `n` + `steps` tokens; MPT and GPT-J have eager attention only."""
+    """A model with random weights for `n` + `steps` tokens, or that of a folder; MPT and GPT-J have eager attention only."""
     torch.manual_seed(0)
+    if Path(arch).is_dir():
+        of_folder = transformers.AutoModelForCausalLM.from_pretrained(arch, attn_implementation="sdpa", dtype=dtype)
+        return of_folder.to(device).eval()
     attention = "sdpa" if arch.startswith("llama") else "eager"
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -112,22 +117,30 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def tokens(model: PreTrainedModel, n: int, batch: int = 1) -> Tensor:
-    """Random token ids [batch,n]."""
+    """Token ids [batch,n]: random ones, or of this project's pages for the model of a folder."""
+    if model.name_or_path and Path(model.name_or_path).is_dir():
+        text = "".join(page.read_text() for page in sorted(PAGES.rglob("*.md")))
+        ids = transformers.AutoTokenizer.from_pretrained(model.name_or_path)(text, return_tensors="pt").input_ids
+        return ids[:, : batch * n].view(batch, n).to(model.device)
     ids = torch.randint(model.config.vocab_size, (batch, n), generator=torch.Generator().manual_seed(n))
     return ids.to(model.device)
 
 
 def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None) -> tuple[Cache, float]:
-    """One forward; the cache and its time in ms: of the CPU, or on a GPU until all its work is done."""
+    """One forward; the cache and its time in ms: by `clock`, on a GPU until all its work is done."""
     on_cpu = ids.device.type == "cpu"
     if not on_cpu:
         torch.cuda.synchronize()
-    clock = time.process_time if on_cpu else time.perf_counter
-    start = clock()
+    start = clock(ids.device.type)
     out = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
     if not on_cpu:
         torch.cuda.synchronize()
-    return out.past_key_values, 1000 * (clock() - start)
+    return out.past_key_values, 1000 * (clock(ids.device.type) - start)
+
+
+def clock(device: str = "cpu") -> float:
+    """Seconds of CPU time on one thread, which other programs disturb less; of wall time on several, and on a GPU."""
+    return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def cache_bytes(past: Cache) -> int:
