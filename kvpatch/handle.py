@@ -168,7 +168,7 @@ class Patch:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.
 
         Raises:
-            KVPatchError: the model is not on a CUDA device.
+            KVPatchError: the model is not on a CUDA device, or on several devices.
 
         Example:
             step, cache = patch.graph(model), patch.new_cache(room=256)

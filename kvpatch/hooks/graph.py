@@ -7,8 +7,10 @@ if it has the same shapes and facts, is copied into them and lives there from th
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ from ..errors import KVPatchError
 from . import ownership
 from .state import PatchState
 
+_LOG = logging.getLogger(__name__)
+KINDS = 4  # of steps whose graphs are kept: each holds a cache's memory, and under a share of a prompt every length is a kind
 COUNTS = ("seen", "floor", "slack", "grown", "steps")  # a traced step reads none of these numbers
 NO_DEVICE = (
     "patch.graph() captures steps in CUDA graphs, and {}. Call the model itself, or compile its step: "
@@ -96,7 +100,8 @@ class StepGraph:
     """Decode steps of a patched model by graphs: `step(ids [B,1], cache)` returns the logits [B,1,V] of the next token.
 
     The logits are overwritten by the next step. A step that cannot be captured (cache/compiled.py can_trace: buffers that will
-    move, renumbered positions, joined rows, roll-back) is an ordinary call of the model.
+    move, renumbered positions, joined rows, roll-back) is an ordinary call of the model, and so are all once a capture failed.
+    The graphs of the KINDS kinds of steps that ran last are kept, with the memory that they work on.
 
     captures: graphs so far; replays: steps that one of them ran.
     """
@@ -105,7 +110,8 @@ class StepGraph:
         self.model, self.state, self.make = model, state, make
         self.cache_name = cache_argument(type(model).forward if isinstance(model, nn.Module) else model)
         self.captures = self.replays = 0
-        self._known: dict[object, _Captured | None] = {}
+        self._known: OrderedDict[object, _Captured | None] = OrderedDict()  # the one used last at the end
+        self._failed = False
         self._newest: _Captured | None = None
 
     def __call__(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
@@ -126,16 +132,25 @@ class StepGraph:
             return newest
         ownership.check(cache, self.state)
         cache.catch_up()
-        left = self._steps(cache, ids_B1)
+        left = 0 if self._failed else self._steps(cache, ids_B1)
         if not left:
             return None
         kind = (ids_B1.shape, ids_B1.dtype, ids_B1.device, _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not
             self._known[kind] = None
+            while len(self._known) > KINDS:
+                self._known.popitem(last=False)
             return None
+        self._known.move_to_end(kind)
         captured = self._known[kind]
         if captured is None:
-            captured = self._known[kind] = self._capture(ids_B1, cache)
+            try:
+                captured = self._known[kind] = self._capture(ids_B1, cache)
+            except RuntimeError as error:  # such as of a model that reads a value on the host
+                del self._known[kind]
+                self._failed = True
+                _LOG.warning(f"[kvpatch] No step of this model can be captured, so it runs them all itself: {error}")
+                return None
         elif not captured.holds(cache):
             captured.take_in(cache)
         captured.left, self._newest = left, captured
@@ -179,7 +194,7 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     """Make the StepGraph of a model on a CUDA device.
 
     Raises:
-        KVPatchError: there is none, or the model is a hybrid or takes no position_ids.
+        KVPatchError: there is none, the model is on several, it is a hybrid, or it takes no position_ids.
     """
     if state.settings.stack is not None:
         raise KVPatchError(
@@ -191,6 +206,9 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
             "Steps of this model are not captured, for its decoder counts positions on the host "
             f"({state.places_itself}): call the model itself."
         )
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise KVPatchError(NO_DEVICE.format(f"a graph is of one device, but this model is on {', '.join(sorted(devices))}"))
     if not torch.cuda.is_available():
         raise KVPatchError(NO_DEVICE.format("torch finds no CUDA device here"))
     if device.type != "cuda":

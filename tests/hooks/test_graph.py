@@ -1,13 +1,16 @@
 """Decode steps as graphs: replayed over many tokens, prompts and evictions they are the model's own steps."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.hooks.graph import StepGraph
+from kvpatch.hooks.graph import KINDS, StepGraph
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
 from tests.helpers.recording import FakeRecorder
@@ -115,6 +118,53 @@ def test_other_shapes_get_a_graph_of_their_own():
         got, _ = steps(patch, model, lengths, None, graph)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
     assert graph.captures == 2
+
+
+def test_a_bounded_number_of_graphs_and_caches_stays():
+    """Under a share of the prompt each length is a kind of its own."""
+    model, alive = make("llama_gqa"), []
+    lengths = range(24, 24 + 2 * (KINDS + 3), 2)
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        graph = StepGraph(model, patch._state, FakeRecorder)
+        for n in [*lengths, lengths[-1], lengths[0]]:
+            cache = patch.new_cache()
+            model(prompt(1, n), past_key_values=cache)
+            want = model(prompt(1, 1), past_key_values=cache.clone()).logits
+            for turn in range(3):
+                logits = graph(prompt(1, 1), cache)
+                if turn == 0:
+                    torch.testing.assert_close(logits, want, atol=2e-5, rtol=0)
+            alive.append(weakref.ref(cache.layers[0].kv.keys))
+            del cache
+            gc.collect()
+    assert graph.captures == len(lengths) + 1, "the newest kind was kept, the oldest was not"
+    assert sum(keys() is not None for keys in alive[:-2]) <= KINDS
+
+
+def test_a_failed_capture_leaves_the_step_to_the_model(caplog):
+    """Dynamic RoPE reads the largest position on the host, which no capture may."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    tiny = make("llama_gqa").config
+    config = type(tiny)(**{**tiny.to_dict(), "rope_parameters": rope})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        want, kept = steps(patch, model, [24, 24], None)
+        graph = StepGraph(model, patch._state, FakeRecorder)
+        with caplog.at_level("WARNING", logger="kvpatch"):
+            got, found = steps(patch, model, [24, 24], None, graph)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    assert same_tokens(found, kept) and graph.captures == graph.replays == 0
+    (warning,) = [one.message for one in caplog.records if "can be captured" in one.message]
+    assert "not permitted when stream is capturing" in warning
+
+
+def test_a_model_on_several_devices_is_refused():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        model.lm_head = torch.nn.Linear(4, 4, device="meta")
+        with pytest.raises(KVPatchError, match="a graph is of one device, but this model is on cpu, meta"):
+            patch.graph(model)
 
 
 @pytest.mark.parametrize(("policy", "options"), [("snapkv", {}), ("streaming_llm", {"positions": "renumbered"})], ids=str)
