@@ -8,7 +8,7 @@ PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 VLLM_PIP = $(subst .venv,.venv-vllm,$(PIP))
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-slow test-all test-vllm check docs soak test-matrix canary test-wheel results mutation reliability upstream-tests peer-env peer-scores
+.PHONY: help demo test test-slow test-all test-gpu test-vllm check docs soak test-matrix canary test-wheel results mutation reliability upstream-tests peer-env peer-scores
 
 help:  ## this list
 	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
@@ -26,11 +26,14 @@ PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 test: .venv/ok .venv/torchao  ## the tests that are not slow: some 6 minutes on two cores
 	$(PYTEST) -m "not slow and not gpu"
 
-test-slow: .venv/ok .venv/torchao  ## the other tests; those for a GPU skip themselves where there is none
-	$(PYTEST) -m "slow or gpu"
+test-slow: .venv/ok .venv/torchao  ## the other tests
+	$(PYTEST) -m "slow and not gpu"
 
-test-all: .venv/ok .venv/torchao  ## every test
+test-all: .venv/ok .venv/torchao  ## every test but those for a GPU
 	$(PYTEST)
+
+test-gpu: .venv/ok  ## the tests of kernels, and those that need a GPU, on a machine that has one
+	.venv/bin/python -m pytest -m "gpu or not slow" tests/backends tests/cache/test_compiled.py
 
 test-vllm: .venv-vllm/ok  ## the plugin for vLLM, in .venv-vllm with vLLM's builds for CPUs (about 3 GB): some minutes
 	.venv-vllm/bin/python -m pytest tests/vllm

@@ -4,6 +4,9 @@ import sys
 from collections import defaultdict
 from zlib import crc32
 
+from tests.helpers import devices as devices  # first: it chooses what torch sees
+
+# isort: split
 import pytest
 import torch
 from hypothesis import settings

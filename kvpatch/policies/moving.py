@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import Rule, check_k, share
 from .context import EvictionContext
+from .numbers import running_sum
 from .selection import FIRST, LAST, MAX_POSITION
 
 
@@ -149,7 +150,7 @@ class Mass(Rule):
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         weight = _weights(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
-        reached = weight.gather(-1, order).cumsum(-1)
+        reached = running_sum(weight.gather(-1, order))
         held, adds_up = reached[..., -1:], bool(score.statistics)
         lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
         enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1

@@ -1,4 +1,4 @@
-"""Integers of the host as tensors of a device."""
+"""Numbers on devices: integers of the host, and running sums."""
 
 from __future__ import annotations
 
@@ -12,3 +12,22 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
     """Return an int64 tensor of these numbers. The host does not wait for a GPU, as torch.tensor(values, device=) does."""
     host = torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def running_sum(weight: Tensor) -> Tensor:
+    """Return the sums [...,T] of weights >= 0 from the first on.
+
+    Where a device has no deterministic sum of floating-point numbers and one is asked for, it adds whole parts of the total.
+    """
+    if weight.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return weight.cumsum(-1)
+    return sum_in_parts(weight)
+
+
+def sum_in_parts(weight: Tensor) -> Tensor:
+    """Return the running sums of weights >= 0, each rounded to a 2^-40th of their total."""
+    part = weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / PARTS
+    return (weight / part).long().cumsum(-1).to(weight.dtype) * part
+
+
+PARTS = 2**40

@@ -733,8 +733,8 @@ def test_emulations_have_the_real_signatures(kernel, emulation):
     for name in ("flash_attn_func", "flash_attn_varlen_func"):
         if not hasattr(real, name):
             pytest.skip(f"{kernel} has no {name}")
-        want, got = (list(inspect.signature(getattr(m, name)).parameters) for m in (real, copy))
-        assert want == got
+        theirs, ours = (set(inspect.signature(getattr(m, name)).parameters) for m in (real, copy))
+        assert ours <= theirs, "releases add arguments, and may not take away those that are passed"
 
 
 @pytest.mark.gpu

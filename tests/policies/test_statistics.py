@@ -5,6 +5,7 @@ import torch
 
 from kvpatch.policies import scores
 from kvpatch.policies.context import Block
+from kvpatch.policies.numbers import sum_in_parts
 from kvpatch.policies.statistics import STATISTICS, kernel_of
 
 
@@ -35,3 +36,12 @@ def test_a_statistic_has_a_kernel_until_it_is_replaced(monkeypatch):
     } | {"area": None}
     monkeypatch.setitem(STATISTICS, "sum", lambda block, score: block.p_NGRM.sum((1, 2)) * 2)
     assert kernel_of("sum") is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e12])
+def test_running_sums_in_whole_parts(scale):
+    """On a GPU torch sums whole numbers alone deterministically."""
+    weight = torch.rand(2, 3, 400, generator=torch.Generator().manual_seed(3)).pow(8) * scale
+    got, want = sum_in_parts(weight), weight.double().cumsum(-1)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-10 * scale)
+    assert (sum_in_parts(torch.zeros(1, 4)) == 0).all() and (got.diff(dim=-1) >= 0).all()

@@ -169,7 +169,8 @@ def step(
     compared = rule.ranked is not None and chunks > 1
     lowest = torch.empty((heads, chunks, 4), dtype=torch.int64, device=device) if compared else slot_BH
     unit, inner = logit_units(scale, softcap)
-    heat, heat_at = (1.0, tau) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
+    # a temperature that is counted on the first layer's device is read on this one's
+    heat, heat_at = (1.0, tau.to(device)) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
     with torch.cuda.device_of(q_BHGD):  # a kernel starts on the current device, which may be another layer's
         split_kernel[heads, parts](
             *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N),

@@ -67,7 +67,7 @@ def plan(
     """
     width, group = max(16, _power(D)), _power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
-    tile = TILE if lanes * width < 1 << 14 else TILE // 2  # the largest queries leave less shared memory
+    tile = TILE >> max(0, (lanes * width * itemsize).bit_length() - 15)  # queries of 32 KiB and more leave less shared memory
     tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
