@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from ...cache.cache import EvictingCache
 from ...cache.settings import CacheSettings
 from ...errors import KVPatchError
 from ...policies.budgets import Budget, Size
+from ...policies.numbers import on_device
 from ...policies.parallel import WHOLE, Parallel
 from .configuration import check, settings_of
 from .pages import BudgetSpec, Held
@@ -62,15 +63,33 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
     ) -> Pass:
         told = common_attn_metadata
         assert told.is_prefilling is not None
-        first, after = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
-        rows = zip(told.block_table_tensor.tolist(), first, first[1:], after, told.is_prefilling.tolist(), strict=False)
-        pages_of = self.kv_cache_spec.pages  # those that the manager gave a request with its first tokens
+        first = told.query_start_loc_cpu.tolist()
+        # on the host already, and exact where no token is speculated: asking the device would wait for all work under way
+        lengths = told.seq_lens if told.seq_lens_cpu_upper_bound is None else told.seq_lens_cpu_upper_bound
+        rows = zip(first, first[1:], lengths.tolist(), told.is_prefilling.tolist(), strict=False)
+        spans = [(start, stop - start, seen - (stop - start), prompt) for start, stop, seen, prompt in rows]
+        pages = self._pages(told.block_table_tensor, [(columns, past) for _, columns, past, _ in spans])
         scheduled = [
-            Scheduled(pages[: pages_of(stop - start)], start, stop - start, seen - (stop - start), prompt)
-            for pages, start, stop, seen, prompt in rows
-            if stop > start and pages[0] != NOBODY
+            Scheduled(own, *span) for own, span in zip(pages, spans, strict=True) if span[1] > 0 and own[0] != NOBODY
         ]
         return Pass(scheduled, told.num_actual_tokens)
+
+    def _pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return the pages of each request, of those that go on the first alone; the host waits once.
+
+        spans: each request's columns in the pass, and its tokens before them.
+        """
+        # the manager gave a request all its pages with its first tokens; the table is as wide as the longest text
+        widths = [self.kv_cache_spec.pages(columns) if past == 0 < columns else 1 for columns, past in spans]
+        begins = [row for row, width in enumerate(widths) if width > 1]
+        wide_RM = table_RM[on_device(begins, table_RM.device), : max(widths, default=1)]
+        firsts, rest = table_RM[: len(spans), 0], wide_RM.flatten()
+        told = torch.cat([firsts, rest]).tolist()
+        pages = [[page] for page in told[: len(spans)]]
+        for place, row in enumerate(begins):
+            at = len(spans) + place * wide_RM.shape[1]
+            pages[row] = told[at : at + widths[row]]
+        return pages
 
 
 class VllmAdapter(Adapter):
