@@ -141,14 +141,16 @@ def _kinds(own: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(own: dict[str, Any], layers: int) -> list[int]:
-    """Return layers of each kind, among those with keys and among the last ones, which use others'; none if all have keys."""
-    first = layers - own.get(_READERS, 0)
+    """Return layers of each kind, among those with keys and among the last ones, which use others'; [] for other classes."""
+    if _READERS not in own:
+        return []
+    first = layers - own[_READERS]
     found = set[int]()
-    for start, stop in ((0, first), (first, layers)) if first < layers else ():
+    for start, stop in ((0, first), (first, layers)):
         for value in own.values():
             if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
                 found |= {value.index(one, start, stop) for one in value[start:stop]}
-                if not start:  # the last of each kind stores its keys for others
+                if not start:  # the last of each kind stores its keys for others, and may do so where there are none
                     found |= {max(at for at in range(stop) if value[at] == one) for one in value[:stop]}
     return sorted(found)
 

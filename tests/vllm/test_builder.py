@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kvpatch.serving.vllm.attention import NOBODY, PassBuilder  # noqa: E402
-from tests.helpers.counting import HostWaits  # noqa: E402
+from kvpatch.serving.vllm.attention import NOBODY, PassBuilder
+from tests.helpers.counting import HostWaits
 
 WIDTH = 8193  # of the table: pages of 16 slots, and texts of 131,072 tokens
 
