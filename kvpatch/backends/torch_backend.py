@@ -380,7 +380,7 @@ def observe(
             else:
                 p = x.exp_()
             if on_cpu and _reaches_subnormals(p):
-                F.threshold_(p, FLOOR, 0.0)
+                torch.threshold_(p, FLOOR, 0.0)
             mask.zero_padding(p, n0, n1, start, stop)
             if out_NGQD is not None:
                 block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..arch.upstream import CacheLayerMixin
 from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
+from ..policies.batched import change_tensors
 from ..policies.context import Limits, accumulator
 from ..policies.queries import Recent
 from ..policies.rhythm import moves, waits
@@ -144,19 +145,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
-        self.positions = change(self.positions)
-        self.state = {name: change(tensor) for name, tensor in self.state.items()}
+        for name in ("positions", "state", "keep_BH1", "lost_BH1", "mass_BH", "limits", "recent"):
+            setattr(self, name, change_tensors(getattr(self, name), change))
+        self.mode.change_rows(change)
         if self.kv.width < self.positions.shape[2]:  # the longest row was dropped
             C = self.used = self.kv.width
             self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
-        self.mode.map_rows(change)
-        self.keep_BH1 = None if self.keep_BH1 is None else change(self.keep_BH1)
-        self.lost_BH1 = None if self.lost_BH1 is None else change(self.lost_BH1)
-        self.mass_BH = None if self.mass_BH is None else change(self.mass_BH)
-        self.limits = None if self.limits is None else self.limits.map_rows(change)
-        self.recent = None if self.recent is None else self.recent.map_rows(change)
         self.undo_log.clear()
         self.ahead = None
 

@@ -10,17 +10,17 @@ Code that must tell modes apart asks for the record's class or its constants; an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from ..policies.batched import Batched
 from ..policies.queries import Local, Moments
 from ..policies.rhythm import later
 
 
-class Mode:
+class Mode(Batched):
     """Interface of all modes.
 
     name: in a saved cache. slotted: the next token goes into a free slot of each head, `free_BH` (the index after a head's
@@ -62,9 +62,6 @@ class Mode:
         """Return the slots each head has taken since its buffers were made, the current token's included; None: unevenly."""
         return 1
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to every tensor whose first axis is the batch."""
-
 
 class Empty(Mode):
     """No text has been read."""
@@ -88,14 +85,6 @@ class Reading(Mode):
 
     def end_block(self) -> None:
         self.queries = None
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.window_rows is not None:
-            self.window_rows = (change(self.window_rows[0]), change(self.window_rows[1]))
-        if self.queries is not None:
-            self.queries = self.queries.map_rows(change)
-        if self.local is not None:
-            self.local = self.local.map_rows(change)
 
 
 class Appending(Mode):
@@ -136,9 +125,6 @@ class Slotted(Mode):
     @property
     def room(self) -> int:
         return self.slack - self.grown if self.growing else sys.maxsize
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.free_BH = change(self.free_BH)
 
 
 class Growing(Slotted):
@@ -199,10 +185,6 @@ class Moving(Slotted):
 
     def newest(self) -> int | None:
         return None
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().map_rows(change)
-        self.packed_BH = None if self.packed_BH is None else change(self.packed_BH)
 
 
 MODES: dict[str, type[Mode]] = {one.name: one for one in (Empty, Reading, Appending, Filling, Growing, Evicting, Moving)}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..policies.batched import Batched
 from .growth import slack
 
 PADDING, UNKNOWN = -1, -2  # in place of an id: no token, and a token that came without one (inputs_embeds)
 TAPE = 1024  # ids of steps under torch.compile that are kept until the cache is looked at; of more, those before are unknown
 
 
-class TokenIds:
+class TokenIds(Batched):
     """Ids [B,T] of every column that a cache has read, PADDING or UNKNOWN where there is none; 8 bytes for each.
 
     Rows of a joined cache end in the last column, behind PADDING.
@@ -81,13 +82,6 @@ class TokenIds:
         if self._ids_BC is not None and columns < self.columns:
             self._ids_BC = self._ids_BC[:, self.columns - columns : self.columns].clone()
             self.columns, self.prompt = columns, max(self.prompt + columns - self.columns, 0)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> TokenIds:
-        """Return those of other rows: `change` is applied to the tensor."""
-        new = TokenIds()
-        new.columns, new.prompt = self.columns, self.prompt
-        new._ids_BC = None if self._ids_BC is None else change(self._ids_BC)
-        return new
 
     @staticmethod
     def joined(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .batched import Batched
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
 from .queries import Looks, Queries
@@ -165,7 +166,7 @@ FLAGS = ("any_first", "any_newest", "any_prompt")
 
 
 @dataclass
-class Limits:
+class Limits(Batched):
     """Protected sizes of each batch row, clamped so that the kept set has exactly the budget; tensors are int64 [B,1,1].
 
     The flags and deviation_count are Python values, so that sizes of zero cost no tensor operation and no synchronization.
@@ -209,13 +210,6 @@ class Limits:
         found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}
         return cls(**found, deviation_count=counts.pop() if len(counts) == 1 else None)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Limits:
-        """Apply `change`, which acts along the batch axis, to every tensor."""
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **changed)
 
 
 @dataclass

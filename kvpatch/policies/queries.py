@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .batched import Batched
+
 
 @dataclass
-class Moments:
+class Moments(Batched):
     """Mean and covariance of queries without their rotation, gathered block after block.
 
     Attributes:
@@ -53,11 +55,6 @@ class Moments:
             covariance = None if covariance is None else rotation_B11DD.transpose(-1, -2) @ covariance @ rotation_B11DD
         return Queries(mean.squeeze(3), covariance)
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Moments:
-        """Apply `change`, which acts along the batch axis, to every tensor."""
-        spread = None if self.spread_BHGDD is None else change(self.spread_BHGDD)
-        return Moments(change(self.count_B1111), change(self.mean_BHG1D), spread)
-
 
 @dataclass
 class Queries:
@@ -75,7 +72,7 @@ class Queries:
 
 
 @dataclass
-class Recent:
+class Recent(Batched):
     """The last W queries of a layer. The query at position p lies in column p modulo W, so that no counter says where.
 
     Attributes:
@@ -119,10 +116,6 @@ class Recent:
         self.write(column, q_BHGD[:, :, :, None], positions_B1)
         return old
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Recent:
-        """Apply `change`, which acts along the batch axis, to both tensors."""
-        return Recent(change(self.q_BHGWD), change(self.positions_BW))
-
     @classmethod
     def cat(cls, parts: Sequence[Recent]) -> Recent:
         """Concatenate the rows of several records."""
@@ -130,7 +123,7 @@ class Recent:
 
 
 @dataclass
-class Local:
+class Local(Batched):
     """Rows of chunks that are not complete: queries, keys, positions (-1 for none) and columns of the layer's slots."""
 
     q_BHGCD: Tensor
@@ -154,10 +147,6 @@ class Local:
         positions = self.positions_BC.gather(1, at)
         positions = positions.masked_fill(positions < start_B1, -1)
         return Local(*self.taken(at), positions, self.columns_BC.gather(1, at))
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Local:
-        """Apply `change`, which acts along the batch axis, to every tensor."""
-        return Local(*(change(tensor) for tensor in vars(self).values()))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import TextState
 from kvpatch.hooks import decoder, install
 from kvpatch.hooks.run_log import RunLog
-from kvpatch.policies.context import Limits
+from kvpatch.policies.batched import Batched
 from kvpatch.policies.policy import Policy
 from kvpatch.policies.scopes import Scope
 from kvpatch.policies.selection import TwoStage
@@ -51,7 +51,7 @@ PASS = [
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "finish"), (decoder, "_begin"), (decoder, "_check_positions"), (RunLog, "begin"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Limits, "map_rows"), (head_offsets.HeadOffsets, "select")]
+ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [

@@ -46,7 +46,7 @@ MUTANTS = {
     "the last queries kept through a roll-back": (
         "cache/rollback.py", "layer.recent.write(*undo.query)", "pass", f"{DECODES}_rolling_back_restores_everything[r_kv]"),
     "the last queries stay where rows move": (
-        "cache/layer.py", "self.recent = None if self.recent is None else self.recent.map_rows(change)", "pass",
+        "cache/layer.py", '"limits", "recent"):', '"limits"):',
         f"{DECODES}_rows_come_and_go_and_are_saved[r_kv]"),
     "the last queries look at their own tokens": (
         "attention/layer_call.py", "(positions <= newest[:, None] - rows.shape[1])", "(positions <= newest[:, None])",
@@ -151,7 +151,7 @@ MUTANTS = {
         "policies/measures.py", "sample.area_HT[:, FIRST:]", "sample.area_HT",
         "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
     "areas of tokens, not of shares of the text": (
-        "policies/statistics.py", "/ (row_NR[..., None] + 1).clamp(min=1)", "/ 1",
+        "policies/statistics.py", "/ (row_NR1 + 1).clamp(min=1)", "/ 1",
         "tests/policies/test_calibration.py::test_areas_are_those_under_the_cumulated_attention[llama_gqa]"),
     "areas of attention alone": (
         "evaluation/calibrate.py", " * projected_norms(v_BHTD, rows, 2)[0]", "",
@@ -355,7 +355,7 @@ MUTANTS = {
         "backends/torch_backend.py", "beta=-1 if minus else 0, alpha=scale", "beta=-1 if minus else 0, alpha=scale / parts",
         "tests/backends/test_threads.py"),
     "small probabilities stay": (
-        "backends/torch_backend.py", "F.threshold_(p, FLOOR, 0.0)", "pass", "tests/backends/test_threads.py"),
+        "backends/torch_backend.py", "torch.threshold_(p, FLOOR, 0.0)", "pass", "tests/backends/test_threads.py"),
     "the group is summed twice": (
         "policies/statistics.py", "return block.group_NRM.sum(1)", "return block.group_NRM.sum(1) * 2",
         f"{ORACLE}[llama_gqa-roco]"),
@@ -369,7 +369,7 @@ MUTANTS = {
         "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
         "tests/oracle/test_oracle.py::test_generate_passes_its_length_to_tau"),
     "reorder forgets scores": (
-        "cache/layer.py", "self.state = {name: change(tensor) for name, tensor in self.state.items()}", "pass",
+        "cache/layer.py", '"positions", "state", "keep_BH1"', '"positions", "keep_BH1"',
         "tests/invariants/test_rows_are_as_alone.py::test_beams_carry_their_own_history"),
     "position taken from the slot's index": (
         "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",

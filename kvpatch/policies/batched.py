@@ -1,0 +1,48 @@
+"""Objects whose tensors all have the batch as their first axis: their rows are reordered, repeated and dropped alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Owner = TypeVar("Owner", bound="Batched")
+
+
+class Batched:
+    """Base of such objects. Tensors may stand in tuples, lists and dictionaries, and in attributes that are Batched too.
+
+    Example:
+        @dataclass
+        class Recent(Batched):
+            q_BHGWD: Tensor
+            positions_BW: Tensor
+
+        recent.map_rows(lambda tensor: tensor.repeat_interleave(4, 0))
+    """
+
+    def map_rows(self: Owner, change: Callable[[Tensor], Tensor]) -> Owner:
+        """Return a copy with `change`, which acts along the first axis, applied to every tensor."""
+        new = copy.copy(self)
+        new.change_rows(change)
+        return new
+
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change`, which acts along the first axis, to every tensor."""
+        for name, value in list(vars(self).items()):
+            object.__setattr__(self, name, change_tensors(value, change))  # a frozen dataclass changes in its copy alone
+
+
+def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `change` applied to its tensors; what has none is returned as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Batched):
+        return value.map_rows(change)
+    if isinstance(value, list | tuple):
+        return type(value)(change_tensors(one, change) for one in value)
+    if isinstance(value, dict):
+        return {name: change_tensors(one, change) for name, one in value.items()}
+    return value
