@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import kvpatch
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
+from kvpatch.hooks.target import Target
 from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt, snapshot
+from tests.helpers.tiny import make as tiny_model
 from tests.helpers.tiny_families import CHUNKS
 
 TEXT = {
@@ -304,3 +306,21 @@ def test_a_copy_of_a_patched_shell_evicts_on_its_own():
         model.train()
     with torch.no_grad():
         assert twin(ids).past_key_values.held(3).eq(5).all()
+
+
+class Seeing(transformers.LlamaPreTrainedModel):
+    """A causal language model within one that reads images, whose configuration alone names their tokens."""
+
+    def __init__(self, language, **names):
+        config = copy.deepcopy(language.config)
+        config.update(names)
+        super().__init__(config)
+        self.language = language
+
+    def forward(self, *given, **named):
+        return self.language(*given, **named)
+
+
+def test_the_tokens_of_an_image_are_those_of_the_model_that_names_them():
+    for names, want in (({"image_token_id": 5, "video_token_id": 7}, (5, 7)), ({"image_token_index": 5}, (5,)), ({}, ())):
+        assert Target.find(Seeing(tiny_model("llama_gqa"), **names)).image_tokens() == want

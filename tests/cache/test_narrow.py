@@ -332,3 +332,17 @@ def test_flash_kernels_leave_rounded_slots_to_others(bits):
     assert "not entries rounded to bits=" in dispatch.backend("flash").reason("ragged", case)
     assert "not entries rounded to bits=" in dispatch.backend("triton").reason("statistics", case)
     assert dispatch.backend("triton").reason("decode", case) is dispatch.backend("triton").reason("ragged", case) is None
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads(bits):
+    model, ids = make("llama"), prompt(1, 30)
+    with torch.no_grad(), kvpatch.patched(model, "key_norm", 16, bits=bits) as patch:
+        _, cache = force(model, ids, prompt(1, 6, seed=2), cache=patch.new_cache())
+    compared = 0
+    for layer in cache.layers:
+        new = (layer.positions[:, :, : layer.used] >= 30).nonzero().unbind(1)
+        read = layer.keys.double().norm(dim=-1)[new]
+        torch.testing.assert_close(layer.state["key_norm"][new].double(), read, atol=1e-5, rtol=1e-5)
+        compared += len(read)
+    assert compared > 8, "few generated tokens were kept"

@@ -467,6 +467,9 @@ MUTANTS = {
         "tests/cache/test_narrow.py::test_a_later_prompt_leaves_earlier_entries_their_bytes[torch.bfloat16-8]"),
     "bits: a later block reads what was not rounded": (
         "cache/layer.py", "        self.kv = opened(self.kv)\n", "", "tests/cache/test_narrow.py::test_blocks[h2o-8]"),
+    "bits: norms are noted of what attention does not see": (
+        "attention/layer_call.py", "key_codec.cached(k_BHQD)", "k_BHQD",
+        "tests/cache/test_narrow.py::test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads[4]"),
     "bits: a step unpacks the layer": (
         "backends/entries.py", "size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)", "size = T",
         "tests/cache/test_narrow.py::test_a_step_unpacks_a_few_columns_at_a_time[h2o-8]"),
@@ -1018,6 +1021,9 @@ MUTANTS = {
     "attention that counts columns is told places": (
         "hooks/target.py", "if any(adapter.counts_columns(module) for module, adapter in self.attentions):", "if False:",
         f"{OWN}_what_needs_positions_of_our_own_is_refused[llama4_tuned]"),
+    "the tokens of an image are those of the innermost model": (
+        "hooks/target.py", "in reversed(holders[:-1]) if _image_tokens(holder)", "in reversed(holders[:-1])",
+        "tests/arch/test_shells.py::test_the_tokens_of_an_image_are_those_of_the_model_that_names_them"),
     "attention that kvpatch does not reach passes": (
         "arch/interface.py", "        if not attended:", "        if False:",
         "tests/arch/test_remote_code.py::test_a_forward_that_hands_nothing_on_is_refused[keeps them]"),
