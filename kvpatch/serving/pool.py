@@ -59,6 +59,7 @@ class RequestPool:
         self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
         self._coming: list[tuple[str, int, int]] = []
+        self._forked: list[str] = []  # requests whose caches are still their sources'
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
@@ -126,6 +127,7 @@ class RequestPool:
         self.requests.clear()
         self.begins.clear()
         self._coming.clear()
+        self._forked.clear()
         self.rows = RowPool()
 
     reset = free_all_requests
@@ -164,13 +166,13 @@ class RequestPool:
         for name in dst_req_ids:
             if self.claimed + source.blocks > self.num_blocks:
                 break
-            cache = None if source.cache is None else source.cache.clone()
-            self.requests[name] = dataclasses.replace(source, cache=cache)
+            self.requests[name] = dataclasses.replace(source)
             forked.append(name)
+        self._forked += forked
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
-        """Do nothing: `prepare_fork_request` has copied."""
+        """Do nothing: `next_pass` copies, in the stream of the pass."""
 
     # ---- a pass ----
 
@@ -183,6 +185,11 @@ class RequestPool:
     def next_pass(self) -> PackedPass:
         """Return the parts of the pass that was noted: the decoding requests as one, and each prompt's piece."""
         coming, self._coming = self._coming, []
+        for name in self._forked:
+            request = self.requests.get(name)
+            if request is not None and request.cache is not None:
+                request.cache = request.cache.clone()
+        self._forked = []
         first, column = dict[str, int](), 0
         parts = list[Part]()
         for name, past, count in coming:
@@ -197,7 +204,7 @@ class RequestPool:
         if first:
             self._join(first)
             rows = self.rows.gather(first)
-            columns = torch.tensor([first[name] for name in rows.names], device=self.device)
+            columns = torch.tensor([first[name] for name in rows.alive], device=self.device)
             parts.insert(0, Part(rows.cache, columns, decodes=True))
         return PackedPass(parts, self.settings)
 

@@ -13,14 +13,21 @@ from ..cache.cache import EvictingCache
 
 @dataclass
 class Rows:
-    """A cache whose rows are these requests, in this order."""
+    """A cache whose rows are these requests, in this order; None for one that has ended."""
 
-    names: list[str]
+    names: list[str | None]
     cache: EvictingCache
+
+    @property
+    def alive(self) -> list[str]:
+        """Names of the requests that have not ended: after `gather`, of all rows."""
+        return [name for name in self.names if name is not None]
 
 
 class RowPool:
     """All requests that decode. Normally one Rows; several where an engine lets some of them wait.
+
+    Rows are moved in `gather` alone, which runs in the stream of a pass: whoever ends a request may be in another.
 
     order: sorts the requests' names where they are joined, so that rows lie as their memory does; None: as they come.
     """
@@ -36,13 +43,10 @@ class RowPool:
     def drop(self, name: str) -> None:
         """Drop a request's row, if it has one."""
         for part in self.parts:
-            if part.names == [name]:
-                self.parts.remove(part)
-                return
             if name in part.names:
-                index = [row for row, one in enumerate(part.names) if one != name]
-                part.cache.batch_select_indices(torch.tensor(index))
-                part.names.remove(name)
+                part.names[part.names.index(name)] = None
+                if not any(part.names):
+                    self.parts.remove(part)
                 return
 
     def gather(self, names: Collection[str]) -> Rows:
@@ -53,13 +57,10 @@ class RowPool:
         inside, outside = list[Rows](), list[Rows]()
         for part in self.parts:
             here = [name in names for name in part.names]
-            if all(here):
-                inside.append(part)
-            elif not any(here):
-                outside.append(part)
-            else:
-                inside.append(_select(part, here))
-                outside.append(_select(part, [not one for one in here]))
+            waits = [name is not None and name not in names for name in part.names]
+            for rows, those in ((here, inside), (waits, outside)):
+                if any(rows):
+                    those.append(part if all(rows) else _select(part, rows))
         self.parts = outside
         if len(inside) > 1:
             joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
@@ -68,10 +69,10 @@ class RowPool:
         return inside[0]
 
     def _ordered(self, rows: Rows) -> Rows:
-        if self.order is None or (names := sorted(rows.names, key=self.order)) == rows.names:
+        if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names]))
-        return Rows(names, rows.cache)
+        return Rows([*names], rows.cache)
 
 
 def _select(part: Rows, here: Sequence[bool]) -> Rows:

@@ -245,4 +245,4 @@ def test_requests_of_continuous_batching_have_them():
         part = rows.gather(["a", "b"])
         model(torch.tensor([[5], [6]]), past_key_values=part.cache)
         rows.drop("b")
-        assert rows.parts[0].cache.ids.ids_BT.tolist() == [[*texts[0][0].tolist(), 5]]
+        assert rows.gather(["a"]).cache.ids.ids_BT.tolist() == [[*texts[0][0].tolist(), 5]]

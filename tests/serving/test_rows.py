@@ -3,6 +3,7 @@
 import torch
 
 import kvpatch
+from kvpatch import EvictingCache
 from kvpatch.serving.rows import RowPool
 from tests.helpers.joined import same_kept
 from tests.helpers.serving import prompts
@@ -39,11 +40,36 @@ def test_rows_are_those_asked_for():
                 assert held(rows.cache, row) == held(alone[name], 0), (step, name)
         pool.drop("b")
         pool.drop("never there")
-        assert sorted(name for part in pool.parts for name in part.names) == ["a", "c", "d"]
+        assert sorted(name for part in pool.parts for name in part.alive) == ["a", "c", "d"]
         assert sorted(pool.gather("ca").names) == ["a", "c"] and len(pool.parts) == 2
         for name in "acd":
             pool.drop(name)
         assert not pool.parts
+
+
+def test_rows_of_ended_requests_go_in_the_next_pass(monkeypatch):
+    """Whoever ends a request may run in another stream than the passes; and its name may be a new request's before the next."""
+    model, texts = make("llama_gqa"), dict(zip("abc", prompts((20, 61, 9)), strict=True))
+    moved, select = [], EvictingCache.batch_select_indices
+    monkeypatch.setattr(EvictingCache, "batch_select_indices", lambda *given: (moved.append(given), select(*given))[1])
+    with kvpatch.patched(model, "h2o", 12) as patch, torch.no_grad():
+
+        def read(ids):
+            cache = patch.new_cache()
+            model(torch.tensor([ids]), past_key_values=cache)
+            return cache
+
+        pool = RowPool(order=str)
+        for name, ids in texts.items():
+            pool.add(name, read(ids))
+        pool.gather("abc")
+        moved.clear()
+        pool.drop("b")
+        assert not moved
+        pool.add("b", read(texts["c"]))
+        rows = pool.gather("cb")
+        assert rows.names == ["b", "c"] and held(rows.cache, 0) == held(rows.cache, 1)
+        assert [part.names for part in pool.parts] == [["a"], ["b", "c"]]
 
 
 def test_nothing_moves_while_the_requests_are_the_same():

@@ -63,7 +63,7 @@ class Requests:
                 if name in self.reading:
                     self.rows.add(name, self.reading.pop(name))
             rows = self.rows.gather(decoding)
-            columns = torch.tensor([decoding[name] for name in rows.names], device=self.device)
+            columns = torch.tensor([decoding[name] for name in rows.alive], device=self.device)
             parts.insert(0, Part(rows.cache, columns, decodes=True))
         packed = PackedPass(parts, self.settings)
         packed.begin(None, None)
