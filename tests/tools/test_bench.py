@@ -210,7 +210,7 @@ def test_fastest_is_the_fastest_and_leaves_the_first_out(monkeypatch):
         nonlocal now
         now += next(waits)
 
-    monkeypatch.setattr(roofline.time, "process_time", lambda: now)
+    monkeypatch.setattr(bench_models.time, "process_time", lambda: now)
     assert roofline.fastest(work, "cpu") == 1
 
 

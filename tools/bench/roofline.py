@@ -5,7 +5,6 @@ and each query with the keys it sees. The times below are therefore lower bounds
 else that a model does are not in them.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from .models import clock
 
 ROUNDS = 5
 
@@ -30,9 +31,13 @@ class Ceilings:
         return {"GB/s": round(self.bytes_per_s / 1e9, 2), "GFLOP/s": round(self.flops_per_s / 1e9, 1)}
 
 
-@cache
 def ceilings(device: str = "cpu", dtype: torch.dtype = torch.float32, small: bool = False) -> Ceilings:
     """Measure `device` with the threads that torch uses now, in some seconds; `small`: sizes that try the code only."""
+    return _measured(device, dtype, small, torch.get_num_threads())
+
+
+@cache
+def _measured(device: str, dtype: torch.dtype, small: bool, threads: int) -> Ceilings:
     width = 256 if small else 2048 if device == "cpu" else 8192
     x = torch.ones(width, width, device=device, dtype=dtype)
     flops_per_s = 2 * width**3 / fastest(lambda: torch.mm(x, x), device)
@@ -56,13 +61,13 @@ def bandwidth(device: str, dtype: torch.dtype, size: int) -> float:
 
 def fastest(work: Callable[[], Any], device: str) -> float:
     """Seconds of the fastest of a few rounds, after one that does not count: of the CPU, or until a GPU is done."""
-    times, clock = [], time.process_time if device == "cpu" else time.perf_counter
+    times = []
     for _ in range(ROUNDS + 1):
-        start = clock()
+        start = clock(device)
         work()
         if device != "cpu":
             torch.cuda.synchronize()
-        times.append(clock() - start)
+        times.append(clock(device) - start)
     return max(min(times[1:]), 1e-9)
 
 
