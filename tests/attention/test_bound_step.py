@@ -182,3 +182,18 @@ def test_a_cloned_cache_steps_alike(model):
     for mine, theirs in zip(outs[:3], outs[3:], strict=True):
         torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
     assert kept(cache) == kept(twin)
+
+
+def test_norms_of_tokens_that_are_appended_are_kept(model, monkeypatch):
+    """The next prompt's end chooses among them, after the layer's weights may have been offloaded."""
+    norms = []
+
+    def run(cache):
+        logits, _ = force(model, prompt(1, N), prompt(1, 5, seed=2), cache=cache)
+        norms.append([layer.state["norm"][:, :, : layer.used].clone() for layer in cache.layers])
+        return logits
+
+    agree(both_ways(model, monkeypatch, run, kvpatch.critical(kvpatch.global_topk("snapkv")), 60, window=4))
+    for one, other in zip(*norms, strict=True):
+        assert one.shape[2] == N + 5 and (one > 0).all()
+        torch.testing.assert_close(one, other)

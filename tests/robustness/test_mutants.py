@@ -813,6 +813,10 @@ MUTANTS = {
     "a budget of all layers divided by layer": (
         "attention/compress.py", "        _end(ended)\n", "        for one in ended:\n            _end([one])\n",
         f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
+    "norms of tokens that are appended forgotten": (
+        "attention/bound_step.py", "entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms",
+        "entry = type(call.score).entry is not Score.entry",
+        "tests/attention/test_bound_step.py::test_norms_of_tokens_that_are_appended_are_kept"),
     "norms of layers that wait forgotten": (
         "policies/policy.py", 'self.schedule != "prompt" or self.over_model', 'self.schedule != "prompt"',
         "tests/cache/test_common_budget.py::test_weights_of_a_layer_are_not_needed_after_it"),
