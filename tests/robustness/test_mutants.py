@@ -292,7 +292,7 @@ MUTANTS = {
         "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),
     "packed rows in the order of requests": (
         "serving/pool.py", "columns = torch.tensor([first[name] for name in rows.alive]",
-        "columns = torch.tensor([first[name] for name in reversed(rows.names)]",
+        "columns = torch.tensor([first[name] for name in reversed(rows.alive)]",
         "tests/serving/test_generate_batch.py::test_every_policy[24-h2o]"),
     "a prompt cut where the pass is full": (
         "serving/pool.py", "if request_len < min(waiting, self.chunk):", "if not request_len:",
@@ -322,7 +322,7 @@ MUTANTS = {
         "cache/passes.py", " or (follow and not cache.scratch)", "",
         "tests/cache/test_hybrid.py::test_a_pass_that_fails_behind_the_last_budget_is_noticed"),
     "rows that wait thrown away": (
-        "serving/rows.py", "outside.append(_select(part, [not one for one in here]))", "pass",
+        "serving/rows.py", "(waits, outside)", "([], outside)",
         "tests/serving/test_rows.py::test_rows_are_those_asked_for"),
     "numbers of an earlier row left in a page": (
         "cache/paged.py", "    pool[table_BN.flatten()] = 0", "    pass", f"{PAGED}[None-snapkv-8-options2]"),
