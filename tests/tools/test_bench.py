@@ -199,7 +199,7 @@ CEILINGS = roofline.Ceilings(bytes_per_s=1e9, flops_per_s=1e9)
 def test_ceilings_are_what_the_work_takes(monkeypatch):
     monkeypatch.setattr(roofline, "fastest", lambda work, device: 2.0)
     assert roofline.bandwidth("cpu", torch.float32, 4096) == 3 * 4096 / 2  # the triad moves most
-    best = roofline.ceilings.__wrapped__(small=True)
+    best = roofline._measured.__wrapped__("cpu", torch.float32, small=True, threads=1)
     assert best == roofline.Ceilings(3 * (4 << 20) / 2, 2 * 256**3 / 2)
 
 
@@ -429,3 +429,33 @@ def test_agreement_counts_entries_of_both():
 def test_short_prompts_agree_whatever_is_sampled():
     model = bench_models.build("llama", 64, tiny=True)
     assert bench_sampled.agreement(model, bench_models.tokens(model, 64), "keyformer", 0.5, seeds=2) == 1.0
+
+
+def test_threads_are_measured_each_by_its_own_clock(monkeypatch, tmp_path):
+    """One by CPU time, several by wall time: 1 and 100 seconds of these here."""
+    monkeypatch.setattr(bench_models.time, "process_time", iter(range(10**6)).__next__)
+    monkeypatch.setattr(bench_models.time, "perf_counter", iter(range(0, 10**8, 100)).__next__)
+    monkeypatch.setattr(bench_prompt, "peak_apart", lambda *given: 1)
+    before, path = torch.get_num_threads(), tmp_path / "lines.jsonl"
+    asked = ["--tiny", "--case", "prompt", "--policies", "h2o", "--lengths", "64", "--repeats", "1", "--threads", "1,2"]
+    try:
+        assert invoke(*asked, "--json", path).exit_code == 0
+    finally:
+        torch.set_num_threads(before)
+    one, two = (json.loads(line) for line in path.read_text().splitlines())
+    assert (one["threads"], one["ms"], two["threads"], two["ms"]) == (1, 1000, 2, 100_000)
+    assert bench.tables([one, two]).count("| prompt | llama | h2o | 64 |") == 2
+
+
+def test_a_model_of_a_folder(tmp_path):
+    """Its lines have the folder's name; cases that need shapes of their own do not take it."""
+    assert "has no config.json" in refusal("--model", tmp_path)
+    model = bench_models.build("llama", 64, tiny=True)
+    assert bench_lines.record("prompt", str(tmp_path / "smollm2"), "h2o", 64, 1, model, {})["arch"] == "smollm2"
+    model.save_pretrained(tmp_path)
+    assert isinstance(bench_models.build(str(tmp_path), 64, tiny=False), type(model))
+    assert [row[:2] for row in bench.plan("all", "h2o", [64], str(tmp_path))] == [
+        ("prompt", str(tmp_path)), ("decode", str(tmp_path)),
+    ]  # fmt: skip
+    with pytest.raises(bench.typer.BadParameter, match="'host' is none of prompt, decode, block"):
+        list(bench.plan("host", "h2o", [64], str(tmp_path)))
