@@ -7,7 +7,7 @@ or scope. Torch computes it; kernels compute only rows of type Statistic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,12 @@ def _squares(block: Block, score: Any) -> Tensor:
 
 def _count(block: Block, score: Any) -> Tensor:
     """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
-    total_NM = block.p_NGRM.new_zeros(block.p_NGRM.shape[0], block.p_NGRM.shape[3])
-    for rows in _pieces(block):
+
+    def count(rows: slice) -> Tensor:
         times_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]
-        total_NM += times_NGRM.gt_(1.0).flatten(1, 2).sum(1)
-    return total_NM
+        return times_NGRM.gt_(1.0).flatten(1, 2).sum(1)
+
+    return _add_pieces(block, count)
 
 
 def _gumbel(block: Block, score: Any) -> Tensor:
@@ -88,30 +89,36 @@ def _gumbel(block: Block, score: Any) -> Tensor:
     p = p if weight is None else p * weight
     if plain:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
-    total_NM = p.new_zeros(p.shape[0], p.shape[3])
-    for rows in _pieces(block):
+
+    def add(rows: slice) -> Tensor:
         # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
-        own, empty = p[:, :, rows], p[:, :, rows].amax(-1, keepdim=True) == 0
-        total_NM += own.log().div_(block.tau).softmax(-1).masked_fill_(empty, 0.0).flatten(1, 2).sum(1)
-    return total_NM
+        own_NGRM = p[:, :, rows]
+        empty = own_NGRM.amax(-1, keepdim=True) == 0
+        return own_NGRM.log().div_(block.tau).softmax(-1).masked_fill_(empty, 0.0).flatten(1, 2).sum(1)
+
+    return _add_pieces(block, add)
 
 
 def _area(block: Block, score: Any) -> Tensor:
     """Sum the probability times the share of the text so far from the key on: 1 for its first token, least for its newest."""
     _, row_NR, key_NM = block.place()
-    total_NM = block.p_NGRM.new_zeros(key_NM.shape)
-    for rows in _pieces(block):
+
+    def weigh(rows: slice) -> Tensor:
         row_NR1 = row_NR[:, rows, None]
         weight_NRM = (row_NR1 - key_NM[:, None] + 1) / (row_NR1 + 1).clamp(min=1)
-        total_NM += (block.p_NGRM[:, :, rows].sum(1) * weight_NRM).sum(1)
-    return total_NM
+        return (block.p_NGRM[:, :, rows].sum(1) * weight_NRM).sum(1)
+
+    return _add_pieces(block, weigh)
 
 
-def _pieces(block: Block) -> Iterator[slice]:
-    """Split a block's rows: temporary tensors as large as a block would be mapped and cleared anew for each."""
+def _add_pieces(block: Block, increment: Callable[[slice], Tensor]) -> Tensor:
+    """Add up the increments [N,M] of a few rows at a time: temporary tensors of a whole block would be mapped each time."""
     n, G, R, M = block.p_NGRM.shape
-    size = max(1, (_AT_ONCE if block.p_NGRM.device.type == "cpu" else n * G * R * M) // (n * G * M))
-    return (slice(start, start + size) for start in range(0, R, size))
+    size = max(1, _AT_ONCE // max(n * G * M, 1)) if block.p_NGRM.device.type == "cpu" else R
+    total_NM = increment(slice(0, size))
+    for start in range(size, R, size):
+        total_NM += increment(slice(start, start + size))
+    return total_NM
 
 
 _AT_ONCE = 1 << 18  # probabilities: 1 MiB of float32, about a core's L2 cache

@@ -56,7 +56,7 @@ class RowPool:
         """
         inside, outside = list[Rows](), list[Rows]()
         for part in self.parts:
-            here = [name in names for name in part.names]
+            here = [name is not None and name in names for name in part.names]
             waits = [name is not None and name not in names for name in part.names]
             for rows, those in ((here, inside), (waits, outside)):
                 if any(rows):

@@ -204,16 +204,17 @@ def test_the_last_position_is_an_error_of_the_model_s_call():
     assert graph.replays == 3
 
 
-def test_a_value_read_while_a_step_is_captured_is_refused(monkeypatch):
+def test_a_value_read_while_a_step_is_captured_is_refused(monkeypatch, caplog):
     """As on a device: the recorder that stands for it lets no Python decision depend on data."""
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 9) as patch:
         graph, cache = StepGraph(model, patch._state, FakeRecorder), patch.new_cache()
         model(prompt(1, 24), past_key_values=cache)
         graph(prompt(1, 1), cache)
-        monkeypatch.setattr(graph, "model", lambda input_ids, **call: model(input_ids=input_ids * int(input_ids.max()), **call))
-        with pytest.raises(RuntimeError, match="capturing"):
-            graph(prompt(1, 1), cache)
+        monkeypatch.setattr(graph, "model", lambda input_ids, **call: model(input_ids=input_ids * min(int(input_ids.max()), 1), **call))
+        graph(prompt(1, 1), cache)
+    assert graph.captures == 0
+    assert any("not permitted when stream is capturing" in one.message for one in caplog.records)
 
 
 def test_without_a_gpu_the_error_says_what_to_do():

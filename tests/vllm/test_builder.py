@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kvpatch.serving.vllm.attention import NOBODY, PassBuilder
+from kvpatch.serving.vllm.scheduled import NOBODY, PassBuilder
 from tests.helpers.counting import HostWaits
 
 WIDTH = 8193  # of the table: pages of 16 slots, and texts of 131,072 tokens

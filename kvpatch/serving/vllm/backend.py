@@ -12,8 +12,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from .attention import BudgetedAttention, PassBuilder, budgeted_spec
+from .attention import BudgetedAttention, budgeted_spec
 from .configuration import settings_now
+from .scheduled import PassBuilder
 from .terms import Terms
 
 

@@ -9,8 +9,9 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ...errors import KVPatchError
-from .attention import BudgetedAttention, PassBuilder, budgeted_spec
+from .attention import BudgetedAttention, budgeted_spec
 from .configuration import settings_now
+from .scheduled import PassBuilder
 
 
 class Backend(AttentionBackend):
