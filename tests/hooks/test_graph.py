@@ -211,7 +211,11 @@ def test_a_value_read_while_a_step_is_captured_is_refused(monkeypatch, caplog):
         graph, cache = StepGraph(model, patch._state, FakeRecorder), patch.new_cache()
         model(prompt(1, 24), past_key_values=cache)
         graph(prompt(1, 1), cache)
-        monkeypatch.setattr(graph, "model", lambda input_ids, **call: model(input_ids=input_ids * min(int(input_ids.max()), 1), **call))
+
+        def reads(input_ids, **call):
+            return model(input_ids=input_ids * min(int(input_ids.max()), 1), **call)
+
+        monkeypatch.setattr(graph, "model", reads)
         graph(prompt(1, 1), cache)
     assert graph.captures == 0
     assert any("not permitted when stream is capturing" in one.message for one in caplog.records)
