@@ -584,6 +584,8 @@ def test_reason():
     assert "float64" in kernels.reason(torch.float64, 64, 1)
     assert "512" in kernels.reason(F16, 512, 1)
     assert "71" in kernels.reason(F16, 64, 71)
+    assert kernels.reason(F16, 256, 64) is kernels.reason(F32, 128, 64) is kernels.reason(F32, 256, 32) is None
+    assert "no room for 64 float32 queries of 256" in kernels.reason(F32, 256, 64), "some GPUs have 99 KiB for them"
     assert kernels.reason(F16, 128, 1, 128) is None
     assert "128, not 64" in kernels.reason(F16, 128, 1, 64), "values are read with the queries' head size"
 

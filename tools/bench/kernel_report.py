@@ -92,6 +92,7 @@ def decode_step(
     offset: int = 0,
     bits: int = FULL,
     page: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     **geometry: Any,
 ) -> Callable[[Any, int, int], object]:
     """A step whose heads hold different numbers of tokens, with windows protected.
@@ -108,13 +109,13 @@ def decode_step(
         state["noise"] = view(B, H, C, G, dtype=torch.float32)
         rule = module.Rule(statistics, value=value)
         slot_BH, positions_BHC, newest_B = view(B, H), view(B, H, C), view(B)
-        of_slots = centred(codecs(bits, D, D, torch.bfloat16), view(B, H, 1, D, dtype=torch.bfloat16))
-        keys, values = (codec.encode(_some(B, H, C, D)) for codec in of_slots)
+        of_slots = centred(codecs(bits, D, D, dtype), view(B, H, 1, D, dtype=dtype))
+        keys, values = (codec.encode(_some(B, H, C, D, dtype=dtype)) for codec in of_slots)
         if page is not None:
             geometry["begin_N"] = view(B * H, *(() if page == C else (-(-C // page),)))
             geometry["page"] = None if page == C else page
         slots = keys, values, positions_BHC, slot_BH, newest_B
-        new = _some(B, H, G, D), _some(B, H, D), _some(B, H, D)
+        new = (_some(*shape, dtype=dtype) for shape in ((B, H, G, D), (B, H, D), (B, H, D)))
         limits = {"keep_BH": view(B, H), "first_B": view(B), "recent_B": view(B)}
         slopes_HG = torch.zeros(H, G) if geometry.get("sliding") else None
         given = geometry | {"sinks_HG": torch.zeros(H, G) if geometry.get("sinks_HG") else None}
@@ -179,6 +180,7 @@ def _columns(
 
 CALLS = (
     Call("decode", "decode", decode_step(("sum", "squares"), "mean"), (*SHAPES, (256, 8), (128, 48))),
+    Call("decode float32", "decode", decode_step(("sum",), "sum", dtype=FLOAT), ((64, 32), (128, 64), (256, 32))),
     Call("decode gumbel", "decode", decode_step(("gumbel",), "gumbel", tau=1.5), ONE_SHAPE),
     Call("decode all", "decode", decode_step(ALL, "count", tau=1.5, sliding=1000), ((128, 1), (128, 8))),
     Call("decode cap", "decode", decode_step(("sum", "squares"), "mean", softcap=50.0), ((128, 2), (256, 2))),

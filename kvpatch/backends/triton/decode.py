@@ -22,12 +22,13 @@ from ..entries import EXACT, FULL, Codecs, centre_of
 from . import rounded
 from .arguments import logit_units
 from .combine import combine_kernel, evict_kernel
-from .plan import MOST_CHUNKS, multiprocessors, plan
+from .plan import CPU_MULTIPROCESSORS, MOST_CHUNKS, multiprocessors, plan
 from .split import split_kernel
 
 STATISTICS = ("sum", "squares", "count", "gumbel", "observed")
 VALUES = ("sum", "mean", "count", "gumbel", "observed", "recency")
 MAX_HEAD, MAX_GROUP = 256, 64
+MAX_QUERIES = 1 << 15  # bytes of a KV head's queries in shared memory, of which GPUs of compute capability 8.6 have 99 KiB
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None 
         return f"its kernels take values of the keys' head size, {head_dim}, not {value_dim}"
     if group > MAX_GROUP:
         return f"its kernels take up to {MAX_GROUP} query heads per key-value head, not {group}"
+    if plan(1, 1, group, head_dim, dtype.itemsize, CPU_MULTIPROCESSORS).query_bytes > MAX_QUERIES:
+        return f"its kernels have no room for {group} float32 queries of {head_dim} numbers per key-value head"
     return rounded.reason(bits, head_dim, dtype)
 
 

@@ -33,6 +33,7 @@ class Plan:
         width: the head size, likewise.
         block: slots that a program of `split_kernel` reads at a time; `cells`: one of `combine_kernel`.
         warps: of both; stages: of `split_kernel`.
+        query_bytes: of a KV head's queries.
     """
 
     span: int
@@ -47,6 +48,7 @@ class Plan:
     cells: int
     warps: int
     stages: int
+    query_bytes: int
 
 
 @lru_cache(maxsize=1024)
@@ -79,7 +81,8 @@ def plan(
     # the places of its pages
     stages = 3 if block >= 32 * warps and not pages else 5
     outputs = -(-G * D // OUTPUTS)
-    return Plan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
+    parts, chunks = -(-C // span), -(-C // chunk)
+    return Plan(span, parts, chunk, chunks, outputs, group, lanes, width, block, cells, warps, stages, lanes * width * itemsize)
 
 
 def _power(number: int) -> int:
