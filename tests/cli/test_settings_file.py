@@ -10,12 +10,12 @@ from kvpatch.cli import generating, serving
 from kvpatch.evaluation import check
 from tests.cli.test_cli import folder, prompt, run  # noqa: F401
 
-OPTIONS = {"window": 4, "schedule": "prompt", "bits": 8, "seed": 3}
+OPTIONS = {"recent": 4, "schedule": "prompt", "bits": 8, "seed": 3}
 
 
 @pytest.fixture
 def file(tmp_path):
-    Settings("snapkv", 9, OPTIONS).save(tmp_path / "settings.json")
+    Settings("h2o", 9, OPTIONS).save(tmp_path / "settings.json")
     return tmp_path / "settings.json"
 
 
@@ -34,12 +34,12 @@ def patches(monkeypatch):
 
 def test_generate_takes_a_file(folder, prompt, file, patches):  # noqa: F811
     arguments = ("generate", folder, prompt, "--max-new-tokens", 2, "--settings", file)
-    result = run(*arguments, "--strict", "-o", "kernel=3")
+    result = run(*arguments, "--strict", "-o", "sinks=3")
     assert result.exit_code == 0, result.output
-    wanted = kvpatch.get_policy("snapkv").with_options("prompt", window=4, kernel=3)
+    wanted = kvpatch.get_policy("h2o").with_options("prompt", recent=4, sinks=3)
     others = {"bits": 8, "block": None, "positions": "original", "backend": "auto", "seed": 3, "strict": True}
     assert patches == [(wanted, 9, others)]
-    typed = ("--policy", "snapkv", "-k", 9, "--schedule", "prompt", "--bits", 8, "--seed", 3, "-o", "window=4")
+    typed = ("--policy", "h2o", "-k", 9, "--schedule", "prompt", "--bits", 8, "--seed", 3, "-o", "recent=4")
     plain = run(*arguments[:-2], *typed)
     assert run(*arguments).stdout.partition(generating.MARK)[0] == plain.stdout.partition(generating.MARK)[0]
 
@@ -47,14 +47,14 @@ def test_generate_takes_a_file(folder, prompt, file, patches):  # noqa: F811
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--policy", "snapkv"), "--policy snapkv and --settings settings.json both name a policy: give one of them."),
+        (("--policy", "h2o"), "--policy h2o and --settings settings.json both name a policy: give one of them."),
         (("-k", "0.5"), "k='0.5' is given beside Settings with k=9: give k in the Settings, or beside"),
         (("--bits", "16"), "bits=16 is given beside Settings with bits=8: leave it out, or change it in the Settings."),
         (
-            ("-o", "window=8"),
-            "window=8 is given beside Settings with window=4: leave it out, or change it in the Settings.",
+            ("-o", "recent=8"),
+            "recent=8 is given beside Settings with recent=4: leave it out, or change it in the Settings.",
         ),
-        (("-o", "windw=8"), "Policy 'snapkv' has no option 'windw'. Did you mean 'window'?"),
+        (("-o", "recnt=8"), "Policy 'h2o' has no option 'recnt'. Did you mean 'recent'?"),
         (("--settings", "none"), "There is no file none: give one that Settings.save wrote."),
     ],
 )
@@ -93,5 +93,5 @@ def test_serve_hands_on_what_the_file_has(folder, file, monkeypatch):  # noqa: F
     monkeypatch.setattr(serving, "run", lambda *arguments: given.append(arguments))
     assert run("serve", folder, "--settings", file, "--backend", "torch").exit_code == 0
     (_, policy, k, how, *_), = given  # fmt: skip
-    assert (policy, k) == (kvpatch.get_policy("snapkv").with_options("prompt", window=4), 9)
+    assert (policy, k) == (kvpatch.get_policy("h2o").with_options("prompt", recent=4), 9)
     assert how == {"bits": 8, "positions": "original", "backend": "torch", "seed": 3}

@@ -9,6 +9,7 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError, Settings
+from kvpatch.evaluation import check
 from kvpatch.patching import SETTINGS
 from kvpatch.storage.settings import FORMAT, LARGEST, OF_PATCH
 from tests.helpers.tiny import make, prompt
@@ -64,12 +65,14 @@ def test_settings_keep_what_their_arguments_keep(model, given, tmp_path):
     assert wanted != kept(model, "full")
 
 
-def test_patch_and_checks_take_them(model):
+def test_patch_and_checks_take_them(model, monkeypatch):
     patch = kvpatch.patch(model=model, policy=Settings("h2o", 7), record=True, seed=5)
     patch.remove()
     assert (patch.settings.record, patch.settings.seed, patch.settings.budget.per_layer) == (True, 5, (7, 7))
-    table = kvpatch.check_model(model, Settings("snapkv", 9, {"window": 4}))
-    assert table.passed and "snapkv" in str(table)
+    given, real = [], check.Checks
+    monkeypatch.setattr(check, "Checks", lambda *arguments: given.append(arguments[1:]) or real(*arguments))
+    assert kvpatch.check_model(model, Settings("h2o", 9, {"recent": 4, "schedule": "prompt"})).passed
+    assert given == [(kvpatch.get_policy("h2o").with_options("prompt", recent=4), 9, 0)]
 
 
 def test_the_policy_of_settings():
@@ -78,7 +81,9 @@ def test_the_policy_of_settings():
     assert Settings("h2o", 0.5, {"schedule": "prompt"}).build_policy().schedule == "prompt"
 
 
-def test_numbers_in_texts_and_tensors():
+def test_numbers_in_texts_and_tensors_and_lists():
+    made = Settings("keyformer", [4, [5, 6]], {"tau": [1.0, 2.0]})
+    assert (made.k, made.options) == ((4, (5, 6)), {"tau": (1.0, 2.0)})
     assert Settings("h2o", "50%") == Settings("h2o", torch.tensor(0.5).double()) == Settings("h2o")
     assert Settings("h2o", torch.tensor([4, 5])).k == (4, 5)
 
@@ -108,8 +113,9 @@ def test_what_settings_have_is_refused_beside_them(model):
         kvpatch.patched(model, settings, windw=8)
     with pytest.raises(KVPatchError, match=r"tests a policy and k, not seed=1 of the Settings: leave seed out"):
         kvpatch.check_model(model, settings)
-    with pytest.raises(TypeError, match="policy"):
-        kvpatch.patched(model, settings, policy="h2o")
+    for policy, twice in ((settings, {"policy": "h2o"}), ("h2o", {"policy": settings}), (settings, {"model": model})):
+        with pytest.raises(TypeError, match=f"multiple values for argument '{next(iter(twice))}'"):
+            kvpatch.patched(model, policy, **twice)
 
 
 def test_the_line_of_the_caller_is_warned_of(model):
@@ -196,7 +202,6 @@ def test_a_damaged_file_and_none(path, tmp_path):
     contents = (
         text[:40],
         "[]",
-        " " * (LARGEST + 1),
         "[" * 100_000,
         json.dumps(without),
         text.replace("0.3", "NaN"),
@@ -206,6 +211,9 @@ def test_a_damaged_file_and_none(path, tmp_path):
         path.write_bytes(content)
         with pytest.raises(KVPatchError, match="no valid settings file"):
             Settings.load(path)
+    path.write_text(text + " " * LARGEST)
+    with pytest.raises(KVPatchError, match="no valid settings file: it has more than 4,194,304 bytes"):
+        Settings.load(path)
     with pytest.raises(KVPatchError, match=r"There is no file .*none: give one that Settings\.save wrote"):
         Settings.load(tmp_path / "none")
     for given in (3, ""):
