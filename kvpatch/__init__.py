@@ -33,8 +33,8 @@ _HOME = {
     ),
     "report": ("Report",),
     "storage.calibration": ("load_calibration",),
-    "storage.profile": ("Profile", "load_profile"),
     "storage.record": ("load_record", "save_record"),
+    "storage.settings": ("Settings",),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -47,11 +47,11 @@ __all__ = [
     "Patch",
     "Policy",
     "Prefix",
-    "Profile",
     "Record",
     "Report",
     "Scope",
     "Score",
+    "Settings",
     "Share",
     "Threshold",
     "adaptive",
@@ -63,7 +63,6 @@ __all__ = [
     "list_architectures",
     "list_policies",
     "load_calibration",
-    "load_profile",
     "load_record",
     "merged",
     "patch",
@@ -109,8 +108,8 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     )
     from .report import Report
     from .storage.calibration import load_calibration
-    from .storage.profile import Profile, load_profile
     from .storage.record import load_record, save_record
+    from .storage.settings import Settings
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from os import PathLike
+from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -30,16 +30,33 @@ from .hooks.target import Target
 from .hooks.versions import check_versions, find_untested
 from .policies import Policy
 from .policies.budgets import ONE_TOKEN, Rule, says_one_token
-from .storage.profile import Profile, opened
+from .storage.settings import Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .policies.options import PolicyOptions
 
-HALF = float("0.5")  # the default of k, an object of its own: a 0.5 that the caller gives is another one
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_FIRST = ("self", "model", "policy", "k")
+
+
+def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Let a function take Settings in the place of policy, k and the options that they have.
+
+    It sees what the caller gives: an argument with the value of its default is told from one that is left out.
+    """
+
+    @wraps(init)
+    def call(*args: Any, **kwargs: Any) -> None:
+        given = dict(zip(_FIRST, args, strict=False)) | kwargs
+        settings = given.pop("policy", None)
+        if not isinstance(settings, Settings) or len(given) + 1 != len(args) + len(kwargs):  # the latter is a TypeError
+            return init(*args, **kwargs)
+        return init(given.pop("self"), **settings.add_arguments(given))  # type: ignore[call-arg, arg-type]
+
+    return call
 
 
 class patched:
@@ -49,8 +66,8 @@ class patched:
 
     Args:
         model: a decoder of transformers (also wrapped by PEFT or hooked by accelerate) with an adapter.
-        policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy. It must be given where
-            `profile` is not: None is refused.
+        policy: a name of `list_policies()` in any case, such as "snapkv" or "SnapKV", or a Policy; None is refused. Or
+            Settings, which stand for policy, k and the options that they have; others may be given beside them.
         k: the budget of each KV head: a share of the prompt (float in (0, 1], 1.0 never evicts), tokens (int), the bytes of
             all keys and values of one row held between steps ("2GiB", over all processes of a sharded model; buffers have one
             free slot per head more), or a list of these, one per layer; a table of tokens or shares, `k[layer][head]`; or a
@@ -71,8 +88,6 @@ class patched:
             head. It turns the fast paths of decode steps off.
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
-        profile: a file that `kvpatch tune` wrote, or what `load_profile` returns, in place of policy, k, schedule and
-            policy_options.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
             PolicyOptions.
 
@@ -91,11 +106,12 @@ class patched:
     _patch: Patch | None = None  # also where __init__ raised
     _unused = False
 
+    @_takes_settings
     def __init__(  # noqa: PLR0913 - the public signature
         self,
         model: nn.Module,
-        policy: str | Policy | None = None,
-        k: float | int | str | Rule | Sequence[float | int | str | Rule | Sequence[float | int]] = HALF,
+        policy: str | Policy | Settings | None = None,
+        k: float | int | str | Rule | Sequence[float | int | str | Rule | Sequence[float | int]] = 0.5,
         *,
         bits: int = 16,
         block: int | None = None,
@@ -106,30 +122,22 @@ class patched:
         strict: bool = False,
         record: bool = False,
         auto: bool = True,
-        profile: str | PathLike[str] | Profile | None = None,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
         check_versions(transformers.__version__, torch.__version__)
+        assert not isinstance(policy, Settings)  # they were taken apart
         settings.check_model(model, policy)
-        tuned = None if profile is None else opened(profile)
-        if tuned is not None:
-            given = {"policy": policy, "k": None if k is HALF else k, "schedule": schedule}
-            tuned.alone({name: value for name, value in given.items() if value is not None} | dict(policy_options))
-            policy, k = tuned.policy, tuned.k
-        options = dict(policy_options if tuned is None else tuned.options)
         positions, backend = settings.positions_of(positions), check_name(backend)
         bits = settings.bits_of(bits)
         settings.check_options(seed, strict=strict, record=record, auto=auto)
-        chosen = settings.policy_of(policy, schedule, options, ARGUMENTS)
+        chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         settings.check_block(block, chosen)
         target = _find_target(model, auto)
-        if tuned is not None:
-            target.check_identity(tuned.model, "profile=", "kvpatch tune")
         how = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict
         )
         if says_one_token(k):
-            warnings.warn(ONE_TOKEN, stacklevel=2)
+            warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
         self._unused, self._patch = True, Patch(target, settings.recording(how) if record else how)
 
     def __enter__(self) -> Patch:
@@ -186,7 +194,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
 _PARAMETERS = inspect.signature(patched).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-_OTHERS = ("record", "auto", "profile")
+_OTHERS = ("record", "auto")
 SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in _OTHERS)
 """Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 

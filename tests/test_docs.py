@@ -178,7 +178,7 @@ def test_errors_are_said_in_these_words():
 
 
 def test_only_true_commands():
-    known = {"demo", "calibrate", "learn", "check", "compare", "generate", "serve", "tune", "policies", "architectures"}
+    known = {"demo", "calibrate", "learn", "check", "compare", "generate", "serve", "policies", "architectures"}
     for name, text in TEXT.items():
         bash = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
         for command in re.findall(r"^kvpatch (\w+)", bash, re.MULTILINE) + re.findall(r"`kvpatch ([a-z]\w*)", text):
@@ -199,7 +199,7 @@ def test_commands_have_the_arguments_and_options_that_pages_type():
     group, count = typer.main.get_command(app), 0
     for name, (command, *arguments) in _typed():
         context = group.commands[command].make_context(command, arguments)  # raises for an option that is not there
-        assert command not in ("tune", "calibrate", "learn") or (context.params["file"] and not context.params["option"]), name
+        assert command not in ("calibrate", "learn") or (context.params["file"] and not context.params["option"]), name
         count += 1
     assert count > 12
 

@@ -37,6 +37,8 @@ def right(model: nn.Module) -> None:
     share: float = report.share
     installed: kvpatch.Patch = kvpatch.patch(model, "h2o", k=16)
     installed.remove()
+    settings: kvpatch.Settings = kvpatch.Settings("h2o", k=16, options={"recent": 4})
+    kvpatch.patch(model, settings, record=True).remove()
     passed: bool = kvpatch.check_model(model).passed
     names: tuple[str, ...] = kvpatch.list_policies()
     print(share, cache, passed, names)
@@ -45,6 +47,7 @@ def right(model: nn.Module) -> None:
 def wrong(model: nn.Module) -> None:
     kvpatch.patchd(model, "h2o")  # error: attr-defined
     kvpatch.patched(model, 3)  # error: arg-type
+    kvpatch.Settings(kvpatch.get_policy("h2o"))  # error: arg-type
     kvpatch.patched(model, "h2o", block="64")  # error: arg-type
     kvpatch.patched("gpt2", "h2o")  # error: arg-type
     kvpatch.patch(model, "h2o").reprot()  # error: attr-defined

@@ -31,7 +31,7 @@ _MARK = re.compile(r"<!-- (?P<name>\w+)(?:: (?P<argument>\w+))? -->\n.*?<!-- /(?
 _ATTRIBUTE = re.compile(r"^ {8}(\w+): ")
 
 GROUPS = {
-    "Patch a model": ("patched", "patch", "Patch", "unpatch"),
+    "Patch a model": ("patched", "patch", "Patch", "unpatch", "Settings"),
     "Record and replay": ("Record", "replay", "save_record", "load_record"),
     "Look at what was kept": ("Report",),
     "Caches": ("EvictingCache", "Prefix"),
@@ -50,6 +50,7 @@ MEMBERS = {
         "record_nbytes", "replay", "remove",
     ),
     "Record": ("nbytes", "to", "join"),
+    "Settings": ("save", "load"),
     "EvictingCache": (
         "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "crop",
         "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",

@@ -1,4 +1,4 @@
-"""The app of `kvpatch`: demo, generate, check, compare, calibrate, learn, tune, serve, policies, architectures.
+"""The app of `kvpatch`: demo, generate, check, compare, calibrate, learn, serve, policies, architectures.
 
 Needs the extra `cli`. Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
@@ -19,7 +19,6 @@ from .model_commands import check, compare, generate
 from .options import parse_options
 from .output import print_json, print_rows, short_errors
 from .serve_command import serve
-from .tune_command import tune
 from .versions import describe_machine, describe_version
 
 __all__ = ["app", "parse_options", "short_errors"]
@@ -98,5 +97,5 @@ def demo(
         run(out, model, json)
 
 
-for command in (generate, check, compare, calibrate, learn, tune, serve):
+for command in (generate, check, compare, calibrate, learn, serve):
     app.command()(command)

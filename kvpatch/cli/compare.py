@@ -22,6 +22,8 @@ from .loading import Source, encode, parse_k
 from .options import calibrated
 from .output import console, note, print_json, progress, waiting
 
+SETTINGS = "settings.json"
+"""Name of the file of the advised settings, in the folder of the pictures."""
 LEAST = 8
 """Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
 
@@ -39,7 +41,7 @@ class Asked:
         seed: of the policies' random numbers.
         tolerance: largest KL to advise, nats per token.
         agreement: smallest share of agreeing predictions to advise.
-        out: folder of the pictures.
+        out: folder of the pictures and of SETTINGS.
         json: whether rows go to stdout as JSON, and everything else to stderr.
     """
 
@@ -56,7 +58,7 @@ class Asked:
 
 
 def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) -> None:
-    """Measure each prompt, print rows as they come, and save a picture per prompt.
+    """Measure each prompt, print rows as they come, save a picture per prompt, and at last the advised settings.
 
     Args:
         asked: what to measure.
@@ -88,12 +90,17 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
 
 
 def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
-    """Print the columns' meanings, the advice over all prompts, and the line to paste."""
+    """Print the columns' meanings, the advice over all prompts and the line to paste, and write its Settings."""
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.best(results, asked.tolerance, asked.agreement)) is not None:
         policy, k, bits = setting
-        out.print(f"\n    {view.python_line(policy, k, asked.policies[policy], asked.schedule, asked.seed, bits)}\n")
+        given = policy, k, asked.policies[policy], asked.schedule, asked.seed, bits
+        path = asked.out / SETTINGS
+        beside = ", but for the calibration" if asked.policies[policy].score.calibrated else ""
+        out.print(f"\n    {view.python_line(*given)}\n")
+        view.settings(*given).save(path)
+        out.print(f"The same settings{beside}, for kvpatch.Settings.load and --settings: {path}")
     if len(results) == 1:
         out.print("One text is one text: give several of yours before you choose.")
 
@@ -169,7 +176,7 @@ def trained_length(name: str, tokens: int) -> list[str]:
 
 
 def prepare(out: Path) -> None:
-    """Make the folder for the pictures and look for matplotlib, before anything is measured.
+    """Make the folder for pictures and settings, and look for matplotlib, before anything is measured.
 
     Raises:
         KVPatchError: the folder cannot be made, or matplotlib is missing.

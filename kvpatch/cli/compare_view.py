@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import plotting
 from ..evaluation.divergence import Figures, Result, Row
-from ..policies import Policy
-from ..storage.profile import changed
+from ..policies import Policy, get_policy
+from ..storage.settings import Settings
 from .loading import parse_k
 
 CHANCE = "random"
@@ -81,6 +81,21 @@ class Lines:
 
 def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
     """Return the line of Python that patches a model with one setting of the comparison."""
+    options = _options(name, policy, schedule, seed, bits)
+    size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
+    more = "".join(f", {option}={value!r}" for option, value in options.items())
+    return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
+
+
+def settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
+    """Return what `python_line` writes as Settings, without a calibration, which these cannot hold."""
+    options = _options(name, policy, schedule, seed, bits)
+    options.pop("calibration", None)
+    return Settings(name, parse_k(k), options)
+
+
+def _options(name: str, policy: Policy, schedule: str | None, seed: int, bits: int) -> dict[str, Any]:
+    """Return the keyword arguments of `patched` in which a setting differs from the defaults."""
     options = changed(name, policy)
     if schedule is not None:
         options["schedule"] = schedule
@@ -88,9 +103,15 @@ def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: i
         options["seed"] = seed
     if bits != 16:
         options["bits"] = bits
-    size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
-    more = "".join(f", {option}={value!r}" for option, value in options.items())
-    return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
+    return options
+
+
+def changed(name: str, policy: Policy) -> dict[str, Any]:
+    """Return the options in which a policy differs from the one that a name gives, without that which generate() sets."""
+    own = get_policy(name).options()
+    others = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
+    others.pop("generation_length", None)
+    return others
 
 
 def notes(rows: list[Row]) -> list[str]:

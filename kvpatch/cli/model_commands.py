@@ -13,11 +13,11 @@ import typer
 from ..errors import KVPatchError
 from . import options as given
 from .catalogue import DEFAULT_POLICY, SCHEDULES, check_calibration, check_choice, check_policy
-from .loading import Source, check_budget, parse_k, read_prompt
+from .loading import Source, check_budget, read_prompt
 from .options import (
     TextFile,
+    choose_policy,
     model_and_files,
-    named_policy,
     one_model,
     parse_bits,
     parse_options,
@@ -30,6 +30,7 @@ COMPARED = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv"
 
 
 def generate(  # noqa: PLR0913 - typer: an option is a parameter
+    context: typer.Context,
     model: given.Model = None,
     file: Annotated[str | None, typer.Argument(help="A prompt; - reads standard input.", show_default=False)] = None,
     model_option: given.ModelOption = None,
@@ -38,6 +39,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the model's chat template.")] = False,
     policy: given.PolicyName = DEFAULT_POLICY,
     k: given.Budget = "0.5",
+    settings: given.SettingsFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="Sample at this temperature; else, and at 0, greedy.", show_default=False)
@@ -71,14 +73,14 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
         name, asked = _find_prompt(model, file, model_option, prompt_file, prompt)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
-        chosen, size = named_policy(policy, schedule, options), parse_k(k)
+        how: dict[str, Any] = {
+            "bits": bits, "block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict,
+        }  # fmt: skip
+        chosen, size, how = choose_policy(context, options, how)
         text = asked.read_text() if isinstance(asked, TextFile) else asked
         from .generating import Sampling, run
 
-        settings: dict[str, Any] = {
-            "bits": bits, "block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict,
-        }  # fmt: skip
-        run(source, text, raw, chosen, size, settings, Sampling(max_new_tokens, temperature, top_p), json)
+        run(source, text, raw, chosen, size, how, Sampling(max_new_tokens, temperature, top_p), json)
 
 
 def _find_prompt(
@@ -98,10 +100,12 @@ def _find_prompt(
 
 
 def check(  # noqa: PLR0913 - as above
+    context: typer.Context,
     model: given.Model = None,
     model_option: given.ModelOption = None,
     policy: given.PolicyName = DEFAULT_POLICY,
     k: given.Budget = "0.5",
+    settings: given.SettingsFile = None,
     dtype: given.Dtype = "auto",
     device: given.Device = "auto",
     device_map: given.DeviceMap = None,
@@ -117,10 +121,15 @@ def check(  # noqa: PLR0913 - as above
         check_budget(k)
         source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
         source.check()
-        chosen, size = named_policy(policy, None, options), parse_k(k)
+        chosen, size, how = choose_policy(context, options, {"seed": seed})
+        for name in how.keys() - {"seed"}:
+            had = f"{name}={how[name]!r}"
+            raise KVPatchError(f"--settings {settings} has {had}, which check does not test: give --policy and -k.")
         from ..evaluation.check import check_model
 
-        table = check_model(source.model(), policy=chosen, k=size, seed=seed)
+        table = check_model(source.model(), policy=chosen, k=size, seed=how["seed"])
+    if settings is not None:
+        policy, k = chosen.name, str(size)
     if json:
         checks = [{"name": one.name, "passed": one.passed, "detail": one.detail} for one in table]
         print_json({"passed": table.passed, "policy": policy, "k": k, "checks": checks, "note": table.note})
@@ -171,14 +180,14 @@ def compare(  # noqa: PLR0913 - as above
     ] = "16",
     seed: given.Seed = 0,
     option: given.Options = None,
-    out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("kvpatch-compare"),
+    out: Annotated[Path, typer.Option(help="Folder of the pictures and of settings.json.")] = Path("kvpatch-compare"),
     json: given.Json = False,
 ) -> None:
     """Compare policies and budgets on your own prompts by their next-token distributions.
 
     The unpatched and the patched model are fed the same tokens after the prompt, one by one, and their predictions are
     compared: KL, agreement, bytes. Rows appear as they are measured; Ctrl-C keeps those that have. After the last prompt
-    comes one sentence of advice with the line of Python to paste.
+    comes one sentence of advice with the line of Python to paste; settings.json in the folder of --out has the same settings.
     """
     with short_errors():
         check_choice("schedule", schedule, SCHEDULES)

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import KVPatchError
 from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_calibration, check_choice, check_policy
-from .loading import check_budget, read_prompt
+from .loading import check_budget, parse_k, read_prompt
 
 
 def _named(names: tuple[str, ...]) -> Any:
@@ -34,6 +34,14 @@ PolicyName = Annotated[
 Budget = Annotated[
     str,
     typer.Option("-k", help="0.5 or 50% of the prompt, 1024 tokens, 2GiB for one row, mass:0.95; with commas, one per layer."),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--settings",
+        help="A file of kvpatch.Settings, as compare writes one, in place of --policy, -k and the options that it has.",
+        show_default=False,
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's own), float32 or fp32, bfloat16 or bf16, float16 or fp16.")
@@ -124,6 +132,38 @@ def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> An
     from ..policies import get_policy
 
     return get_policy(name).with_options(schedule, **calibrated(options))
+
+
+def choose_policy(
+    context: typer.Context, options: dict[str, Any], others: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return policy, budget and keyword arguments of `patched` that a command's options give, or its --settings.
+
+    Args:
+        context: of the command.
+        options: of the policy, by -o.
+        others: the command's other options that are arguments of `patched`.
+
+    Raises:
+        KVPatchError: a mistake in one of them, or an option that the file of --settings has is typed too.
+    """
+    typed, file = context.params, context.params["settings"]
+    if file is None:
+        return named_policy(typed["policy"], typed.get("schedule"), options), parse_k(typed["k"]), others
+    given = {name: typed[name] for name in ("policy", "k", "schedule", *others) if _is_typed(context, name)}
+    if "policy" in given:
+        raise KVPatchError(f"--policy {given['policy']} and --settings {file} both name a policy: give one of them.")
+    from ..storage.settings import OF_PATCH, Settings
+
+    merged = Settings.load(file).add_arguments(given | options)
+    name, k, schedule = merged.pop("policy"), merged.pop("k"), merged.pop("schedule", None)
+    own = {option: merged.pop(option) for option in [*merged] if option not in OF_PATCH}
+    return named_policy(name, schedule, own), k, others | merged
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def calibrated(options: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +258,7 @@ def model_and_files(
 def find_model_and_text(
     argument: str | None, file: str | None, option: str | None, text: str | None, misplaced: list[str] | None
 ) -> tuple[str, TextFile]:
-    """Return the model and the text that `tune`, `calibrate` or `learn` reads.
+    """Return the model and the text that `calibrate` or `learn` reads.
 
     text: given by --text. misplaced: given by -o, which these commands do not have.
 

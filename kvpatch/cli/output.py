@@ -112,37 +112,3 @@ def progress(out: Console) -> Progress:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-
-
-class Steps:
-    """Progress of a long search: a bar on a terminal, elsewhere a line at each new label and each tenth step.
-
-    Example:
-        with Steps(console(stderr=True)) as steps:
-            steps.set_total(40)
-            steps.count_step("roco")
-    """
-
-    def __init__(self, out: Console) -> None:
-        self.bar, self.drawn = progress(out), out.is_terminal
-        self.task = self.bar.add_task("reading", total=None)
-        self.done, self.total, self.label = 0, 0, ""
-
-    def __enter__(self) -> Steps:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def set_total(self, total: int) -> None:
-        """Set the largest number of steps."""
-        self.total = total
-        self.bar.update(self.task, total=total)
-
-    def count_step(self, label: str) -> None:
-        """Count a step that begins; `label` says what it measures."""
-        self.bar.update(self.task, description=label, advance=1)
-        if not self.drawn and (label != self.label or self.done % 10 == 0):
-            note(f"measuring {label}: {self.done} of at most {self.total} measurements done")
-        self.done, self.label = self.done + 1, label

@@ -8,16 +8,18 @@ import typer
 
 from . import options as given
 from .catalogue import DEFAULT_POLICY
-from .loading import Source, parse_k
-from .options import named_policy, one_model, policy_options
+from .loading import Source
+from .options import choose_policy, one_model, policy_options
 from .output import short_errors
 
 
 def serve(  # noqa: PLR0913 - typer: an option is a parameter
+    context: typer.Context,
     model: given.Model = None,
     model_option: given.ModelOption = None,
     policy: given.PolicyName = DEFAULT_POLICY,
     k: given.Budget = "0.5",
+    settings: given.SettingsFile = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8000,
     max_batch_tokens: Annotated[
@@ -51,9 +53,9 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         options = policy_options(option, k, positions, backend, bits)
         source = Source(one_model(model, model_option), dtype, device, None, revision, trust_remote_code)
         source.check()
-        chosen, size = named_policy(policy, schedule, options), parse_k(k)
+        how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
+        chosen, size, how = choose_policy(context, options, how)
         from .serving import run
 
-        settings: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
         asked = {"cb_max_batch_tokens": max_batch_tokens, "cb_max_memory_percent": memory}
-        run(source, chosen, size, settings, host, port, {name: one for name, one in asked.items() if one is not None})
+        run(source, chosen, size, how, host, port, {name: one for name, one in asked.items() if one is not None})

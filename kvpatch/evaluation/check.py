@@ -20,6 +20,7 @@ from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy, get_policy
 from ..policies.context import EvictionContext
+from ..storage.settings import HALF, OF_PATCH, Settings
 from .check_table import ROUNDINGS, CheckTable, Result
 from .masked import Evictions, masked_predictions, rounding_error
 from .teacher_forcing import feed, positions_of, predictions, wide
@@ -30,12 +31,13 @@ Outcome = str | tuple[Tensor, Tensor, str]
 _PROMPT, _LONGEST, _NEW, _SINKS, _BUDGET = 40, 640, 8, 4, 16
 
 
-def check_model(model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, *, seed: int = 0) -> CheckTable:
+def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any = HALF, *, seed: int = 0) -> CheckTable:
     """Check on a model, in seconds and on random ids, that a patch keeps its promises, in the model's own dtype.
 
     Args:
         model: as `patched` takes it; hidden states are compared if it has no head.
         policy: as `patched` takes it; what it evicts is compared with the unpatched model under a mask that hides the same.
+            Of Settings, options of the policy and the schedule are taken, and others such as bits refused.
         k: as `patched` takes it.
         seed: of the random ids and of the policy.
 
@@ -49,8 +51,19 @@ def check_model(model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, *, se
     Example:
         >>> print(kvpatch.check_model(model, "snapkv", k=0.3))
     """
+    if isinstance(policy, Settings):
+        policy, k = _read_settings(policy, k)
     checks = Checks(model, policy, k, seed)
     return CheckTable(tuple(checks.run()), model.dtype, checks.tolerance)
+
+
+def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
+    """Return policy and k of Settings. Raises KVPatchError if `k` is given too, or they have what is not checked."""
+    settings.add_arguments({} if k is HALF else {"k": k})
+    for name, value in settings.options.items():
+        if name in OF_PATCH and name != "schedule":
+            raise KVPatchError(f"check_model() tests a policy and k, not {name}={value!r} of the Settings: leave {name} out.")
+    return settings.build_policy(), settings.k
 
 
 class Checks:

@@ -28,6 +28,7 @@ from ..hooks.settings import policy_of
 from ..patching import SETTINGS, patch
 from ..policies import Policy
 from ..policies.options import PolicyOptions
+from ..storage.settings import HALF, Settings
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -53,7 +54,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: name, folder or model, as HFLM takes it.
-        policy: as `kvpatch.patched` takes it; it has no default.
+        policy: as `kvpatch.patched` takes it, Settings too; it has no default.
         k: as `kvpatch.patched` takes it.
         **kwargs: bits, block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its
             `backend`, since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
@@ -65,10 +66,12 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def __init__(
         self,
         pretrained: Any,
-        policy: str | Policy | None = None,
-        k: Any = 0.5,
+        policy: str | Policy | Settings | None = None,
+        k: Any = HALF,
         **kwargs: Any,
     ) -> None:
+        if isinstance(policy, Settings):
+            policy, k, kwargs = _add_settings(policy, k, kwargs)
         own = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
         _check_names(kwargs, own)
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
@@ -168,6 +171,14 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         dtype = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             return self.model(inps, attention_mask=mask_BT.long().to(inps.device)).logits
+
+
+def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """Return policy, k and keyword arguments, with those of Settings. Raises KVPatchError for one that is given twice."""
+    options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
+    twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
+    settings.add_arguments(twice if k is HALF else twice | {"k": k})
+    return settings.policy, settings.k, kwargs | options
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:

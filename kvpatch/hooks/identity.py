@@ -1,4 +1,4 @@
-"""Identity of a model, by which caches, prefixes, files, calibrations and profiles know theirs.
+"""Identity of a model, by which caches, prefixes, files and calibrations know theirs.
 
 Two forms of it: a stamp (cache/model_stamp.py), cheap enough for every prompt, and a description in plain values for files.
 

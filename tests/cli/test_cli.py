@@ -306,7 +306,7 @@ def test_a_type_is_refused_before_its_weights_are_loaded(tmp_path, config, words
     text = tmp_path / "text"
     text.write_text("a text " * 20)
     commands = {"check": (), "generate": (text,), "compare": (text, "--out", tmp_path)}
-    commands |= dict.fromkeys(("calibrate", "learn", "tune"), (text,))
+    commands |= dict.fromkeys(("calibrate", "learn"), (text,))
     commands |= {"serve": ()} if is_serve_available() else {}
     for command, arguments in commands.items():
         result = run(command, tmp_path, *arguments)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kvpatch.cli.loading import MODELS, load_tokenizer
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.divergence import Comparison, Figures, Result, Row, divergence
 from kvpatch.evaluation.teacher_forcing import Fed, feed
+from kvpatch.policies import Calibration
 from tests.helpers import tiny
 
 MODEL = MODELS / "llama-python"
@@ -286,6 +288,37 @@ def test_the_line_to_paste():
         exec(f"{text}\n    pass", {"kvpatch": kvpatch, "model": model})
 
 
+def test_options_that_differ():
+    policy = kvpatch.get_policy("snapkv").with_options(window=8, kernel=3)
+    assert compare_view.changed("snapkv", policy) == {"window": 8, "kernel": 3}
+    assert compare_view.changed("h2o", kvpatch.get_policy("h2o")) == {}
+
+
+def test_settings_are_those_of_the_line_to_paste():
+    policy = kvpatch.get_policy("keyformer").with_options(generation_length=64, recent=2)
+    made = compare_view.settings("keyformer", "mass:0.9", policy, "prompt", 3, 8)
+    options = {"recent": 2, "schedule": "prompt", "seed": 3, "bits": 8}
+    assert made == kvpatch.Settings("keyformer", kvpatch.Mass(0.9), options)
+    calibrated = kvpatch.get_policy("q_filter").with_options(sinks=3, calibration=Calibration({}, {}, 1, ""))
+    assert compare_view.settings("q_filter", "9", calibrated, None, 0) == kvpatch.Settings("q_filter", 9, {"sinks": 3})
+
+
+def test_the_advised_settings_are_written(prompt, tmp_path):
+    """Within the limits the cheapest row, else the closest; the line that says so is no part of the JSON."""
+    given = ("--policies", "window,h2o", "-k", "9,0.8", "-o", "recent=3", "--max-new-tokens", 3, "--seed", 2, "--out", "found")
+    for tolerance, order in ((100, ("nbytes", "kl")), (0, ("kl",))):
+        limits = ("--tolerance", tolerance, "--agreement", 0, "--bits", "16,8", "--schedule", "prompt", "--json")
+        result = run("compare", MODEL, "prompt.txt", *given, *limits)
+        assert result.exit_code == 0, result.output
+        rows = [row for row in map(json.loads, result.stdout.splitlines()) if row["policy"] != "random"]
+        best = min(rows, key=lambda row: [row[name] for name in order])
+        options = {"recent": 3, "schedule": "prompt", "seed": 2} | ({"bits": 8} if best["bits"] == 8 else {})
+        wanted = kvpatch.Settings(best["policy"], best["k"], options)
+        assert kvpatch.Settings.load(tmp_path / "found" / "settings.json") == wanted
+        path = Path("found", "settings.json")
+        assert f"The same settings, for kvpatch.Settings.load and --settings: {path}\n" in result.stderr
+
+
 def test_rows_fit_eighty_columns():
     """Every row of a usual run, told before it is measured: names, budgets and ragged heads decide the widths."""
     names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
@@ -480,7 +513,9 @@ def test_compare_reads_several_prompts_in_one_load(prompt, tmp_path, monkeypatch
     settings = [[name, k] for k in ("0.7", "0.5", "0.3") for name in ("window", "h2o")]
     assert [row[:2] for row in rows] == 2 * settings
     assert "each of these 2 texts" in result.stdout and "    with kvpatch.patched(model, policy=" in result.stdout
-    assert sorted(path.name for path in (tmp_path / "kvpatch-compare").iterdir()) == ["compare-1.png", "compare-2.png"]
+    assert sorted(path.name for path in (tmp_path / "kvpatch-compare").iterdir()) == [
+        "compare-1.png", "compare-2.png", "settings.json"
+    ]  # fmt: skip
     lines = run("compare", MODEL, "prompt.txt", "second.txt", *given, "--json").stdout.splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["prompt.txt"] * 9 + ["second.txt"] * 9
     assert {json.loads(line)["options"]["recent"] for line in lines} == {3}

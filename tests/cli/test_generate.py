@@ -190,9 +190,9 @@ def test_a_text_is_an_argument_or_the_option_of_before():
             find_model_and_text(*arguments, None)
 
 
-@pytest.mark.parametrize("command", ["tune", "calibrate", "learn"])
+@pytest.mark.parametrize("command", ["calibrate", "learn"])
 def test_o_is_an_option_of_a_policy_everywhere(command):
-    """It once was the output file of these three."""
+    """It once was the output file of these two."""
     for flag in ("-o", "--option"):
         result = run(command, "m", "t", flag, "x.json")
         assert (result.exit_code, result.stdout) == (2, "")
@@ -204,7 +204,6 @@ def test_o_is_an_option_of_a_policy_everywhere(command):
     [
         (("generate", "m", "no.txt"), "FILE no.txt"),
         (("generate", "m", "--prompt-file", "no.txt"), "--prompt-file no.txt"),
-        (("tune", "m", "no.txt"), "FILE no.txt"),
         (("calibrate", "m", "no.txt"), "FILE no.txt"),
         (("learn", "m", "--text", "no.txt"), "--text no.txt"),
     ],

@@ -8,7 +8,16 @@ import torch
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch import Adapter, InterfaceAdapter, KVPatchError, Policy, Profile, get_policy, register_arch, register_policy
+from kvpatch import (
+    Adapter,
+    InterfaceAdapter,
+    KVPatchError,
+    Policy,
+    Settings,
+    get_policy,
+    register_arch,
+    register_policy,
+)
 from kvpatch.cli import compare
 from kvpatch.cli.commands import app, parse_options
 from kvpatch.cli.loading import load_model, load_tokenizer, read_prompt
@@ -41,10 +50,6 @@ def _call(*arguments: str) -> Any:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2, result.output
     raise KVPatchError(result.stderr)
-
-
-def _profile(model: dict[str, Any]) -> Profile:
-    return Profile(model, "h2o", {}, (0.5, 0.5), {})
 
 
 # fmt: off
@@ -171,15 +176,19 @@ ARGUMENTS = [
        r"kvpatch: --bits=5 must be one of 16, 8, 4"),
     _m("kvpatch compare under no budget", lambda w: _call("compare", "--model", "x", "x", "-k", "mass:"),
        r"-k mass: is no budget: give .* mass:0\.95, share:0\.5"),
-    _m("kvpatch tune of no text", lambda w: _call("tune", "--model", "x"), r"Give a text after the model"),
-    _m("kvpatch tune without a tolerance", lambda w: _call("tune", "x", "x", "--tolerance", "0"),
-       r"--tolerance 0\.0 must be a number of nats per token above 0"),
-    _m("a profile that is none", lambda w: kvpatch.patched(w.model, profile=3), r"profile=3 is no profile: give the file"),
-    _m("a profile that is not there", lambda w: kvpatch.patched(w.model, profile="none"), r"There is no file .*kvpatch tune"),
-    _m("a profile and a policy", lambda w: kvpatch.patched(w.model, "h2o", profile=_profile({})),
-       r"policy='h2o' is given beside profile=, which decides policy, k, schedule"),
-    _m("a profile of another model", lambda w: kvpatch.patched(w.model, profile=_profile({"layers": 9})),
-       r"profile= is of another model: layers is 9 there and 2 here"),
+    _m("settings that are not there", lambda w: kvpatch.patched(w.model, Settings.load("none")),
+       r"There is no file none: give one that Settings\.save wrote"),
+    _m("settings and k", lambda w: kvpatch.patched(w.model, Settings("h2o"), k=0.3),
+       r"k=0\.3 is given beside Settings with k=0\.5: give k in the Settings, or beside"),
+    _m("settings and an option that they have",
+       lambda w: kvpatch.patched(w.model, Settings("h2o", 0.5, {"recent": 4}), recent=8),
+       r"recent=8 is given beside Settings with recent=4: leave it out"),
+    _m("settings with a misspelt option", lambda w: Settings("snapkv", 0.5, {"windw": 8}),
+       r"no option 'windw'\. Did you mean 'window'"),
+    _m("settings with a policy's object", lambda w: Settings(get_policy("h2o")),  # type: ignore[arg-type]
+       r"policy of type Policy is no name that a file can hold: give one of list_policies\(\)"),
+    _m("settings for checks with bits", lambda w: kvpatch.check_model(w.model, Settings("h2o", 9, {"bits": 8})),
+       r"tests a policy and k, not bits=8 of the Settings"),
     _m("kvpatch check of a missing folder", lambda w: _call("check", "--model", "./none"),
        r"kvpatch: The model \./none cannot be loaded: there is no"),
 ]

@@ -63,24 +63,18 @@ MUTANTS = {
     "a calibration of another model is taken": (
         "hooks/target.py", "if model.get(name) != own.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
-    "a profile of another model is taken": (
-        "patching.py", 'target.check_identity(tuned.model, "profile=", "kvpatch tune")', "pass",
-        "tests/storage/test_profile.py::test_refused_beside_other_arguments_and_on_another_model"),
-    "a profile's options are left out": (
-        "patching.py", "dict(policy_options if tuned is None else tuned.options)", "dict(policy_options)",
-        "tests/storage/test_profile.py::test_options_and_k_of_the_profile_are_used"),
-    "an altered profile is read": (
-        "storage/profile.py", "verify_checksum(given, _described(about), {})", "pass",
-        "tests/storage/test_profile.py::test_an_altered_file_and_none"),
-    "the search stops before its tokens move": (
-        "evaluation/tune.py", "(self._shrunk(self._moved(one)) for one in best)", "(self._shrunk(one) for one in best)",
-        "tests/evaluation/test_tune.py::test_tokens_go_to_the_layer_that_needs_them"),
-    "a profile above the tolerance": (
-        "evaluation/tune.py", "one.kl <= self.tolerance:", "one.kl <= 2 * self.tolerance:",
-        "tests/evaluation/test_tune.py::test_no_more_bytes_than_alike_and_never_above_the_tolerance"),
-    "a pyramid gets a list": (
-        "evaluation/tune.py", "return k[0] if divides(policy) else k", "return k",
-        "tests/evaluation/test_tune.py::test_one_number_where_the_policy_divides_it"),
+    "options of settings are left out": (
+        "storage/settings.py", '"k": self.k, **self.options, **given}', '"k": self.k, **given}',
+        "tests/storage/test_settings.py::test_settings_keep_what_their_arguments_keep"),
+    "k beside settings is taken": (
+        "storage/settings.py", 'if "k" in given:', "if False:",
+        "tests/storage/test_settings.py::test_what_settings_have_is_refused_beside_them"),
+    "settings without their schedule": (
+        "storage/settings.py", 'with_options(self.options.get("schedule"), **own)', "with_options(None, **own)",
+        "tests/storage/test_settings.py::test_the_policy_of_settings"),
+    "settings with another budget than the advised one": (
+        "cli/compare.py", "view.settings(*given).save(path)", "view.settings(*given[:1], '0.5', *given[2:]).save(path)",
+        "tests/cli/test_compare.py::test_the_advised_settings_are_written"),
     "values of other tokens": (
         "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
         "tests/cache/test_turns.py::test_a_padded_batch_has_turns_too[dropkv]"),
@@ -315,9 +309,6 @@ MUTANTS = {
     "strict looks at no cache that was read twice": (
         "hooks/second_reading.py", "    if cache.settings.strict:", "    if cache.settings.strict and now.reread_BN is None:",
         "tests/hooks/test_second_reading.py::test_a_cache_that_contradicts_itself_is_noticed_after_a_second_reading"),
-    "the search steps over a budget": (
-        "evaluation/tune.py", "low = middle + 1", "low = middle + 2",
-        "tests/evaluation/test_tune.py::test_whichever_budget_is_the_least_is_found"),
     "a hybrid's pass ended with its last budget": (
         "cache/passes.py", " or (follow and not cache.scratch)", "",
         "tests/cache/test_hybrid.py::test_a_pass_that_fails_behind_the_last_budget_is_noticed"),
