@@ -40,7 +40,8 @@ def look_at_state():
         "matmul": [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()],
         "warnings": list(map(str, warnings.filters)),
         "environment": dict(os.environ),
-        "hooks": [sys.excepthook, *sys.meta_path, *sys.path, *sys.path_hooks, signal.getsignal(signal.SIGINT)],
+        "finders": [one for one in sys.meta_path if type(one).__module__ != "six"],  # which whoever imports it first brings
+        "hooks": [sys.excepthook, *sys.path, *sys.path_hooks, signal.getsignal(signal.SIGINT)],
         "logging": {
             name: (one.level, one.propagate, list(one.handlers))
             for name, one in [*loggers.items(), ("", logging.root)]

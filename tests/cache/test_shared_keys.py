@@ -9,6 +9,7 @@ from kvpatch.arch.kinds import source_of
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.hooks.target import Target
+from tests.helpers.marks import batches, since
 from tests.helpers.tiny import left_pad, prompt, snapshot
 
 WIDTHS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97}
@@ -87,6 +88,7 @@ def test_evictions_are_those_of_the_model_under_a_mask(model, policy):
     assert table.passed, table
 
 
+@since("5.23", "its last layers were seen to read all columns")
 def test_a_prompt_s_last_column_alone_sees_the_whole_prompt(gemma4):
     """generate() leaves the other columns out of layers that read; padded rows, and the budget acts afterwards."""
     ids, sizes = prompt(2, 20), []
@@ -195,6 +197,7 @@ def test_gradients_reach_the_source_s_keys(gemma4):
     gemma4.zero_grad()
 
 
+@batches
 def test_what_cannot_be_is_refused(gemma4):
     with pytest.raises(kvpatch.KVPatchError, match="block=4: in this model layers use the keys of layers before them"):
         kvpatch.patch(gemma4, "h2o", 6, block=4)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -30,10 +31,12 @@ from kvpatch.cli.main import main
 from kvpatch.cli.needles import task_needles, text_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
+from kvpatch.hooks.versions import ENGINE
 from kvpatch.patching import SETTINGS
 from kvpatch.policies.budgets import Size
 from tests.arch.test_shells import make as reader
 from tests.helpers import tiny
+from tests.helpers.marks import INSTALLED
 from tests.test_layers import imports
 
 ROOT = Path(__file__).parents[2]
@@ -307,7 +310,7 @@ def test_a_type_is_refused_before_its_weights_are_loaded(tmp_path, config, words
     text.write_text("a text " * 20)
     commands = {"check": (), "generate": (text,), "compare": (text, "--out", tmp_path)}
     commands |= dict.fromkeys(("calibrate", "learn"), (text,))
-    commands |= {"serve": ()} if is_serve_available() else {}
+    commands |= {"serve": ()} if is_serve_available() and INSTALLED >= Version(ENGINE) else {}
     for command, arguments in commands.items():
         result = run(command, tmp_path, *arguments)
         assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], (command, result.output)

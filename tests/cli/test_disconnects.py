@@ -15,6 +15,9 @@ pytest.importorskip("openai")
 
 from kvpatch.cli.disconnects import EndAtDisconnect
 from kvpatch.cli.loading import MODELS, Source
+from tests.helpers.marks import batches
+
+pytestmark = batches
 
 NAME = str(MODELS / "llama-python")
 ASKED = {

@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 import kvpatch
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS, Source
+from tests.helpers.marks import batches
+
+pytestmark = batches
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TEXT = """import os

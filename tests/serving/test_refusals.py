@@ -7,8 +7,11 @@ import torch
 
 import kvpatch
 from kvpatch.hooks import versions
+from tests.helpers.marks import batches
 from tests.helpers.serving import alone, batched, collect, engine, greedy, prompts, running
 from tests.helpers.tiny import make
+
+pytestmark = batches
 
 
 def test_a_mask_of_one_prompt():
