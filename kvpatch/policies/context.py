@@ -5,7 +5,6 @@ Dimension key: see kvpatch/__init__.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,11 +234,14 @@ class Block:
     layer: int | Tensor
     seed: int
     grouped: bool = False
+    _group_NRM: Tensor | None = None
 
-    @functools.cached_property
+    @property
     def group_NRM(self) -> Tensor:
-        """The probabilities' sum over the group."""
-        return self.p_NGRM.sum(1)
+        """The probabilities' sum over the group, computed once."""
+        if self._group_NRM is None:  # no cached_property: torch.compile does not trace its lock
+            self._group_NRM = self.p_NGRM.sum(1)
+        return self._group_NRM
 
 
 @dataclass
