@@ -379,8 +379,8 @@ def observe(
                 p = _weights(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
                 p = x.exp_()
-            if on_cpu and _reaches_subnormals(p):
-                torch.threshold_(p, FLOOR, 0.0)
+            if on_cpu and dtype == torch.float32:
+                _clear_smallest(p)
             mask.zero_padding(p, n0, n1, start, stop)
             if out_NGQD is not None:
                 block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])
@@ -389,10 +389,14 @@ def observe(
             observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
 
 
-def _reaches_subnormals(p_NGRM: Tensor) -> bool:
-    """Tell by a block's last row whether it has probabilities so small that a CPU takes many times as long for each."""
+def _clear_smallest(p_NGRM: Tensor) -> None:
+    """Set probabilities below FLOOR to 0 in heads whose last row has some: a CPU takes many times as long for subnormals.
+
+    Heads are told apart, since which of them share a block depends on the number of threads.
+    """
     last_NGM = p_NGRM[:, :, -1]
-    return bool(((last_NGM > 0) & (last_NGM < FLOOR)).any())
+    for n in ((last_NGM > 0) & (last_NGM < FLOOR)).any(-1).any(-1).nonzero().flatten().tolist():
+        torch.threshold_(p_NGRM[n], FLOOR, 0.0)
 
 
 def _multiply(
@@ -417,7 +421,7 @@ def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int
     that its first rows do not see, so its rows are an eighth of its keys or fewer, but for the first blocks. Blocks do not
     depend on the number of threads, so neither do the sums over them.
     """
-    start, least = 0, max(EVEN, 128 // G)
+    start, least = 0, -(-128 // (G * EVEN)) * EVEN
     while start < len(ends):
         size = max(least, min(256, entries // (ends[start] + 127), (ends[start] + 1023) // 8))
         stop = min(len(ends), start + size // EVEN * EVEN)

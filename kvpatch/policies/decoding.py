@@ -178,11 +178,12 @@ def _last_times(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> Tensor
     """Return for each token [B,H,T] the sum of its cosines to the keys that it is the newest to be like."""
     B, H, T, _ = unit_BHTD.shape
     left_out, own = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
+    position_BH1T = position_BHT[:, :, None].int()  # half of the bytes of a block's largest tensor
     held = _ON_CPU if unit_BHTD.device.type == "cpu" else _ON_DEVICE
     for at in own.split(max(1, held // (B * H * T))):
         cosine = unit_BHTD[:, :, at] @ unit_BHTD.transpose(-1, -2)
         like = (cosine > alike) & (own != at[:, None])
-        newest = position_BHT[:, :, None].int().masked_fill(~like, -1).max(-1)
+        newest = position_BH1T.masked_fill(~like, -1).max(-1)
         share = cosine.gather(-1, newest.indices[..., None])[..., 0]
         left_out.scatter_add_(-1, newest.indices, share.masked_fill(newest.values < 0, 0.0))
     return left_out

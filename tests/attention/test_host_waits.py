@@ -25,7 +25,7 @@ def as_on_a_gpu(monkeypatch):
         if hasattr(module, "at_hand"):
             monkeypatch.setattr(module, "at_hand", lambda tensor: False)
     monkeypatch.setattr(selection, "_one_for_all", lambda count: None)
-    monkeypatch.setattr(torch_backend, "_reaches_subnormals", lambda p_NGRM: False)
+    monkeypatch.setattr(torch_backend, "_clear_smallest", lambda p_NGRM: None)
     monkeypatch.setattr(notices.Notices, "say_if", lambda self, flag, name, message: None)
 
 

@@ -87,6 +87,16 @@ def test_no_subnormal_number_reaches_products_and_sums():
         torch.testing.assert_close(out.double(), want @ keys.v_BHTD.double()[:, :, None], atol=1e-4, rtol=1e-4)
 
 
+def test_small_probabilities_of_a_head_do_not_depend_on_the_heads_beside_it():
+    """Which heads share a block depends on the number of threads. In float64 nothing is so small."""
+    q, keys, _ = inputs(1, 2, 1, 200, 0, 16, sharpness=12.0)
+    q[:, 0] *= 2.5
+    one, two = (observed(q, keys, threads) for threads in (1, 3))
+    assert torch.equal(one[0], two[0]) and one[3] == two[3]
+    keys.k_BHTD, keys.v_BHTD = keys.k_BHTD.double(), keys.v_BHTD.double()
+    assert observed(3 * q.double(), keys, 1)[3] < torch_backend.FLOOR
+
+
 @pytest.mark.parametrize(
     "policy", ["h2o", "roco", "keyformer", "scissorhands", "tova", "snapkv", "adakv", "kvzip", "critical(h2o)"]
 )

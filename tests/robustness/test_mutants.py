@@ -346,7 +346,7 @@ MUTANTS = {
         "backends/torch_backend.py", "beta=-1 if minus else 0, alpha=scale", "beta=-1 if minus else 0, alpha=scale / parts",
         "tests/backends/test_threads.py"),
     "small probabilities stay": (
-        "backends/torch_backend.py", "torch.threshold_(p, FLOOR, 0.0)", "pass", "tests/backends/test_threads.py"),
+        "backends/torch_backend.py", "torch.threshold_(p_NGRM[n], FLOOR, 0.0)", "pass", "tests/backends/test_threads.py"),
     "the group is summed twice": (
         "policies/statistics.py", "return block.group_NRM.sum(1)", "return block.group_NRM.sum(1) * 2",
         f"{ORACLE}[llama_gqa-roco]"),

@@ -22,7 +22,7 @@ from ..entries import EXACT, FULL, Codecs, centre_of
 from . import rounded
 from .arguments import logit_units
 from .combine import combine_kernel, evict_kernel
-from .plan import CPU_MULTIPROCESSORS, MOST_CHUNKS, multiprocessors, plan
+from .plan import MOST_CHUNKS, count_query_bytes, multiprocessors, plan
 from .split import split_kernel
 
 STATISTICS = ("sum", "squares", "count", "gumbel", "observed")
@@ -88,7 +88,7 @@ def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None 
         return f"its kernels take values of the keys' head size, {head_dim}, not {value_dim}"
     if group > MAX_GROUP:
         return f"its kernels take up to {MAX_GROUP} query heads per key-value head, not {group}"
-    if plan(1, 1, group, head_dim, dtype.itemsize, CPU_MULTIPROCESSORS).query_bytes > MAX_QUERIES:
+    if count_query_bytes(group, head_dim, dtype.itemsize) > MAX_QUERIES:
         return f"its kernels have no room for {group} float32 queries of {head_dim} numbers per key-value head"
     return rounded.reason(bits, head_dim, dtype)
 

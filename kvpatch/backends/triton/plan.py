@@ -33,7 +33,6 @@ class Plan:
         width: the head size, likewise.
         block: slots that a program of `split_kernel` reads at a time; `cells`: one of `combine_kernel`.
         warps: of both; stages: of `split_kernel`.
-        query_bytes: of a KV head's queries.
     """
 
     span: int
@@ -48,7 +47,6 @@ class Plan:
     cells: int
     warps: int
     stages: int
-    query_bytes: int
 
 
 @lru_cache(maxsize=1024)
@@ -69,7 +67,7 @@ def plan(
     """
     width, group = max(16, _power(D)), _power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
-    tile = TILE >> max(0, (lanes * width * itemsize).bit_length() - 15)  # queries of 32 KiB and more leave less shared memory
+    tile = TILE >> max(0, count_query_bytes(G, D, itemsize).bit_length() - 15)  # 32 KiB and more leave less for keys
     tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
@@ -81,8 +79,12 @@ def plan(
     # the places of its pages
     stages = 3 if block >= 32 * warps and not pages else 5
     outputs = -(-G * D // OUTPUTS)
-    parts, chunks = -(-C // span), -(-C // chunk)
-    return Plan(span, parts, chunk, chunks, outputs, group, lanes, width, block, cells, warps, stages, lanes * width * itemsize)
+    return Plan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
+
+
+def count_query_bytes(group: int, head_dim: int, itemsize: int) -> int:
+    """Return the bytes that the queries of a KV head take in shared memory."""
+    return max(16, _power(group)) * max(16, _power(head_dim)) * itemsize
 
 
 def _power(number: int) -> int:
