@@ -32,6 +32,7 @@ from .hooks.state import PatchState
 from .hooks.target import Target
 from .hooks.warmup import warm_up
 from .policies.budgets import check_count
+from .policies.needs import Calibrated
 from .report import Report
 from .report_text import budget
 from .storage.save_load import load, save
@@ -57,7 +58,7 @@ class Patch:
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        measured = stamp_model(target.decoder) if self.settings.policy.score.calibrated else None
+        measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None
         state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself())
         state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
         return state

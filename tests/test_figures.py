@@ -1,7 +1,7 @@
 """Figures that pages state about the code are counted anew."""
 
 import ast
-import dataclasses
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -14,9 +14,11 @@ import yaml
 import kvpatch
 from kvpatch.backends import protocol, torch_backend
 from kvpatch.cli import catalogue, demo
-from kvpatch.policies.context import EvictionContext, NewTokens
+from kvpatch.policies import needs
+from kvpatch.policies.context import NewTokens
 from kvpatch.policies.statistics import STATISTICS
 from tests import conftest
+from tests.helpers.contexts import small_context
 from tests.helpers.tiny import make, prompt
 from tests.test_layers import HUGGING_FACE, LINES, ROOT, circles, graph, modules
 from tools import docs_tables, peer_presses
@@ -125,21 +127,24 @@ def test_statistics_that_the_guide_names():
     assert set(re.findall(r'"(\w+)"', text)) == set(STATISTICS)
 
 
-def test_what_a_score_gets_beyond_attention():
-    """The names of the table are there, and what is called without its declaration names the declaration."""
-    text = (HERE / "docs/extend/policy.md").read_text().split("## Beyond attention")[1].split("\n\n")[1]
-    fields = {one.name for one in dataclasses.fields(EvictionContext)}
-    for _, declared, given in (line.strip("| ").split(" | ") for line in text.splitlines()[2:]):
-        for name in re.findall(r"`(\w+)", declared):
-            assert hasattr(kvpatch.Score, name), name
+def test_what_a_score_can_need():
+    """Every need of the library is in the guide's table, and what is asked for without it names it."""
+    text = (HERE / "docs/extend/policy.md").read_text().split("## What else a score can need")[1].split("\n\n")[1]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    told = {name for _, wanted, _ in lines for name in re.findall(r"`(\w+)\(.*\)`", wanted)} - {"entry"}
+    abstract, keyformers = {"Need", "Needs"}, {"NoisySums"}
+    kinds = {name for name in needs.__all__ if issubclass(getattr(needs, name), needs.Need)}
+    assert told == kinds - abstract - keyformers
+    for _, wanted, given in lines:
         for name in re.findall(r"`new\.(\w+)`", given):
             assert name in NewTokens.__annotations__, name
-        for name in re.findall(r"context\.(\w+)", given):
-            assert name in fields, name
-            default = next(one.default for one in dataclasses.fields(EvictionContext) if one.name == name)
-            with pytest.raises(kvpatch.KVPatchError) as told:
-                default(*[1] * default.__code__.co_argcount)
-            assert re.findall(r"`(\w+)", declared)[0] in str(told.value)
+        for name in re.findall(r"context\.view\((\w+)\)", given):
+            assert name in wanted
+            with pytest.raises(kvpatch.KVPatchError, match=name):
+                small_context(1, None).view(getattr(needs, name))
+        for state in re.findall(r'context\.state\["(\w+)"\]', given):
+            (kind,) = (getattr(needs, name) for name in told if name in wanted)
+            assert f'"{state}"' in inspect.getsource(kind), state
 
 
 def test_a_score_sees_values():

@@ -57,7 +57,7 @@ MEMBERS = {
         "check_invariants",
     ),
     "Policy": ("options", "with_options"),
-    "Score": ("value", "entry", "observed_rows", "check"),
+    "Score": ("value", "needs", "entry", "check"),
     "Scope": ("check", "mask"),
     "Adapter": ("project", "output", "kv_shape", "value_size"),
 }  # fmt: skip

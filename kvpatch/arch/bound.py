@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..backends.protocol import Geometry
+from ..policies.needs.query_moments import mean_rotation
 from ..policies.parallel import WHOLE, Parallel
-from ..policies.queries import mean_rotation
 from .adapter import Adapter
 from .upstream import Conv1D
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..backends import backend
 from ..cache.modes import Appending
 from ..policies.context import accumulator
-from ..policies.scores import Score
 from . import decode
 from .layer_call import Call
 
@@ -201,9 +200,8 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
 
 
 def _stacked(call: Call, stack: LayerStack) -> BoundStep:
-    by_position = call.score.entry_by_position  # then written for all layers at once
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
-    alone = not by_position and type(call.score).entry is not Score.entry
+    alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
     if alone or (kernels and not slotted) or not (kernels or _unmasked(call)):
         return Unbound(call, stack)
     return StackedByKernels(call, stack) if kernels else (StackedByTorch if slotted else StackedFilling)(call, stack)
@@ -211,7 +209,7 @@ def _stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     slots = call.slots
-    entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms
+    entry = call.policy.stores or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)
     if not isinstance(slots.mode, Appending) or scores or call.shows:
         return Unbound(call, None)

@@ -172,7 +172,6 @@ def _end(ended: list[Ended]) -> None:
         uneven = everyone.size > 1 and not (_alike(counts) and _alike(keeps))
         with _metered(one.call):
             _compress(one.call, order, everyone.own_rows(counts), everyone.own_rows(keeps), uneven, scored)
-        slots.mode.end_block()
 
 
 def _shared(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
@@ -282,6 +281,9 @@ def _compress(
     if kept is None and unequal and index is not None:
         kept = torch.ones_like(index, dtype=torch.bool)
     slots.holes, held = kept is not None, max(counts)
+    evicting = evicts or not now.final
+    for need in call.needs:
+        need.end(call, slots.state, evicting)
     if not now.final:  # the next block is appended
         _move(call, index, kept, Layout([held + now.reserve]))
         return
@@ -289,9 +291,6 @@ def _compress(
     every = call.policy.every
     filling = max(*room, 0) + every - 1
     roomy = call.cache.request.room is not None
-    if not evicts:
-        slots.state.pop("observed", None)
-        slots.recent = None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
     _move(call, index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..backends import backend, torch_backend
 from ..backends.protocol import Case, Task
 from ..backends.torch_backend import UNCOUNTED, Rows
+from ..policies.needs import StepRead
 from ..policies.selection import in_top, victims
 from ..policies.windows import oldest
 from . import anomaly
@@ -35,8 +36,6 @@ def attend(
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
         entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
-        if call.recalls:
-            call.slots.remember(q_BHGD.detach(), positions_B1)
     done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
     if done is not None:
         (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
@@ -52,11 +51,11 @@ def attend(
         more, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
         call.show(call.keys(call.slots.used), copied=more or moves)
     if stack is None:
-        _end(call, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
+        _end(call, q_BHGD, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:
         stack.close()
         with stack.within(call.cache):
-            _end(stack.call, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
+            _end(stack.call, None, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
         stack.share_free()
     return out
 
@@ -90,13 +89,23 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
 
 
 def _end(
-    call: Call, p_BHGT: Tensor | None, positions_BHT: Tensor, newest_B11: Tensor, t: int, named: bool
+    call: Call,
+    q_BHGD: Tensor | None,
+    p_BHGT: Tensor | None,
+    positions_BHT: Tensor,
+    newest_B11: Tensor,
+    t: int,
+    named: bool,
 ) -> None:
-    """Add the new token's probabilities to the scores and name the slots for the next token, unless kernels have."""
-    if p_BHGT is not None:
-        _observe(call, p_BHGT, positions_BHT, newest_B11, t)
-    if call.score.notes and call.observes:
-        call.score.note(call.eviction_context(newest_B11, t))
+    """Let needs read the step and name the slots for the next token, unless kernels have. q_BHGD: None for stacked layers."""
+    if p_BHGT is not None and call.policy.needs.sums:
+        _sum(call, p_BHGT, positions_BHT, newest_B11, t)
+    if call.steppers:
+        step, log = StepRead(call, q_BHGD, p_BHGT, call.observes, newest_B11[:, 0]), call.slots.undo_log
+        for need in call.steppers:
+            if log and (note := call.notes.get(need.name)) is not None:
+                log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
+            need.step(step)
     if named:
         call.slots.forget_places()
     elif call.evicting:
@@ -109,8 +118,8 @@ def _end(
 
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Return the name of the backend that runs the step."""
-    if call.evicts and call.score.across_layers:
-        call.cache.choice.record(_task(call), "torch", "layers share a score")
+    if call.no_kernels is not None:
+        call.cache.choice.record(_task(call), "torch", call.no_kernels)
         return "torch"
     if call.cache.counters.shortfall_B is not None and call.observes:
         call.cache.choice.record(_task(call), "torch", "rows have temperatures of their own")
@@ -181,15 +190,10 @@ def _by_kernel(
     return out, chosen.evicts
 
 
-def _observe(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add the new row's probabilities to the state."""
-    score, policy = call.score, call.policy
-    B, H, _, T = p_BHGT.shape
-    if score.observed_rows:
-        call.slots.statistic("observed")[:, :, :T] = p_BHGT.mean(2)
-    if not policy.statistics:
-        return
-    seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.statistics else UNCOUNTED
+def _sum(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
+    """Add the new row's probabilities to the statistics."""
+    policy, (B, H, _, T) = call.policy, p_BHGT.shape
+    seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.needs.statistics else UNCOUNTED
     rows = Rows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
     tau = call.cache.temperature(t - call.now.prompt + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)

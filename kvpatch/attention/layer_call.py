@@ -17,19 +17,9 @@ from ..backends.torch_backend import Rows, window_logits
 from ..backends.value_norms import head_norms, projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
-from ..cache.modes import Reading
 from ..cache.state import TextState
-from ..policies.context import (
-    Block,
-    EvictionContext,
-    NewTokens,
-    accumulator,
-    not_foreseen,
-    not_held,
-    not_plain,
-    not_recalled,
-)
-from ..policies.queries import Looks, Queries, Recent
+from ..policies.context import Block, EvictionContext, Limits, NewTokens, accumulator
+from ..policies.needs import Need
 from ..policies.selection import TwoStage
 from ..policies.statistics import STATISTICS
 from ..policies.windows import oldest
@@ -55,7 +45,10 @@ class Call:
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
         self.shows = layer in self.settings.read
-        self.recalls = self.evicts and self.score.recent_queries > 0
+        self.needs = self.policy.needs if self.evicts else ()
+        self.readers = tuple(need for need in self.needs if type(need).read is not Need.read)
+        self.steppers = tuple(need for need in self.needs if type(need).step is not Need.step)
+        self.no_kernels = self.policy.needs.refusal("kernels") if self.evicts else None
         self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
@@ -91,7 +84,7 @@ class Call:
         """True if a decode step's probabilities are needed."""
         if not self.evicts:
             return False
-        return (self.slots.mode.evicts and self.policy.rows != "none") or self.policy.remembers
+        return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
 
     def entry(
         self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
@@ -157,7 +150,7 @@ class Call:
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""
-        if not self.evicts or not self.score.entry_by_position or self.now.traced:
+        if not self.evicts or not self.policy.entry_by_position or self.now.traced:
             return self.entry(k_BH1D, v_BH1D, positions_B1, None)
         return {**self.entry_ahead(k_BH1D, positions_B1), **self.selection_entry(v_BH1D)}
 
@@ -196,8 +189,8 @@ class Call:
             # gradient checkpointing runs a pass once without gradients and once with them: both by the same backend
             gradients=(torch.is_grad_enabled() and q_BHGQD.requires_grad) or self.now.repeatable,
             scores=scores,
-            statistics=self.policy.kernels if scores else (),
-            fresh=self.evicts and self.score.fresh,
+            statistics=self.policy.needs.kernels if scores else (),
+            fresh=self.evicts and self.policy.needs.fresh,
             renumbered=self.settings.renumbered,
             special=special,
             bits=keys.codecs[0].bits,
@@ -252,10 +245,11 @@ class Call:
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
-        slots, score, limits = self.slots, self.score, self.slots.own_limits
+        slots, limits = self.slots, self.slots.own_limits
         positions, state = self._positions, slots.state_view()
-        if score.across_layers:
-            state = {**state, score.statistics[0]: self._shared(positions).gather(-1, positions + 1)}
+        for one in self.policy.needs.sums:
+            if one.across_layers:
+                state = {**state, one.key: self._shared(positions).gather(-1, positions + 1)}
         shared = None if self.now.traced else self.now.recent
         recent_B11 = None if shared is None else shared.get((id(limits), t))
         if recent_B11 is None:
@@ -278,10 +272,8 @@ class Call:
             keep_BH1=slots.keep_BH1,
             lost_BH1=slots.lost_BH1,
             norms=self._stored_norms,
-            held=self.held if self.policy.reads_held else not_held,
-            plain_keys=self._plain_keys if score.lookahead is not None else not_plain,
-            coming=self._coming if score.moments else not_foreseen,
-            recent=not_recalled if slots.recent is None else functools.partial(self._looks, slots.recent, newest_B11),
+            needs=self.needs,
+            layer_read=self,
         )
 
     def note_deaths(self, newest_B11: Tensor) -> None:
@@ -297,40 +289,55 @@ class Call:
             return wide
         return self.bound_adapter.rotate_back(wide, positions_BHT.clamp(min=0), self.now.table)
 
-    def _plain_keys(self) -> Tensor:
-        """Return the keys of the used slots without their rotation [B,H,T,D]."""
+    # ---- what needs ask of a layer (policies/needs/base.py) ----
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        return self.slots.notes
+
+    @property
+    def limits(self) -> Limits:
+        return self.slots.own_limits
+
+    @property
+    def scale(self) -> float:
+        return self.geometry.scale
+
+    @property
+    def slopes_HG(self) -> Tensor | None:
+        return self.geometry.slopes_HG
+
+    def statistic(self, name: str) -> Tensor:
+        slots = self.slots
+        tensor = slots.statistic(name)
+        return tensor if slots.used == tensor.shape[2] else tensor[:, :, : slots.used]
+
+    def plain_keys(self) -> Tensor:
         return self.rotated_back(self.held()[0], self._positions)
 
-    def _coming(self, future: int) -> Queries:
-        """Return the distribution of the queries at the next `future` positions of each row."""
-        mode, now, rotation = self.slots.mode, self.now, None
-        assert isinstance(mode, Reading) and mode.queries is not None
-        like = mode.queries.mean_BHG1D
-        if now.table is not None:
-            coming = now.copy(now.n_B, like.device)[:, None] + torch.arange(future, device=like.device)
-            mean = functools.partial(self.bound_adapter.mean_rotation, coming, like, now.table)
-            rotation = now.once("mean rotation", like.device, mean)[:, None]
-        queries = mode.queries.rotated(rotation, self.geometry.scale)
-        return replace(queries, slopes_HG=self.geometry.slopes_HG)
+    def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
+        now = self.now
+        if now.table is None:
+            return None
+        coming = now.copy(now.n_B, like.device)[:, None] + torch.arange(future, device=like.device)
+        mean = functools.partial(self.bound_adapter.mean_rotation, coming, like, now.table)
+        return now.once("mean rotation", like.device, mean)[:, None]
 
-    def _looks(self, recent: Recent, newest_B11: Tensor) -> Looks:
-        """Return the logits of the layer's last queries."""
+    def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
         slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
         # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
-        q, rows = recent.q_BHGWD, recent.positions_BW
         (k, v), positions = self.held(), self._positions
-        candidate = (positions >= 0) & (positions <= newest[:, None] - rows.shape[1])
+        candidate = (positions >= 0) & (positions <= newest[:, None] - positions_BW.shape[1])
         if self.settings.renumbered:
             keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
-            q, keys = self.renumber(q, keys, rows, behind_BQ=newest - rows)
+            q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, behind_BQ=newest - positions_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
-        x = window_logits(q, k, positions, rows, geometry)
+        x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
         seen = candidate[:, :, None, None]
         if geometry.sliding is not None:
-            seen = seen & (self._positions[:, :, None, None] >= oldest(geometry.sliding, rows[:, None, None, :, None]))
+            seen = seen & (self._positions[:, :, None, None] >= oldest(geometry.sliding, positions_BW[:, None, None, :, None]))
         # the least number rather than -inf: a query that sees no candidate is not NaN
-        x = x.masked_fill(~seen, torch.finfo(x.dtype).min)
-        return Looks(x, candidate)
+        return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""
@@ -383,33 +390,33 @@ class Call:
             tau=tau,
             layer=layer,
             seed=self.settings.seed,
-            grouped="squares" in self.policy.statistics,
+            grouped="squares" in self.policy.needs.statistics,
         )
-        return {name: STATISTICS[name](block, self.score) for name in self.policy.statistics}
+        return {one.key: STATISTICS[one.key](block, one) for one in self.policy.needs.sums}
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Add increments [B,H,T] to the state; a score's own sums are first multiplied by its decay."""
+        """Add increments [B,H,T] to the state; sums are first multiplied by their decay."""
         slots = self.slots
-        for name, increment in sums.items():
-            own = name in self.score.statistics
-            if own and self.score.across_layers:
-                self._add_shared(increment, self._positions)
+        for one in self.policy.needs.sums:
+            increment = sums[one.key]
+            if one.across_layers:
+                self._add_shared(increment, self._positions, one.decay)
                 continue
-            total = slots.statistic(name)
+            total = slots.statistic(one.key)
             if total.shape[2] != increment.shape[2]:
                 total = total[:, :, : increment.shape[2]]
-            if own and self.score.decay != 1.0:
-                total.mul_(self._decay(total))
+            if one.decay != 1.0:
+                total.mul_(self._decay(total, one.decay))
             total.add_(increment)
 
-    def _decay(self, total: Tensor) -> float | Tensor:
+    def _decay(self, total: Tensor, decay: float) -> float | Tensor:
         """Return the factor of the old sums: 1 for rows whose text ended before this block."""
         if min(self.now.rows_B, default=1) > 0:
-            return self.score.decay
+            return decay
         on = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
-        return torch.where(on, self.score.decay, 1.0).to(total.dtype)
+        return torch.where(on, decay, 1.0).to(total.dtype)
 
-    def _add_shared(self, increment: Tensor, positions: Tensor) -> None:
+    def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
         """Add to the one sum that layers share, indexed by original position: a token evicted here may be held elsewhere."""
         cache = self.cache
         B, H, _ = positions.shape
@@ -420,7 +427,7 @@ class Call:
             cache.shared = shared = torch.cat([shared, more], -1)
         index = positions + 1  # column 0 belongs to empty slots
         old = shared.gather(-1, index)
-        total = old * self._decay(old) + increment.nan_to_num(0.0)  # a NaN in one layer adds nothing to the shared sum
+        total = old * self._decay(old, decay) + increment.nan_to_num(0.0)  # a NaN in one layer adds nothing to the shared sum
         shared.scatter_(-1, index, total)
 
     def _shared(self, like: Tensor) -> Tensor:

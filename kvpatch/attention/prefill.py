@@ -6,17 +6,16 @@ import functools
 from collections.abc import Callable
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ..backends import backend, torch_backend
 from ..backends.protocol import Attended, Keys, Noise
 from ..backends.torch_backend import Observer, Rows
-from ..cache.modes import Reading
 from ..policies import sampling
 from ..policies.context import accumulator
-from ..policies.queries import Moments
-from . import local
+from ..policies.needs import PromptRead
+from ..policies.needs.base import Fold
+from ..policies.needs.window_attention import pick_rows
 from .compress import end_prompt, limit, newest
 from .layer_call import Call
 
@@ -43,23 +42,24 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
         slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
-    if call.recalls:
-        slots.recall(call.score.recent_queries, q_BHGQD.detach(), positions_BQ)
+    plain_BHGQD = q_BHGQD
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if call.shows:
         call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
     nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
-    if not call.evicts or call.policy.rows != "all":
+    if not call.evicts or call.policy.needs.rows != "all":
         found = attend_to(call, q_BHGQD, keys, rows_BQ)
     else:
         found = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
-        if call.evicts and call.score.observed_rows:
-            _observe_window(call, q_BHGQD, keys, rows_BQ, found.lse)
-        if call.evicts and call.score.moments:
-            _note_queries(call, q_BHGQD, positions_BQ)
-        if call.evicts and call.score.local:
-            local.note(call, q_BHGQD, k_BHQD, positions_BQ, past)
+        if call.readers:
+            read = PromptRead(
+                call, q_BHGQD, plain_BHGQD, k_BHQD, positions_BQ, rows_BQ, found.lse, past, now.ends_prompt,
+                functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
+                functools.partial(_attend_window, call, keys),
+            )  # fmt: skip
+            for need in call.readers:
+                need.read(read)
         call.cache.meter.count(before, during, during)
         if now.ends_prompt:
             end_prompt(call, past, nominal_B, q_BHGQD)
@@ -96,9 +96,10 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
 
 def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
     """Run `attend_to`, and add the statistics of all rows, or of a sample of them, to the state."""
-    if call.score.samples and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
+    sampled = any(one.sampled for one in call.policy.needs.sums)
+    if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
-    names = call.policy.statistics
+    names = call.policy.needs.statistics
     choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
     name, attended = choice.of("statistics", case), None
     if name != "torch":
@@ -136,7 +137,7 @@ def _noise(call: Call, keys: Keys) -> Noise:
 
 
 def _temperature(call: Call) -> float:
-    tau = call.score.temperature(0, call.cache.request.new_tokens)
+    tau = call.policy.needs.temperature(0, call.cache.request.new_tokens)
     assert isinstance(tau, int | float)
     return tau
 
@@ -144,7 +145,8 @@ def _temperature(call: Call) -> float:
 def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
     """Return the policy's statistics [B,H,T], zero, and a function that adds those of a block of rows to them."""
     tau, dtype = _temperature(call), accumulator(keys.k_BHTD.dtype)
-    sums = {name: torch.zeros(keys.k_BHTD.shape[:3], dtype=dtype, device=rows_BQ.device) for name in call.policy.statistics}
+    shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
+    sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
 
     def observe(rows: Rows) -> None:
         for name, increment in call.sums(rows, rows_BQ, tau).items():
@@ -172,68 +174,28 @@ def _read(
     """Return the statistics [B,H,T] of the rows at these columns; -1 is none."""
     index_BR = column_BR.clamp(min=0)
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
-    q, lse_BHGR = _picked(q_BHGQD, lse_BHGQ, index_BR)
+    q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)
     sums, observe = _observer(call, keys, read_BR)
     ends = (column_BR.amax(0) + keys.past + 1).tolist()
     torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
     return sums
 
 
-def _picked(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the queries [B,H,G,R,D] at these columns of each text, and their log-sum-exp."""
-    b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
-    q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
-    return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")
-
-
-def _observe_window(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse: Tensor | None) -> None:
-    """Keep the observation window's rows until the prompt ends; then write their mean attention to the state "observed"."""
-    slots, rows_BW = call.slots, rows_BQ
-    mode = slots.mode
-    assert isinstance(mode, Reading)
-    if mode.window_rows is not None:
-        q_BHGQD = torch.cat([mode.window_rows[0], q_BHGQD], 3)
-        rows_BW, lse = torch.cat([mode.window_rows[1], rows_BQ], 1), None  # the log-sum-exp of earlier rows was not kept
-    width = min(call.score.observed_rows, rows_BW.shape[1])
-    # the newest rows of each text, wherever its padding lies
-    index_BW = rows_BW.topk(width, dim=1).indices.sort(1).values
-    rows_BW = rows_BW.gather(1, index_BW)
-    q_BHGWD, lse = _picked(q_BHGQD, lse, index_BW)
-    if not call.now.ends_prompt:
-        mode.window_rows = (q_BHGWD, rows_BW)
-        return
-    mode.window_rows = None
-    observed = slots.own_limits.observed
-    counted = rows_BW > newest(call)[:, 0] - observed[:, 0]
-    case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.statistics))  # beside sums: their backend
-    arguments = q_BHGWD, keys, rows_BW.masked_fill(~counted, -1), call.geometry, lse
-    if call.score.folds is not None:
-        call.cache.choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
-        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= newest(call) - observed)
-        found = torch_backend.window_folds(*arguments, candidate, call.score.fold, _JOINS[call.score.folds])
-        slots.statistic("observed")[:, :, : slots.used] = found
-        return
-    name, total = call.cache.choice.of("statistics", case), None
+def _attend_window(
+    call: Call, keys: Keys, q_BHGWD: Tensor, rows_BW: Tensor, lse_BHGW: Tensor | None, fold: Fold | None, join: str
+) -> Tensor:
+    """Return what an observation window's rows give to each used slot [B,H,T]: see PromptRead.attention."""
+    choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
+    if fold is not None:
+        choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
+        before = newest(call) - call.limits.observed
+        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= before)
+        return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
+    case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # beside sums: their backend
+    name, total = choice.of("statistics", case), None
     if name != "torch":
-        total = call.cache.choice.attempt("statistics", case, functools.partial(backend(name).window_sums, *arguments))
-    if total is None:
-        total = torch_backend.window_sums(*arguments)
-    slots.statistic("observed")[:, :, : slots.used] = total / observed.clamp(min=1)
+        total = choice.attempt("statistics", case, functools.partial(backend(name).window_sums, *arguments))
+    return torch_backend.window_sums(*arguments) if total is None else total
 
 
 _JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.maximum, "sum": torch.add}
-
-
-def _note_queries(call: Call, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:
-    """Add the queries behind the sinks, without their rotation, to the moments of the prompt's queries."""
-    mode = call.slots.mode
-    assert isinstance(mode, Reading)
-    pieces = zip(q_BHGQD.detach().split(_AT_ONCE, 3), positions_BQ.split(_AT_ONCE, 1), strict=True)
-    for q, positions in pieces:
-        counted = positions >= call.policy.scope.sinks  # padding is at -1
-        plain = call.rotated_back(q.flatten(1, 2), positions[:, None]).view(q.shape)
-        found = Moments.of(plain, counted, spread=call.score.moments > 1)
-        mode.queries = found if mode.queries is None else mode.queries.joined(found)
-
-
-_AT_ONCE = 2048  # queries that are held without rotation at a time

@@ -12,7 +12,7 @@ from ..backends.protocol import Keys
 from ..cache.forward_context import Repeat
 from ..cache.slots import gathered
 from ..policies.context import accumulator
-from ..policies.repeated import Repeated
+from ..policies.needs import SecondReading
 from . import prefill
 from .layer_call import Call
 
@@ -26,9 +26,10 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     held = call.keys(call.slots.used)
     if call.shows:
         call.show(_before(call, held, k_BHQD, v_BHQD))
-    if not (call.evicts and isinstance(call.score, Repeated)):
+    need = call.policy.needs.find(SecondReading)
+    if not call.evicts or need is None:
         return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
-    by_outputs = call.score.by_outputs
+    by_outputs = need.by_outputs
     part = _Part.of(call, repeat, held)
     near = _before(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)

@@ -73,8 +73,8 @@ class LayerStack:
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
         """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
         first, settings = cache.layers[0], cache.settings
-        score = settings.policy.score
-        if not all(settings.evicts) or score.across_layers or settings.policy.reads_held or any(settings.bounds):
+        policy = settings.policy
+        if not all(settings.evicts) or policy.needs.alone or policy.needs.refusal("stack") or any(settings.bounds):
             return None
         if len(cache.layers) * first.positions.numel() * call.group > BUFFER:
             return None
@@ -118,7 +118,7 @@ class LayerStack:
         call.slots.seen += 1
         if self.norms_LNB is not None:
             call.write_norms(v_BH1D, self.norms_LNB[call.layer])
-        if self.call.score.entry_by_position:
+        if self.call.policy.entry_by_position:
             return {}
         return call.score_entry(k_BH1D, v_BH1D, call.positions_BQ)
 
@@ -130,7 +130,7 @@ class LayerStack:
         self.slots.seen += 1
         if self.backend != "triton":
             self.slots.write_position(self.call.positions_BQ)
-        if self.call.score.entry_by_position:
+        if self.call.policy.entry_by_position:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 

@@ -43,7 +43,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
-    if cache.settings.policy.score.across_layers or any(isinstance(layer.mode, Moving) for layer in cache.layers):
+    if cache.settings.policy.needs.refusal("trace") or any(isinstance(layer.mode, Moving) for layer in cache.layers):
         return False
     if cache.settings.renumbered:
         if cache.rotary is None:
@@ -94,7 +94,8 @@ def holders(cache: TextState) -> list[dict[str, Any]]:
     for layer in cache.layers:
         offsets = layer.kv.head_offsets
         blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot
-        parts = (layer, layer.mode, layer.kv, layer.kv.codecs[0], offsets, blocks, layer.limits, layer.geometry, layer.recent)
+        kv = layer.kv
+        parts = (layer, layer.mode, kv, kv.codecs[0], offsets, blocks, layer.limits, layer.geometry, *layer.notes.values())
         found += [vars(part) for part in parts if part is not None]
         found.append(layer.state)
     return list({id(holder): holder for holder in found}.values())

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..policies.context import Limits
-from ..policies.queries import Recent
 from . import slots
 from .compatibility import check
 from .growth import plan
@@ -91,7 +90,7 @@ def _blank(cache: Text) -> Text:
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     """Set the decode steps of each row since its prompt, and those asked for, if a score's temperature depends on them."""
-    score, steps, spans = new.settings.policy.score, [], list[Tensor]()
+    policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
         shortfall_B = cache.counters.shortfall_B
         shortfall_B = torch.zeros(len(cache.lengths_B), dtype=torch.float64) if shortfall_B is None else shortfall_B.cpu()
@@ -100,7 +99,7 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
         spans.append(alike_B if own_B is None or cache.request.new_tokens else own_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
-    if score.temperature(0, 8) == score.temperature(8, 8):
+    if policy.needs.temperature(0, 8) == policy.needs.temperature(8, 8):
         return
     if bool((steps_B < new.counters.steps).any()):
         new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.lengths_B.device)
@@ -143,8 +142,8 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         new.limits = limits.of([part.limits for part in parts if part.limits is not None])
     if all(part.keep_BH1 is not None for part in parts):
         new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
-    if all(part.recent is not None for part in parts):
-        new.recent = Recent.cat([part.recent for part in parts if part.recent is not None])
+    for name, note in first.notes.items():
+        new.notes[name] = type(note).cat([part.notes[name] for part in parts])
     if all(part.lost_BH1 is not None for part in parts):
         new.lost_BH1 = torch.cat([part.lost_BH1 for part in parts if part.lost_BH1 is not None])
     if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept

@@ -69,8 +69,7 @@ def _check(cache: TextState, past: Cache, rereads: bool) -> None:
             f"A {kind} cannot be taken over under policy {policy.name!r}, which reads the prompt's tokens a second time: give "
             "them, as in patch.compress(past, ids), or run the prompt inside the block."
         )
-    score = policy.score
-    if settings.acts and (policy.rows != "none" or score.moments or score.recent_queries or score.local):
+    if settings.acts and any(need.is_read for need in policy.needs):
         raise KVPatchError(
             f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention or the queries of "
             "the prompt's rows, which that cache does not hold. Run the prompt inside the block."

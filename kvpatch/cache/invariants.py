@@ -140,8 +140,9 @@ class _LayerState:
             rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")
             must(not layer.mode.slotted, "slots that are written to are not in text order")
-        if layer.recent is not None:
-            self._recent(layer.recent.positions_BW)
+        for name, note in layer.notes.items():
+            if (wrong := note.contradiction(self.seen_B11)) is not None:
+                must(~wrong, f"its note {name!r} is not of what was seen")
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
         rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
@@ -156,12 +157,6 @@ class _LayerState:
             self._appended()
         if isinstance(mode, Filling):
             self._filling(mode)
-
-    def _recent(self, positions_BW: Tensor) -> None:
-        """Check that the last queries are those of tokens that were seen, each in its own column."""
-        width, known = positions_BW.shape[1], positions_BW >= 0
-        own = (positions_BW % width == torch.arange(width, device=positions_BW.device)) | (positions_BW == -1)
-        must(own & (positions_BW < self.seen_B11[:, 0]) & known.any(), "the last queries are not those that were seen")
 
     def _appended(self) -> None:
         """Check a layer whose tokens are appended after the used columns."""

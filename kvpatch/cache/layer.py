@@ -20,7 +20,7 @@ from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.batched import change_tensors
 from ..policies.context import Limits, accumulator
-from ..policies.queries import Recent
+from ..policies.needs import Note
 from ..policies.rhythm import moves, waits
 from . import slots
 from .growth import Layout, capacities, plan, slack
@@ -63,7 +63,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.lost_BH1: Tensor | None = None  # as in EvictionContext
         self.limits: Limits | None = None
-        self.recent: Recent | None = None  # the last queries, if the score reads them
+        self.notes: dict[str, Note] = {}  # what needs keep of the layer (policies/needs)
         # entries computed ahead, and the number of columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         # derived from the shape and from free_BH, and stored with what it was derived from
@@ -137,7 +137,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def sharing(self) -> SlotLayer:
         """Return a copy that shares the tensors, to be replaced by `map_rows` before either layer writes to them."""
         new = copy.copy(self)
-        new.mode, new.state, new.undo_log = copy.copy(self.mode), dict(self.state), deque(maxlen=UNDO_STEPS)
+        new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
+        new.undo_log = deque(maxlen=UNDO_STEPS)
         return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -145,7 +146,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
-        for name in ("positions", "state", "keep_BH1", "lost_BH1", "mass_BH", "limits", "recent"):
+        for name in ("positions", "state", "keep_BH1", "lost_BH1", "mass_BH", "limits", "notes"):
             setattr(self, name, change_tensors(getattr(self, name), change))
         self.mode.change_rows(change)
         if self.kv.width < self.positions.shape[2]:  # the longest row was dropped
@@ -237,20 +238,6 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             if self.is_initialized:  # never more columns than the budget
                 self.reserve(self.used + 1, self._most())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
-
-    def recall(self, width: int, q_BHGQD: Tensor, positions_BQ: Tensor) -> None:
-        """Keep the last `width` queries, after those of a prompt or a piece of it."""
-        if self.recent is None:
-            self.recent = Recent.none(width, q_BHGQD, self.dtype)
-        self.recent = self.recent.read(q_BHGQD, positions_BQ)
-
-    def remember(self, q_BHGD: Tensor, positions_B1: Tensor) -> None:
-        """Keep a decode step's query in place of the oldest one, if steps evict; what stood there goes into the undo log."""
-        if self.recent is None:
-            return
-        old = self.recent.step(q_BHGD, positions_B1, undone=bool(self.undo_log))
-        if old is not None:
-            self.undo_log[-1].query = old
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
         """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""

@@ -16,7 +16,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..policies.batched import Batched
-from ..policies.queries import Local, Moments
 from ..policies.rhythm import later
 
 
@@ -52,9 +51,6 @@ class Mode(Batched):
         """Tokens that can be written before some head needs more slots than it has."""
         return sys.maxsize
 
-    def end_block(self) -> None:
-        """Forget what was noted of one block of a prompt."""
-
     def count(self, tokens: int) -> None:
         """Count tokens written; each brings every head that is below budget closer to it."""
 
@@ -71,20 +67,10 @@ class Empty(Mode):
 
 @dataclass
 class Reading(Mode):
-    """A prompt is being appended.
-
-    window_rows: queries [B,H,G,W,D] and positions [B,W] of the last rows of an incomplete prompt. queries: moments of its
-    queries so far, if the score reads them. local: rows of its incomplete chunks.
-    """
+    """A prompt is being appended."""
 
     name = "reading"
     croppable: bool = True
-    window_rows: tuple[Tensor, Tensor] | None = None
-    queries: Moments | None = None
-    local: Local | None = None
-
-    def end_block(self) -> None:
-        self.queries = None
 
 
 class Appending(Mode):

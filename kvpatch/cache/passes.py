@@ -65,7 +65,7 @@ def begin(
         cache.make_table = table
         now.table = _rotary_table(cache, table, Q, prompt > 0)
     elif table is not None and prompt:
-        now.table = table(seen + Q + (cache.settings.policy.score.lookahead or 0))
+        now.table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))
     if prompt and cache.settings.block is not None:
         now.blocks = cut(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
@@ -91,7 +91,7 @@ def begin_compression(
     _begin_prompt(cache, now, [0] * len(lengths_B))
     _count_budget(cache, now, now.n_B)
     if table is not None:
-        now.table = table(seen + (cache.settings.policy.score.lookahead or 0))
+        now.table = table(seen + (cache.settings.policy.needs.lookahead or 0))
     cache.turns.count, cache.turns.open = 1, False
     now.reread_BN = ids_BT if cache.settings.rereads else None
     return now
@@ -207,11 +207,8 @@ def _read(
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
     prompt = _prompt_columns(cache, seen, Q)
-    if Q - prompt > 1 and settings.acts and settings.policy.score.across_layers:
-        raise KVPatchError(
-            f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): with shared=True a layer's "
-            "choice needs the scores that later layers gave the tokens before. Use shared=False, or feed them one by one."
-        )
+    if Q - prompt > 1 and settings.acts and (why := settings.policy.needs.refusal("drafts")) is not None:
+        raise KVPatchError(f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): {why}")
     if prompt and settings.rereads and (input_ids is None or cache.rows.joined):
         what = "it needs input_ids, not inputs_embeds" if input_ids is None else "rows that were joined cannot be"
         raise KVPatchError(f"Policy {settings.policy.name!r} reads a prompt a second time: {what}. Use another policy.")

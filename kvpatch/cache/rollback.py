@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..policies.queries import Recent
+from ..policies.needs import Note
 from .modes import Mode
 from .slots import Slots
 
@@ -24,7 +24,7 @@ class Recorded(Protocol):
     positions: Tensor
     state: dict[str, Tensor]
     kv: Slots
-    recent: Recent | None
+    notes: dict[str, Note]
     lost_BH1: Tensor | None
 
     def free_rows(self) -> Tensor:
@@ -36,8 +36,8 @@ class Undo:
     """Entry of the undo log: the data that one decode step overwrote.
 
     slot: key and value in each head's free slot. lost: the scores of evicted tokens. moved: columns [B,H,M] that an eviction of
-    several tokens has overwritten or left to the next ones, with their keys and values. query: column, query and position that
-    a step's own have replaced.
+    several tokens has overwritten or left to the next ones, with their keys and values. notes: what needs have overwritten of
+    theirs, by name.
     """
 
     used: int
@@ -48,7 +48,7 @@ class Undo:
     shared: Tensor | None
     lost: Tensor | None = None
     moved: tuple[Tensor, Tensor, Tensor] | None = None
-    query: tuple[Tensor, Tensor, Tensor] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def record(layer: Recorded, shared: Tensor | None) -> Undo:
@@ -77,6 +77,6 @@ def restore(layer: Recorded, undo: Undo) -> Tensor | None:
     if undo.moved is not None:
         columns, k, v = undo.moved
         layer.kv.write_at(layer.kv.rows_of(columns), k, v)
-    if undo.query is not None and layer.recent is not None:
-        layer.recent.write(*undo.query)
+    for name, overwritten in undo.notes.items():
+        layer.notes[name].restore(overwritten)
     return undo.shared

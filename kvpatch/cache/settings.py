@@ -16,7 +16,8 @@ from ..errors import KVPatchError
 from ..policies import Policy, get_policy
 from ..policies.allocation import Sloped
 from ..policies.budgets import Budget, Rule, Size
-from ..policies.calibration import Calibration
+from ..policies.measures import Calibration
+from ..policies.needs import SecondReading
 from ..policies.parallel import WHOLE, Parallel
 from .notices import Notices
 from .recurrent import Stack
@@ -128,9 +129,9 @@ class CacheSettings:
 
     def _sloped(self, layer: int) -> Rule:
         rule, policy = self.budget.rules[layer], self.policy
-        if policy.over_layers is None or not policy.score.evicts:
+        if policy.over_layers is None or not policy.evicts:
             return rule
-        last = policy.score.protected_rows + 1
+        last = policy.needs.protects + 1
         place, bounded = self.budgeted.index(layer), policy.schedule != "decode"
         return Sloped(rule, policy.over_layers, place, len(self.budgeted), last, bounded)
 
@@ -142,7 +143,7 @@ class CacheSettings:
     @cached_property
     def evicts(self) -> tuple[bool, ...]:
         """Per layer, True if it may ever evict a token, by the policy or its own window."""
-        acts = self.policy.score.evicts
+        acts = self.policy.evicts
         return tuple(bound is not None or (acts and self.budget.evicts(i)) for i, bound in enumerate(self.bounds))
 
     @cached_property
@@ -153,7 +154,7 @@ class CacheSettings:
     @cached_property
     def rereads(self) -> bool:
         """True if prompts are read a second time before anything is evicted."""
-        return self.acts and self.policy.score.rereads
+        return self.acts and self.policy.needs.find(SecondReading) is not None
 
     @cached_property
     def acts(self) -> bool:
@@ -200,7 +201,8 @@ class CacheSettings:
 
 def _described(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values."""
-    parts = {name: type(part).__name__ for name, part in vars(policy).items() if not isinstance(part, str | None)}
+    own = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
+    parts = {name: type(part).__name__ for name, part in own.items() if not isinstance(part, str | None)}
     options = {name: _plain(value) for name, value in policy.options().items()}
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
 

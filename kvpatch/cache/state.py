@@ -127,7 +127,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         each = zip(settings.policies, settings.evicts, settings.latent, strict=True)
-        parts = [(policy.statistics if evicts else (), settings.bits, policy.every, latent) for policy, evicts, latent in each]
+        parts = [(one.needs.statistics if on else (), settings.bits, one.every, latent) for one, on, latent in each]
         super().__init__(layers=[SlotLayer(*part) for part in parts])
         self.settings = settings
         self.scratch = False
@@ -227,22 +227,22 @@ class TextState(Unpicklable, MutationGuard, WithStates):
 
     def span(self) -> int:
         """Return the decode steps over which a score's temperature changes."""
-        return self.request.new_tokens or int(getattr(self.settings.policy.score, "generation_length", 1))
+        return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
         """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
-        score, counters, now = self.settings.policy.score, self.counters, self.running
+        policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if now.traced:
             device = counters.tensors
             steps, span = device.steps + ahead, device.span if span_B is None else span_B
-            return score.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
+            return policy.needs.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
         step = now.first_step + ahead
         if shortfall_B is None:
             if span_B is None:
-                return score.temperature(step, self.request.new_tokens)
-            return score.temperature(span_B.new_tensor(step), span_B)
-        return score.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
+                return policy.needs.temperature(step, self.request.new_tokens)
+            return policy.needs.temperature(span_B.new_tensor(step), span_B)
+        return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
         """Return the protected sizes, one tuple per row; layers of equal sizes share one object."""

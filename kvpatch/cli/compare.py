@@ -16,6 +16,7 @@ from .. import __version__, plotting
 from ..errors import KVPatchError, suggest
 from ..evaluation.divergence import Comparison, Result, Row
 from ..policies import Policy, get_policy
+from ..policies.needs import Calibrated
 from . import compare_view as view
 from .compare_view import CHANCE
 from .loading import Source, encode, parse_k
@@ -97,7 +98,7 @@ def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
         policy, k, bits = setting
         given = policy, k, asked.policies[policy], asked.schedule, asked.seed, bits
         path = asked.out / SETTINGS
-        beside = ", but for the calibration" if asked.policies[policy].score.calibrated else ""
+        beside = ", but for the calibration" if asked.policies[policy].needs.find(Calibrated) else ""
         out.print(f"\n    {view.python_line(*given)}\n")
         view.settings(*given).save(path)
         out.print(f"The same settings{beside}, for kvpatch.Settings.load and --settings: {path}")

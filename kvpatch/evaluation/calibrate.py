@@ -19,10 +19,10 @@ from ..hooks.target import Target
 from ..patching import patched
 from ..policies import get_policy, learned
 from ..policies.calibration import Calibration, Recall
-from ..policies.measures import MEASURES, Rotation, Sample, Sums, names
+from ..policies.measures import MEASURES, Rotation, Sample, Totals, names
+from ..policies.needs.last_queries import Recent
 from ..policies.parallel import Parallel
 from ..policies.policy import Policy
-from ..policies.queries import Recent
 from ..policies.repeated import repeat_instruction
 from ..storage.calibration import made
 
@@ -44,7 +44,7 @@ def calibrate(
     Raises:
         KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
     """
-    target, sums = Target.find(model), dict[int, dict[str, Sums]]()
+    target, sums = Target.find(model), dict[int, dict[str, Totals]]()
     longest = max(piece.shape[1] for piece in pieces)
     if teacher is not None and longest <= teacher.scope.sinks:
         raise KVPatchError(f"The text has {longest} tokens, of which {teacher.scope.sinks} are sinks: give a longer one.")
@@ -56,8 +56,8 @@ def calibrate(
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:
                     _add(_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))
-                elif layer.recent is not None:
-                    _add(parts[index].sample(layer, layer.recent), sums.setdefault(index, {}))
+                elif isinstance(recent := layer.notes.get("recent"), Recent):
+                    _add(parts[index].sample(layer, recent), sums.setdefault(index, {}))
             on_piece()
     layers = {
         index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
@@ -151,7 +151,7 @@ def _taught(layer: SlotLayer, sinks: int) -> Sample:
     return Sample(x_HTF=x_HTF[:, among], y_HT=learned.target(layer.state_view()["repeated"])[0][:, among])
 
 
-def _add(sample: Sample, sums: dict[str, Sums]) -> None:
+def _add(sample: Sample, sums: dict[str, Totals]) -> None:
     """Add a piece to the sums of a layer."""
     for name in names(sample.kinds):
         sums[name] = MEASURES[name].joined(sums.get(name), sample)

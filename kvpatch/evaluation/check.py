@@ -6,10 +6,8 @@ a window with sinks the hidden tokens are known in advance; for the policy that 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from ..errors import KVPatchError
 from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy, get_policy
-from ..policies.context import EvictionContext
+from ..policies.needs import WindowAttention
 from ..storage.settings import HALF, OF_PATCH, Settings
 from .check_table import ROUNDINGS, CheckTable, Result
 from .masked import Evictions, masked_predictions, rounding_error
@@ -97,8 +95,8 @@ class Checks:
 
     def _prompt_length(self, settings: Any) -> int:
         """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
-        score = self.policy.score
-        n = max(_PROMPT, 3 * (score.observed_rows if score is not None else 0))
+        window = self.policy.needs.find(WindowAttention)
+        n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
         while n < _LONGEST and evicting and all(settings.rules[layer].least(n) >= n for layer in evicting):
             n *= 2
@@ -159,7 +157,7 @@ class Checks:
 
     def evictions(self) -> Outcome:
         """Compare the policy itself with masking what its cache does not hold."""
-        with patched(self.model, _strict(self.policy), self.k, seed=self.seed, strict=True):
+        with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self.policy, self.k, seed=self.seed):
@@ -231,23 +229,6 @@ class Checks:
     def _feed(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
         """Return logits [B,1+_NEW,V] of the prompt's last token and of each further token, fed one by one."""
         return feed(self.model, ids_BT, self.n - skipped, mask_BT).logits_BSV
-
-
-def _strict(policy: Policy) -> Policy:
-    """Return the policy with a score that raises KVPatchError where a held token's value is NaN."""
-    if policy.score is None:
-        return policy
-
-    class Strict(type(policy.score)):  # type: ignore[misc]
-        def value(self, context: EvictionContext) -> Tensor:
-            value = super().value(context)
-            if bool((value.isnan() & (context.positions_BHT >= 0)).any()):
-                raise KVPatchError(f"the scores of policy {policy.name!r} are NaN, which would count as the lowest")
-            return value
-
-    score = copy.copy(policy.score)
-    object.__setattr__(score, "__class__", Strict)
-    return replace(policy, score=score)
 
 
 def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:

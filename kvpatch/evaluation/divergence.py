@@ -180,13 +180,14 @@ def _log_probabilities(fed: Fed) -> Tensor:
 
 def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
     """Return protected sizes that exceeded the budget, option -> (requested, remaining), of the layer with least room."""
-    scope, score = cache.settings.policy.scope, cache.settings.policy.score
+    policy = cache.settings.policy
+    scope = policy.scope
     cut: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         budget = cache.settings.tokens(index, n)
         if layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
-        observed, recent = score.protected_rows, share(scope.recent, budget)
+        observed, recent = policy.needs.protects, share(scope.recent, budget)
         newest, limits = "window" if observed > recent else "recent", layer.limits
         asked = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
         left = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}

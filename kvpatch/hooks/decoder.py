@@ -18,7 +18,7 @@ from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from ..policies.repeated import Repeated
+from ..policies.needs import SecondReading
 from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier, PassMask
@@ -153,7 +153,7 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
     """Return what makes a rotary table for so many positions, if the pass needs one."""
     if state.settings.renumbered:
         return functools.partial(state.adapter.rotary_table, decoder, device)
-    if not state.settings.acts or state.settings.policy.score.lookahead is None:
+    if not state.settings.acts or state.settings.policy.needs.lookahead is None:
         return None
     most = state.max_positions or sys.maxsize
     return lambda count: state.adapter.rotary_table(decoder, device, min(count, most))
@@ -263,9 +263,9 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
 
 def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
     """Raise KVPatchError if what repeats a prompt of Q tokens, the newest of those seen, has no positions left."""
-    score = settings.policy.score
-    assert isinstance(score, Repeated)
-    more = score.longest(Q)
+    need = settings.policy.needs.find(SecondReading)
+    assert need is not None
+    more = need.longest(Q)
     if seen + more > limit:
         raise KVPatchError(
             f"Policy {settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "

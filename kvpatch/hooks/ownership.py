@@ -50,7 +50,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
 def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
     """Raise KVPatchError if a policy needs one output projection, and PEFT's adapter_names give each row its own."""
     policy, name = state.settings.policy, state.adapter.projection
-    if not (policy.weighs_values or policy.score.by_outputs):
+    if not policy.projects:
         return
     if not any(adapter_names(module) for at, module in decoder.named_modules() if name in (None, at.rpartition(".")[2])):
         return

@@ -1,6 +1,6 @@
 """End of a pass of the decoder, where layers without a budget ran last, and the second reading of a prompt.
 
-For scores that ask for a second reading, the decoder runs again where the prompt has ended; a hybrid's states stay as the
+For policies that need a second reading, the decoder runs again where the prompt has ended; a hybrid's states stay as the
 prompt left them.
 """
 
@@ -15,7 +15,7 @@ from ..arch.upstream import cache_of, set_cache
 from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
-from ..policies.repeated import Repeated
+from ..policies.needs import SecondReading
 from .attention import PassMask
 from .state import PatchState, by_kind, pass_mask
 
@@ -39,10 +39,10 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
     """Run the decoder over what repeats the prompt `ids_BN`, chunk by chunk, and end the prompt in all layers."""
-    now, score = cache.running, cache.settings.policy.score
-    assert isinstance(score, Repeated)
+    now, need = cache.running, cache.settings.policy.needs.find(SecondReading)
+    assert need is not None
     rows = [[token for token in row if token >= 0] for row in ids_BN.tolist()]
-    texts = [list(score.pieces(row)) for row in rows]
+    texts = [list(need.pieces(row)) for row in rows]
     with torch.no_grad():
         try:
             for chunk in range(max(map(len, texts))):

@@ -107,16 +107,8 @@ def check_block(block: object, policy: Policy) -> None:
             f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
             "schedule='prompt' or 'both', or leave block out."
         )
-    if policy.score.across_layers:
-        raise KVPatchError(
-            f"block={block}: with shared=True a layer's choice needs the scores that later layers gave the blocks before, but "
-            "a layer reads all blocks before the next layer runs. Use shared=False, or feed the blocks one by one."
-        )
-    if policy.score.rereads:
-        raise KVPatchError(
-            f"block={block}: policy {policy.name!r} evicts after a second reading of the whole prompt. Leave block out, or "
-            "feed the text in pieces."
-        )
+    if (why := policy.needs.refusal("block")) is not None:
+        raise KVPatchError(f"block={block}: {why}")
     if policy.over_model:
         raise KVPatchError(
             f"block={block}: policy {policy.name!r} has one budget for all layers, but a layer reads all blocks before the "
@@ -160,28 +152,16 @@ def settings_of(
             f"policy {policy.name!r} changes the values of kept tokens, but in this model a token's value is the latent in its "
             "key: use the policy inside merged(...)."
         )
-    if policy.weighs_values or policy.score.by_outputs:
+    if policy.projects:
         target.check_projection(policy)
-    if policy.score.rereads and renumbered:
-        raise KVPatchError(
-            f"positions='renumbered' does not go with policy {policy.name!r}, which reads a prompt a second time behind "
-            "itself: use positions='original'."
-        )
-    if policy.score.calibrated:
-        target.check_calibration(policy)
-        if renumbered:
-            raise KVPatchError(
-                f"positions='renumbered' does not go with policy {policy.name!r}, whose calibration is of keys at original "
-                "positions: use positions='original'."
-            )
-    k = policy.score.budget(k, policy, bounds)
-    if policy.score.lookahead is not None:
+    target.check_calibration(policy)
+    k = policy.budget(k, bounds)
+    if policy.needs.lookahead is not None:
         target.check_rotations(policy)
-        if renumbered:
-            raise KVPatchError(
-                f"positions='renumbered' does not go with policy {policy.name!r}, which undoes rotations at original "
-                "positions: use positions='original'."
-            )
+    if renumbered and (why := policy.needs.refusal("renumbered")) is not None:
+        raise KVPatchError(
+            f"positions='renumbered' does not go with policy {policy.name!r}, {why}: use positions='original'."
+        )
     budget, budgets = _budgets(k, target, bits, bounds, policy)
     _check_rules(policy, budget, target)
     _check_shared(policy, budget, bounds)
@@ -260,7 +240,7 @@ def recording(how: CacheSettings) -> CacheSettings:
 
 def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
     evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
-    if policy.score.across_layers and len(set(evicts.values())) == 2:
+    if policy.needs.across_layers and len(set(evicts.values())) == 2:
         full = next(layer for layer, one in evicts.items() if not one)
         raise KVPatchError(
             f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "

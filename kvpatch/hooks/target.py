@@ -23,6 +23,7 @@ from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
+from ..policies.needs import Calibrated, SecondReading
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
 from .accelerate import device_of
@@ -137,7 +138,7 @@ class Target:
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
-        other = "'kvzip'" if policy.score.rereads else "'streaming_llm'"
+        other = "'streaming_llm'" if policy.needs.find(SecondReading) is None else "'kvzip'"
         instead = "the policy without critical" if policy.weighs_values else other
         for module, adapter in self.attentions:
             if isinstance(adapter, AutomaticAdapter):
@@ -170,9 +171,12 @@ class Target:
                 )
 
     def check_calibration(self, policy: Policy) -> None:
-        """Raise KVPatchError unless the calibration of a policy's score is of this model."""
-        calibration = vars(policy.score)["calibration"]
-        kinds = {MEASURES[name].kind for name in policy.score.calibrated}
+        """Raise KVPatchError unless the calibration that a policy needs is of this model."""
+        calibrated = policy.needs.find(Calibrated)
+        if calibrated is None:
+            return
+        calibration = calibrated.calibration
+        kinds = {MEASURES[name].kind for name in calibrated.names}
         command = "kvpatch learn" if "scores" in kinds else "kvpatch calibrate"
         if "outputs" in kinds:
             self.check_projection(policy)
@@ -192,7 +196,7 @@ class Target:
         self.check_identity(calibration.model, "calibration=", command)
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
             sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key, "F": shape.value + MORE}
-            for name in policy.score.calibrated if bound is None else ():
+            for name in calibrated.names if bound is None else ():
                 tensor = calibration.layers.get(layer, {}).get(name)
                 found = [] if tensor is None else list(tensor.shape)
                 # axes that no configuration tells are as the file has them: load_calibration() checked that they agree
@@ -238,7 +242,7 @@ class Target:
 
     def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """Yield the description of each layer's tasks for a backend."""
-        fresh = policy.score.fresh
+        fresh = policy.needs.fresh
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)

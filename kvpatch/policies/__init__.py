@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "allocation": ("Adaptive", "Global", "Pyramid"),
-    "calibration": ("Calibration",),
     "context": ("EvictionContext", "NewTokens"),
+    "measures": ("Calibration",),
     "merging": ("Merge",),
     "moving": ("Mass", "Share", "Threshold"),
     "policy": ("Policy",),
@@ -62,8 +62,8 @@ __all__ = [
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .allocation import Adaptive, Global, Pyramid
-    from .calibration import Calibration
     from .context import EvictionContext, NewTokens
+    from .measures import Calibration
     from .merging import Merge
     from .moving import Mass, Share, Threshold
     from .policy import Policy

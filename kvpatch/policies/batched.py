@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 Owner = TypeVar("Owner", bound="Batched")
@@ -27,6 +28,15 @@ class Batched:
         """Return a copy with `change`, which acts along the first axis, applied to every tensor."""
         new = copy.copy(self)
         new.change_rows(change)
+        return new
+
+    @classmethod
+    def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
+        """Concatenate the rows of several such objects; what is no tensor is that of the first."""
+        new = copy.copy(parts[0])
+        for name, value in vars(parts[0]).items():
+            if isinstance(value, Tensor):
+                object.__setattr__(new, name, torch.cat([getattr(part, name) for part in parts]))
         return new
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""Calibrations: measurements of a model that a pass over text makes once, and scores that read them."""
+"""Scores that read a calibration: measurements of a model that a pass over text makes once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,53 +12,9 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import Rule, check_count, is_list, parse_k, share
 from .context import EvictionContext, NewTokens, accumulator
-from .measures import MEASURES, lengths
+from .measures import MEASURES, Calibration, lengths
+from .needs import Calibrated, Held, LastQueries, Need, Sums
 from .scores import Recency, Score
-
-
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """Measurements of a model, as `kvpatch calibrate` and `kvpatch learn` make them and `load_calibration` reads them.
-
-    Attributes:
-        model: values that identify the model.
-        layers: of each layer that a budget applies to, its statistics by name (measures.MEASURES): "direction" [H,D], the first
-            singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it,
-            where the output projection is known "area" [H], how far each KV head's attention reaches (see WholeHeads);
-            and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
-            [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
-            Or, of `kvpatch learn`, "weight" [H,F] of a token's features (learned.Learned).
-        tokens: how many were read.
-        digest: checksum of all that.
-
-    Example:
-        calibration = kvpatch.load_calibration("calibration.safetensors")
-        with kvpatch.patched(model, "q_filter", k=0.5, calibration=calibration):
-            model.generate(**inputs)
-    """
-
-    model: Mapping[str, Any]
-    layers: Mapping[int, Mapping[str, Tensor]]
-    tokens: int
-    digest: str
-    _placed: dict[tuple[int, str, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Calibration) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __repr__(self) -> str:
-        return f"<Calibration {self.digest[:16]}>"
-
-    def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a statistic of a layer, of all its heads, on the device of `like`; a float32 one in the dtype of scores."""
-        found = self.layers[layer][name]
-        key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
-        if key not in self._placed:
-            self._placed[key] = found.to(*key[2:])
-        return self._placed[key]
 
 
 @dataclass(frozen=True)
@@ -70,6 +26,11 @@ class CalibratedScore(Score):
     """
 
     calibration: Calibration | None = None
+    calibrated: ClassVar[tuple[str, ...]] = ()  # statistics of the calibration that it reads
+
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (Calibrated(self.calibrated, self.calibration),)
 
     def check(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
@@ -130,15 +91,18 @@ class TriAttention(CalibratedScore):
 
     reach: int = 65536
     calibrated: ClassVar[tuple[str, ...]] = ("mean", "norm", "pairs", "turn")
-    reads_held: ClassVar[bool] = True
     schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
+
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (*super().needs, Held())
 
     def check(self) -> None:
         super().check()
         check_count("reach", self.reach, "positions")
 
     def value(self, context: EvictionContext) -> Tensor:
-        keys = context.held()[0]
+        keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
         mean, norm, pairs, turn = self._measured(context, keys)
         # the mean of the rotations, exact at far positions
@@ -237,11 +201,10 @@ class Recall(Score):
     """
 
     count: int = 1
-    statistics: ClassVar[tuple[str, ...]] = ("area",)
 
     @property
-    def recent_queries(self) -> int:
-        return self.count
+    def needs(self) -> tuple[Need[Any], ...]:
+        return Sums("area"), LastQueries(self.count, protected=False)
 
     def value(self, context: EvictionContext) -> Tensor:
         return context.positions_BHT.float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
 from .context import EvictionContext, NewTokens, accumulator
+from .needs import ChunkAttention, Held, Need, PlainKeys
 from .parallel import Parallel
 from .scores import Score
 
@@ -41,10 +42,10 @@ class KeyDiff(Score):
     Differs from the paper: nothing; its blocks are `block=`.
     """
 
-    reads_held: ClassVar[bool] = True
+    needs = (Held(),)
 
     def value(self, context: EvictionContext) -> Tensor:
-        keys = context.held()[0]
+        keys = context.view(Held)[0]
         direction = F.normalize(keys.to(accumulator(keys.dtype)), dim=-1)
         if context.empty:
             direction = direction.masked_fill((context.positions_BHT < 0)[..., None], 0.0)
@@ -115,7 +116,7 @@ class LagKV(Score):
     """
 
     lag: int = 128
-    reads_held: ClassVar[bool] = True
+    needs = (Held(),)
     signed: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
@@ -129,11 +130,11 @@ class LagKV(Score):
         whole_BH1 = (n_BH1 - start_BH1) // self.lag
         rank = torch.arange(position.shape[-1], device=position.device)
         behind = rank - start_BH1  # place behind the sinks
-        score = torch.ones(position.shape, dtype=accumulator(context.held()[0].dtype), device=position.device)
+        score = torch.ones(position.shape, dtype=accumulator(context.view(Held)[0].dtype), device=position.device)
         P = int(whole_BH1.max())
         if P > 1:
             index = (start_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
-            ranks = self._ranks([_taken(t, order.gather(-1, index)) for t in context.held()]) / self.lag
+            ranks = self._ranks([_taken(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
             scored = (behind >= 0) & (behind < (whole_BH1 - 1) * self.lag)
             placed = ranks.to(score.dtype).gather(-1, behind.clamp(0, ranks.shape[-1] - 1))
             score = torch.where(scored, placed, score)
@@ -165,14 +166,13 @@ class Leverage(Score):
     """
 
     sketch: int = 48
-    reads_held: ClassVar[bool] = True
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
-    def lookahead(self) -> int:
-        return 0
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (PlainKeys(),)
 
     def check(self) -> None:
         check_count("sketch", self.sketch, "columns")
@@ -182,7 +182,7 @@ class Leverage(Score):
 
     def _leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
         """Return the leverage of keys among these tokens."""
-        keys, real = context.plain_keys(), among_BHT[..., None]
+        keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
         # in float32 large keys would swallow the ridge, and what is singular without it has no factor
@@ -228,8 +228,8 @@ class Compactor(Leverage):
     is_weight: ClassVar[bool] = False
 
     @property
-    def local(self) -> int:
-        return self.chunk
+    def needs(self) -> tuple[Need[Any], ...]:
+        return PlainKeys(), Held(), ChunkAttention(self.chunk)
 
     def check(self) -> None:
         super().check()
@@ -237,15 +237,13 @@ class Compactor(Leverage):
         if isinstance(self.blend, bool) or not isinstance(self.blend, int | float) or not 0 <= self.blend < math.inf:
             raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
 
-    def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        return {"local": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
-
     def value(self, context: EvictionContext) -> Tensor:
         position = context.positions_BHT
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)
-        size = torch.linalg.vector_norm(context.held()[1], dim=-1, dtype=context.state["local"].dtype)
+        local = context.view(ChunkAttention)
+        size = torch.linalg.vector_norm(context.view(Held)[1], dim=-1, dtype=local.dtype)
         order, _ = text_order(position)
-        attended = (context.state["local"] * size).masked_fill(~among, 0.0).gather(-1, order)
+        attended = (local * size).masked_fill(~among, 0.0).gather(-1, order)
         attended = torch.empty_like(attended).scatter_(-1, order, F.avg_pool1d(attended, 3, stride=1, padding=1))
         found = (_standard(one, among, context.parallel) for one in (attended, self._leverage(context, among)))
         return next(found) + self.blend * next(found)

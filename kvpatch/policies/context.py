@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ..errors import KVPatchError
 from .batched import Batched
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
-from .queries import Looks, Queries
 from .windows import end, oldest
 
 
@@ -30,29 +29,19 @@ def not_weighed(known: Tensor, out: Tensor | None) -> Tensor:
     raise KVPatchError("context.norms() is there if the selection's class says weighs_values = True.")
 
 
-def not_held() -> tuple[Tensor, Tensor]:
-    """Raise KVPatchError: the score has not declared that it reads keys and values."""
-    raise KVPatchError("context.held() is there if the score's class says reads_held = True.")
-
-
-def not_plain() -> Tensor:
-    """Raise KVPatchError: the score has not declared that it undoes rotations."""
-    raise KVPatchError("context.plain_keys() is there if the score's class says reads_held = True and lookahead = 0 or more.")
-
-
-def not_foreseen(future: int) -> Queries:
-    """Raise KVPatchError: the score has not declared that it reads queries."""
-    raise KVPatchError("context.coming(future) is there if the score says moments = 1 (the mean) or 2 (and the covariance).")
-
-
-def not_recalled() -> Looks:
-    """Raise KVPatchError: the score has not declared that it reads the last queries."""
-    raise KVPatchError("context.recent() is there if the score says recent_queries = 1 or more.")
-
-
 def at_hand(tensor: Tensor) -> bool:
     """Tell if the tensor's values can be read without waiting for a device."""
     return tensor.device.type == "cpu"
+
+
+View = TypeVar("View", covariant=True)
+
+
+class Viewed(Protocol[View]):
+    """A need, as far as a context knows it."""
+
+    def view(self, context: EvictionContext) -> View:
+        """Return what a score or scope reads of it."""
 
 
 @dataclass
@@ -80,13 +69,8 @@ class EvictionContext:
         value: values of the score [B,H,T], once the eviction keys were asked for.
         norms: norms(known, out) returns the norms of the projected values [B,H,T]. Entries where the mask `known` or `out`
             is True are not needed and may hold anything.
-        plain_keys: plain_keys() returns those keys without their rotation, in the scores' dtype. Only for a score with
-            `lookahead`.
-        coming: coming(future) returns the distribution of the queries at the next `future` positions. Only for a score with
-            `moments`.
-        recent: recent() returns the logits of the last queries. Only for a score with `recent_queries`.
-        held: held() returns keys and values [B,H,T,D] of all slots; those of empty ones may be anything. Only for a score with
-            `reads_held` or `recent_queries`, or a scope with `reads_held`.
+        needs: what score and scope need (policies/needs), whose views they may ask for.
+        layer_read: the layer that these views read.
         watch: gets the values of the score [B,H,T], at the end of a prompt and under strict=True; else None.
     """
 
@@ -106,13 +90,23 @@ class EvictionContext:
     lost_BH1: Tensor | None = None
     value: Tensor = field(init=False, repr=False)
     norms: Callable[[Tensor, Tensor | None], Tensor] = field(default=not_weighed, repr=False)
-    held: Callable[[], tuple[Tensor, Tensor]] = field(default=not_held, repr=False)
-    plain_keys: Callable[[], Tensor] = field(default=not_plain, repr=False)
-    coming: Callable[[int], Queries] = field(default=not_foreseen, repr=False)
-    recent: Callable[[], Looks] = field(default=not_recalled, repr=False)
+    needs: Sequence[Viewed[Any]] = ()
+    layer_read: Any = field(default=None, repr=False)
     watch: Callable[[Tensor], None] | None = None
     _rows_seen: Tensor | None = field(default=None, repr=False)
     _mean: Tensor | None = field(default=None, repr=False)
+
+    def view(self, kind: type[Viewed[View]]) -> View:
+        """Return what a need of this kind sees: context.view(Held) returns keys and values.
+
+        Raises:
+            KVPatchError: neither the score nor the scope declares it.
+        """
+        for need in self.needs:
+            if isinstance(need, kind):
+                return need.view(self)
+        name = kind.__name__
+        raise KVPatchError(f"context.view({name}) is there if the class of the score or scope says needs = ({name}(...),).")
 
     @property
     def rows_seen(self) -> Tensor:
@@ -139,7 +133,7 @@ class EvictionContext:
 
 @dataclass
 class NewTokens:
-    """Tokens that enter the cache of a layer, for Score.entry.
+    """Tokens that enter the cache of a layer, for `entry` of scores and needs.
 
     Attributes:
         k_BHQD: their keys, as they are cached.
@@ -218,7 +212,7 @@ class Block:
     Attributes:
         p_NGRM: probabilities; they sum to one over M, to zero in rows of padding.
         keys_NR: number of keys that each row attends to; empty where no statistic needs it.
-        noise_NMG: exp(noise) of each key, from the score's `entry`; None where the score keeps none.
+        noise_NMG: exp(noise) of each key, from a need's `entry`; None where the score keeps none.
         place: place() returns query heads [N,G], positions of rows [N,R] and of keys [N,M], for noise drawn per query.
         tau: temperature of the softmax.
         layer: index of the layer.
@@ -246,7 +240,7 @@ class Block:
 
 @dataclass
 class Observed:
-    """Rows of an observation window, for Score.fold. Keys are in text order, empty slots first.
+    """Rows of an observation window, for WindowAttention.fold. Keys are in text order, empty slots first.
 
     Attributes:
         p_NGRM: their probabilities; zero in rows that do not count.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,9 @@ from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
 from .content import text_order
-from .context import EvictionContext, NewTokens, accumulator
-from .scores import Rows, Score, check_pooling
+from .context import EvictionContext, accumulator
+from .needs import Held, LastQueries, LastUses, Need
+from .scores import Score, check_pooling
 
 # ---- the last use of a token ----
 
@@ -32,26 +33,12 @@ class LastUse(Score):
     """
 
     alpha: float = 1e-4
-    rows: ClassVar[Rows] = "window"
     schedules: ClassVar[tuple[str, ...]] = ("decode",)
-    entry_by_position: ClassVar[bool] = True
-    notes: ClassVar[bool] = True
     signed: ClassVar[bool] = False
 
     @property
-    def observed_rows(self) -> int:
-        return 1
-
-    def check(self) -> None:
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha < 1:
-            raise KVPatchError(f"alpha={self.alpha!r} must be in [0, 1): the attention above which a step uses a token.")
-
-    def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        return {"last_use": new.positions_BQ[:, None].expand(new.k_BHQD.shape[:3]).contiguous()}
-
-    def note(self, context: EvictionContext) -> None:
-        last, used = context.state["last_use"], context.state["observed"] > self.alpha
-        last.copy_(torch.where(used, context.newest_B11, last))
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (LastUses(alpha=self.alpha),)
 
     def value(self, context: EvictionContext) -> Tensor:
         return context.state["last_use"].float()
@@ -73,15 +60,9 @@ class Recurrence(LastUse):
 
     signed: ClassVar[bool] = True
 
-    def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        entry = super().entry(new)
-        return {**entry, "interval": torch.ones_like(entry["last_use"])}
-
-    def note(self, context: EvictionContext) -> None:
-        longest, used = context.state["interval"], context.state["observed"] > self.alpha
-        unused = context.newest_B11 - context.state["last_use"]
-        longest.copy_(torch.where(used, torch.maximum(longest, unused), longest))
-        super().note(context)
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (LastUses(alpha=self.alpha, intervals=True),)
 
     def value(self, context: EvictionContext) -> Tensor:
         return (context.state["last_use"] - context.newest_B11).float() / context.state["interval"]
@@ -103,13 +84,11 @@ class RecentScore(Score):
     window: int = 8
     kernel: int = 7
     pooling: str | None = "max"
-    protects_window: ClassVar[bool] = True
-    reads_held: ClassVar[bool] = True
     schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
 
     @property
-    def recent_queries(self) -> int:
-        return self.window
+    def needs(self) -> tuple[Need[Any], ...]:
+        return LastQueries(self.window), Held()
 
     def check(self) -> None:
         check_count("window", self.window, "queries")
@@ -159,13 +138,13 @@ class Redundancy(RecentScore):
             raise KVPatchError(f"alike={self.alike!r} must be a cosine in [0, 1], or None to count all keys.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        looks = context.recent()
+        looks = context.view(LastQueries)
         attention = self._pooled(looks.mean(looks.x_BHGWT.amax(2).softmax(-1)), looks.candidate_BHT, context)
         return self.weight * attention - (1 - self.weight) * self._redundancy(context)
 
     def _redundancy(self, context: EvictionContext) -> Tensor:
         """Return the softmax of the mean cosine to the other held keys [B,H,T]."""
-        keys, position = context.held()[0], context.positions_BHT
+        keys, position = context.view(Held)[0], context.positions_BHT
         keys, real = keys.to(accumulator(keys.dtype)), position >= 0
         unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)
         total = (unit @ unit.sum(2)[..., None]).squeeze(-1) - unit.square().sum(-1)
@@ -210,7 +189,7 @@ class SampledAttention(RecentScore):
     pooling: str | None = "avg"
 
     def value(self, context: EvictionContext) -> Tensor:
-        looks, position = context.recent(), context.positions_BHT
+        looks, position = context.view(LastQueries), context.positions_BHT
         attention = self._pooled(looks.mean(looks.x_BHGWT.softmax(-1).mean(2)), looks.candidate_BHT, context)
         H = position.shape[1]
         head = context.parallel.first(H) + torch.arange(H, device=position.device)

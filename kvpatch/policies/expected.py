@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import check_count
 from .context import EvictionContext, accumulator
-from .queries import Queries
+from .needs import Held, Need, Queries, QueryMoments
 from .scores import Score
 
 
@@ -41,18 +41,13 @@ class ExpectedAttention(Score):
     future: int = 512
     eps: float = 0.0
     covariance: bool = True
-    reads_held: ClassVar[bool] = True
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
-    def moments(self) -> int:
-        return 2 if self.covariance else 1
-
-    @property
-    def lookahead(self) -> int:
-        return self.future
+    def needs(self) -> tuple[Need[Any], ...]:
+        return Held(), QueryMoments(self.future, self.covariance)
 
     def check(self) -> None:
         check_count("future", self.future, "positions")
@@ -62,11 +57,11 @@ class ExpectedAttention(Score):
             raise KVPatchError(f"covariance={self.covariance!r} must be True, or False for the mean query alone.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        keys, values = context.held()
+        keys, values = context.view(Held)
         wide = accumulator(keys.dtype)
         # empty slots are at position -1
         outside = context.positions_BHT < context.limits.first
-        expected = _expected(context.coming(self.future), keys.to(wide), context, outside)
+        expected = _expected(context.view(QueryMoments), keys.to(wide), context, outside)
         return (expected + self.eps) * torch.linalg.vector_norm(values, dim=-1, dtype=wide)
 
 

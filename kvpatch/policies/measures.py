@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Sums = tuple[Tensor, ...]
+from .context import accumulator
+
+Totals = tuple[Tensor, ...]
 Of = Literal["queries", "turned", "outputs", "scores"]
 
 MORE = 4
@@ -52,6 +54,51 @@ class Rotation:
             whole = ((place * turn - angle) / (2 * math.pi)).round()
             turn = (angle + 2 * math.pi * whole) / place
         return cls(torch.stack([a, b], 1), turn)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Measurements of a model, as `kvpatch calibrate` and `kvpatch learn` make them and `load_calibration` reads them.
+
+    Attributes:
+        model: values that identify the model.
+        layers: of each layer that a budget applies to, its statistics by name (measures.MEASURES): "direction" [H,D], the first
+            singular direction of each KV head's queries, with unit length, turned so that the queries' mean points along it,
+            where the output projection is known "area" [H], how far each KV head's attention reaches (see WholeHeads);
+            and where positions are rotations that can be undone, "mean" [H,G,D] of each query head at position 0, "norm"
+            [H,G,P], the mean length of its pairs of channels, these "pairs" [P,2] and their "turn" [P] in radians per position.
+            Or, of `kvpatch learn`, "weight" [H,F] of a token's features (learned.Learned).
+        tokens: how many were read.
+        digest: checksum of all that.
+
+    Example:
+        calibration = kvpatch.load_calibration("calibration.safetensors")
+        with kvpatch.patched(model, "q_filter", k=0.5, calibration=calibration):
+            model.generate(**inputs)
+    """
+
+    model: Mapping[str, Any]
+    layers: Mapping[int, Mapping[str, Tensor]]
+    tokens: int
+    digest: str
+    _placed: dict[tuple[int, str, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Calibration) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"<Calibration {self.digest[:16]}>"
+
+    def of(self, layer: int, name: str, like: Tensor) -> Tensor:
+        """Return a statistic of a layer, of all its heads, on the device of `like`; a float32 one in the dtype of scores."""
+        found = self.layers[layer][name]
+        key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
+        if key not in self._placed:
+            self._placed[key] = found.to(*key[2:])
+        return self._placed[key]
 
 
 @dataclass(frozen=True)
@@ -102,13 +149,13 @@ class Measure:
 
     name: str
     shape: str
-    of: Callable[[Sample], Sums]
-    finish: Callable[[Sums], Tensor]
+    of: Callable[[Sample], Totals]
+    finish: Callable[[Totals], Tensor]
     kind: Of
     dtype: torch.dtype = torch.float32
     adds_up: bool = True
 
-    def joined(self, sums: Sums | None, sample: Sample) -> Sums:
+    def joined(self, sums: Totals | None, sample: Sample) -> Totals:
         """Return the sums with those of another piece, in float64 on the CPU; integers stay."""
         if sums is not None and not self.adds_up:
             return sums
@@ -121,14 +168,14 @@ def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
     return torch.hypot(x[..., pairs_P2[:, 0]], x[..., pairs_P2[:, 1]])
 
 
-def _products(sample: Sample) -> Sums:
+def _products(sample: Sample) -> Totals:
     """Return the sum of the products [H,D,D] of queries, those of a group being its KV head's, and the sum of these [H,D]."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
 
-def _direction(sums: Sums) -> Tensor:
+def _direction(sums: Totals) -> Tensor:
     """Return the first right singular vectors [H,D], turned to the side of the mean."""
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
@@ -136,53 +183,53 @@ def _direction(sums: Sums) -> Tensor:
     return first * torch.where(side < 0, -1.0, 1.0)
 
 
-def _plain(sample: Sample) -> Sums:
+def _plain(sample: Sample) -> Totals:
     assert sample.plain_HGQD is not None
     return _counted(sample.plain_HGQD)
 
 
-def _norms(sample: Sample) -> Sums:
+def _norms(sample: Sample) -> Totals:
     assert sample.plain_HGQD is not None and sample.rotation is not None
     return _counted(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
 
 
-def _counted(x_HGQD: Tensor) -> Sums:
+def _counted(x_HGQD: Tensor) -> Totals:
     return torch.tensor(x_HGQD.shape[2]), x_HGQD.sum(2)
 
 
-def _mean(sums: Sums) -> Tensor:
+def _mean(sums: Totals) -> Tensor:
     return sums[1] / sums[0].clamp(min=1)
 
 
-def _areas(sample: Sample) -> Sums:
+def _areas(sample: Sample) -> Totals:
     """Return the number of queries behind the first tokens, and the sum of the areas under their curves."""
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0)), sample.area_HT[:, FIRST:].sum(1) / G
 
 
-def _pairs(sample: Sample) -> Sums:
+def _pairs(sample: Sample) -> Totals:
     assert sample.rotation is not None
     return (sample.rotation.pairs_P2,)
 
 
-def _turn(sample: Sample) -> Sums:
+def _turn(sample: Sample) -> Totals:
     assert sample.rotation is not None
     return (sample.rotation.turn_P,)
 
 
-def _itself(sums: Sums) -> Tensor:
+def _itself(sums: Totals) -> Tensor:
     return sums[0]
 
 
-def _regression(sample: Sample) -> Sums:
+def _regression(sample: Sample) -> Totals:
     """Return the sums of the products [H,F,F] of features, and of those with what is to be learned [H,F]."""
     assert sample.x_HTF is not None and sample.y_HT is not None
     x, y = sample.x_HTF.double(), sample.y_HT.double()
     return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)
 
 
-def _weight(sums: Sums) -> Tensor:
+def _weight(sums: Totals) -> Tensor:
     """Return the weights [H,F] of least squares, with a ridge in units of each feature's size."""
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import Rule, check_k, share
 from .context import EvictionContext
+from .needs import Sums
 from .numbers import running_sum
 from .selection import FIRST, LAST, MAX_POSITION
 
@@ -141,7 +142,7 @@ class Mass(Rule):
         _check_weights(self, policy)
         if self.ceiling is None:
             _check_sizes(self, policy, "add a ceiling, which it is then a share of: k=Mass(0.95, ceiling=0.5)")
-        if policy.schedule != "prompt" and not policy.score.statistics:
+        if policy.schedule != "prompt" and not _sums(policy.score):
             raise KVPatchError(
                 f"k={self} keeps a share of what scores sum to over the text, but those of policy {policy.name!r} are measured "
                 "anew at each step: use schedule='prompt', a policy such as 'h2o' or 'roco', or Threshold."
@@ -151,7 +152,7 @@ class Mass(Rule):
         weight = _weights(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))
-        held, adds_up = reached[..., -1:], bool(score.statistics)
+        held, adds_up = reached[..., -1:], _sums(score)
         lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
         enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
         outside = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
@@ -206,6 +207,11 @@ class Threshold(Rule):
         return _possible(above.sum(-1, keepdim=True), keys_BHT), None
 
 
+def _sums(score: Any) -> bool:
+    """Tell whether a score is a sum over the text."""
+    return any(isinstance(need, Sums) for need in score.needs)
+
+
 def _possible(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
     """Return the counts, but no fewer than protected tokens, and no more than tokens that a later query can see, at least 1."""
     protected, live = (keys_BHT == LAST).sum(-1, keepdim=True), (keys_BHT >= 0).sum(-1, keepdim=True)
@@ -219,7 +225,7 @@ def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
         counted = counted & ~dead
     if context.limits.any_prompt:
         counted = counted & (context.positions_BHT >= context.limits.prompt)
-    if score.protects_window:
+    if any(need.protects for need in score.needs):
         counted = counted & (context.positions_BHT <= context.newest_B11 - context.limits.observed)
     return context.value.nan_to_num(0.0, posinf=torch.finfo(context.value.dtype).max).masked_fill(~counted, 0.0)
 
@@ -246,7 +252,7 @@ def _check(rule: Rule, policy: Any) -> None:
 
 
 def _check_weights(rule: Rule, policy: Any) -> None:
-    if policy.score.evicts and not policy.score.is_weight:
+    if policy.evicts and not policy.score.is_weight:
         raise KVPatchError(
             f"k={rule} takes scores for weights, but the score of policy {policy.name!r} is none: it may be negative or only "
             "ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv, or give k as a share or tokens."

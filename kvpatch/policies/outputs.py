@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .context import EvictionContext, Observed
+from .needs import Need, WindowAttention
 from .scores import ObservationWindow
 
 _EPS = 1e-6  # of 1 - a, which is 0 where a row attends to one token alone
@@ -31,9 +32,12 @@ class OutputChange(ObservationWindow):
     """
 
     pooling: str | None = "avg"
-    folds: ClassVar[Literal["max", "sum"] | None] = "sum"
 
-    def fold(self, rows: Observed) -> Tensor:
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (WindowAttention(self.window, self._fold, "sum", protected=True),)
+
+    def _fold(self, rows: Observed) -> Tensor:
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()
         out_NLD, p_NLM = p_NGRM @ v_NMD[:, None], p_NGRM.flatten(1, 2)

@@ -99,5 +99,5 @@ def _state(error: Exception, context: EvictionContext) -> str:
         return ""
     name, has = error.args[0], ", ".join(map(repr, context.state)) or "nothing"
     if name in STATISTICS:
-        return f" context.state has {has}; {name!r} is there if the class says statistics = ({name!r},)."
+        return f" context.state has {has}; {name!r} is there if the class says needs = (Sums({name!r}),)."
     return f" context.state has {has}; {name!r} is there if entry() returns it."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +14,11 @@ from . import own_code, rhythm
 from .allocation import Adaptive, Pyramid
 from .context import EvictionContext, NewTokens
 from .merging import Merge
+from .needs import Need, Needs
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
-from .statistics import check_names, kernel_of
+from .statistics import check_names
 
 SCHEDULES = ("prompt", "decode", "both")
 
@@ -34,6 +36,7 @@ class Policy:
         scope: tokens protected from eviction.
         schedule: "prompt" evicts once, at the end of the prompt; "decode" keeps the prompt and evicts one token per
             generated token; "both" does both.
+        needs: what score and scope read beside positions (policies/needs), each once.
         every: tokens that decode steps evict at once. A head then holds up to `every` - 1 more than its budget between steps,
             and only every so many-th step evicts.
         source: the paper, with section.
@@ -61,12 +64,13 @@ class Policy:
     selection: Selection | None = None
     merging: Merge | None = None
     every: int = 1
+    needs: Needs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field, kind, optional in _PARTS:
-            part = getattr(self, field)
+        for name, kind, optional in _PARTS:
+            part = getattr(self, name)
             if not isinstance(part, kind) and not (optional and part is None):
-                raise KVPatchError(f"{field}={part!r} is not a kvpatch {kind.__name__}: give one of {kind.__module__}.")
+                raise KVPatchError(f"{name}={part!r} is not a kvpatch {kind.__name__}: give one of {kind.__module__}.")
         if not isinstance(self.name, str) or not self.name:
             raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:
@@ -76,6 +80,7 @@ class Policy:
             why, use = _why(self.score.schedules), " or ".join(map(repr, self.score.schedules))
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         _check_members(self.score)
+        object.__setattr__(self, "needs", Needs.of((self.score, self.scope)))
         rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
         for part in (self.over_heads, self.selection, self.merging):
             if part is not None and self.schedule not in part.schedules:
@@ -91,12 +96,12 @@ class Policy:
                 f"Two-stage selection multiplies scores with norms, but the score of policy {self.name!r} is no weight: it "
                 "may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv."
             )
-        for one in self._parts():
+        for one in (*self._parts(), *self.needs):
             one.check()
-        check_names(self.statistics, self.name)
+        check_names(self.needs.statistics, self.name)
 
     def _parts(self) -> list[Any]:
-        return [part for field, _, _ in _PARTS if (part := getattr(self, field)) is not None]
+        return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
         """Return the current value of every option by name."""
@@ -123,29 +128,32 @@ class Policy:
             own = {f.name for f in dataclasses.fields(part)}
             return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
 
-        parts = {field: replace(part) for field, _, _ in _PARTS if (part := getattr(self, field)) is not None}
+        parts = {name: replace(part) for name, _, _ in _PARTS if (part := getattr(self, name)) is not None}
         schedule = self.schedule if schedule is None else named(schedule, SCHEDULES) or schedule
         return dataclasses.replace(self, **parts, schedule=schedule, every=options.get("every", self.every))
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        """Names of the sums per cached key, keys of statistics.STATISTICS, that the score and the scope need."""
-        return tuple(dict.fromkeys((*self.score.statistics, *self.scope.statistics)))
+    def stores(self) -> bool:
+        """Tell whether the score or a need stores something with each token."""
+        return type(self.score).entry is not Score.entry or any(type(need).entry is not Need.entry for need in self.needs)
 
     @property
-    def kernels(self) -> tuple[tuple[str, str | None], ...]:
-        """Each statistic's name, and the kernels' name for the same computation or None."""
-        return tuple((name, kernel_of(name)) for name in self.statistics)
+    def entry_by_position(self) -> bool:
+        """Tell whether something is stored, and it depends on positions alone."""
+        storing: list[Score | Need[Any]] = [need for need in self.needs if type(need).entry is not Need.entry]
+        if type(self.score).entry is not Score.entry:
+            storing.append(self.score)
+        return bool(storing) and all(part.entry_by_position for part in storing)
 
     @property
-    def rows(self) -> str:
-        """Query rows of the prompt whose attention the policy needs: "none", "window" (the last few) or "all"."""
-        return "all" if self.statistics else self.score.rows
+    def projects(self) -> bool:
+        """Tell whether values are weighed by the output projection."""
+        return self.weighs_values or any(need.projects for need in self.needs)
 
     @property
     def remembers(self) -> bool:
         """Tell whether decode steps must update statistics although they evict nothing, for the prompt of a later turn."""
-        return bool(self.statistics) and self.schedule == "prompt" and self.scope.turns != "first"
+        return bool(self.needs.sums) and self.schedule == "prompt" and self.scope.turns != "first"
 
     @property
     def aligned(self) -> bool:
@@ -158,9 +166,9 @@ class Policy:
         return self.over_heads is not None and self.over_heads.over_layers
 
     @property
-    def reads_held(self) -> bool:
-        """Tell whether score or scope read keys and values of what is held, so that each layer evicts by itself."""
-        return self.score.reads_held or self.scope.reads_held or self.score.recent_queries > 0
+    def evicts(self) -> bool:
+        """Tell whether tokens are evicted at all."""
+        return self.score.evicts
 
     @property
     def weighs_values(self) -> bool:
@@ -173,8 +181,16 @@ class Policy:
         return self.weighs_values and (self.schedule != "prompt" or self.over_model)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return what the score stores with new tokens: see Score.entry."""
-        return own_code.entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
+        """Return what the score and its needs store with new tokens: see Score.entry."""
+        found: dict[str, Tensor] = {}
+        for need in self.needs:
+            found |= need.entry(new)
+        own = own_code.entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
+        return found | own
+
+    def budget(self, k: object, bounds: Sequence[int | None]) -> object:
+        """Return the budget where the user asks for `k`: see Score.budget."""
+        return self.score.budget(k, self, bounds)
 
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
         """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).
@@ -215,16 +231,10 @@ def _why(schedules: tuple[str, ...]) -> str:
     return "scores tokens by what decode steps attend to, which a prompt does not have"
 
 
-_MEMBERS = {
-    "value": ("evicts", "a number for each cached token [B,H,T], higher for those to keep: def value(self, context)"),
-    "note": ("notes", "nothing, and changes context.state in place: def note(self, context)"),
-    "fold": ("folds", "what rows of the observation window are to each key [N,M]: def fold(self, rows)"),
-}
-"""Methods that a score has to define where it declares the attribute, and what each returns."""
-
-
 def _check_members(score: Score) -> None:
-    """Raise KVPatchError for a score without a method that it declares to have."""
-    for name, (declared, returns) in _MEMBERS.items():
-        if getattr(score, declared) and getattr(type(score), name) is getattr(Score, name):
-            raise KVPatchError(f"Score {type(score).__name__} has no method {name}, which returns {returns}.")
+    """Raise KVPatchError for a score without the method that all have."""
+    if score.evicts and type(score).value is Score.value:
+        raise KVPatchError(
+            f"Score {type(score).__name__} has no method value, which returns a number for each cached token [B,H,T], higher "
+            "for those to keep: def value(self, context)."
+        )

@@ -138,7 +138,7 @@ def merged(base: str | Policy, **options: Any) -> Policy:
 
 def _with(prefix: str, base: str | Policy, **part: Any) -> Policy:
     policy = base if isinstance(base, Policy) else get_policy(base)
-    if not policy.score.evicts:
+    if not policy.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
     shared = part.get("over_heads", policy.over_heads)
     if policy.over_heads is not None and type(shared) is not type(policy.over_heads):

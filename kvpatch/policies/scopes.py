@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import share
 from .context import EvictionContext
+from .needs import Held, LastQueries, Need, Sums, WindowAttention
 from .scores import Score
 from .selection import LAST, in_top, score_keys
 
@@ -37,10 +38,20 @@ def fit_window(score: Score, room: int) -> int:
     An observation window takes half of the room if it would else leave none to the score; the last queries of a score that
     evicts while decoding take all.
     """
-    window = score.protected_rows
-    if score.recent_queries:
+    window = protected_rows(score)
+    if _recalls(score):
         return min(window, room)
     return window if window < room else (room + 1) // 2
+
+
+def protected_rows(score: Score) -> int:
+    """Return the newest tokens that stay because a score reads their queries."""
+    return max((need.protects for need in score.needs), default=0)
+
+
+def _recalls(score: Score) -> bool:
+    """Tell whether a score reads the last queries of steps too."""
+    return any(isinstance(need, LastQueries) for need in score.needs)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,7 @@ class Scope:
     recent: int | float = 0
     protect: Any = None
     turns: str = "all"
-    statistics: ClassVar[tuple[str, ...]] = ()
-    reads_held: ClassVar[bool] = False  # whether `mask` calls context.held()
+    needs: ClassVar[tuple[Need[Any], ...]] = ()  # what `mask` reads
     ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
     def check(self) -> None:
@@ -107,10 +117,12 @@ class Scope:
         while first - start + sum(p >= first for p in own) > budget:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in own)
-        rows = budget if score.recent_queries else rows  # these are not of the prompt alone
-        observed = min(fit_window(score, free), rows) if score.protects_window else score.observed_rows
+        rows = budget if _recalls(score) else rows  # these are not of the prompt alone
+        protects = protected_rows(score) > 0
+        seen = next((need.width for need in score.needs if isinstance(need, WindowAttention)), 0)
+        observed = min(fit_window(score, free), rows) if protects else seen
         recent = min(share(self.recent, budget), free)
-        newest = max(recent, observed) if score.protects_window else recent
+        newest = max(recent, observed) if protects else recent
         deviation = min(share(self.deviation, budget), free - newest)
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
@@ -120,7 +132,7 @@ class Scope:
         Shares of the budget are not sizes of the user's; `protect=` is refused rather than cut.
         """
         sinks = min(self.sinks, budget)
-        window = score.protected_rows
+        window = protected_rows(score)
         left = {"window": fit_window(score, budget - sinks)}
         newest = min(max(share(self.recent, budget), left["window"]), budget - sinks)
         # each with what is protected beside it
@@ -161,7 +173,7 @@ class DeviationScope(Scope):
     """
 
     protected: int | float = 0.5
-    statistics: ClassVar[tuple[str, ...]] = ("sum", "squares")
+    needs: ClassVar[tuple[Need[Any], ...]] = (Sums("sum"), Sums("squares"))
 
     def check(self) -> None:
         super().check()
@@ -197,7 +209,7 @@ class RangeScope(Scope):
     """
 
     ranges: int | float = 0.25
-    reads_held: ClassVar[bool] = True
+    needs: ClassVar[tuple[Need[Any], ...]] = (Held(),)
     ranked: ClassVar[str] = "ranges"
 
     def check(self) -> None:
@@ -209,7 +221,7 @@ class RangeScope(Scope):
         return self.ranges
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        position, limits, values = context.positions_BHT, context.limits, context.held()[1]
+        position, limits, values = context.positions_BHT, context.limits, context.view(Held)[1]
         keys = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
         if limits.any_first:
             keys = keys.masked_fill(position < limits.first, LAST)

@@ -1,8 +1,8 @@
 """Scores: the importance of cached tokens, one small frozen class per score.
 
-A score declares the query rows whose attention it needs (`rows`), the sums to keep per cached key (`statistics`), the values
-to store when a token enters the cache (`entry`), and a function from these to one number per token (`value`). Attention
-probabilities arrive one block of query rows at a time, so no n x n matrix exists.
+A score declares what it reads beside positions (`needs`), the values to store when a token enters the cache (`entry`), and a
+function from these to one number per token (`value`). Attention probabilities arrive one block of query rows at a time, so no
+n x n matrix exists.
 
 In the formulas a[t,i] is the attention probability that query row t gives to token i, averaged over the query heads of a
 group, and c[i] is the number of query rows that could see token i.
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
-from .context import Block, EvictionContext, NewTokens, Observed
+from .context import EvictionContext, NewTokens, Observed
+from .needs import Need, NoisySums, Sums, WindowAttention
 from .selection import MAX_POSITION
 
-Rows = Literal["none", "window", "all"]
 Form = str | None
 Value = TypeVar("Value", bound=Callable[..., Tensor])
 
@@ -53,22 +52,12 @@ class Score:
     Subclasses are frozen dataclasses whose fields are their options; they implement `value` and declare what it needs.
 
     Attributes:
-        rows: query rows of the prompt whose attention is needed: "none", "window" (the last few) or "all".
-        statistics: keys of statistics.STATISTICS, summed per cached key over those rows.
         schedules: schedules under which the score is defined.
-        protects_window: whether the tokens of the observation window are kept.
         entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
         signed: whether values may be negative; False saves an operation per step.
         is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply them
             and Mass add them up.
         evicts: whether tokens are evicted at all.
-        reads_held: whether `value` calls context.held() or .plain_keys(), so that each layer evicts by itself while decoding.
-        notes: whether `note` keeps account of what each decode step attends to.
-        calibrated: statistics of a `calibration` that it needs, by name (measures.py); none if it needs no calibration.
-        rereads: whether a prompt is read a second time for the entry "repeated" (repeated.py).
-        by_outputs: whether what that reading finds is weighed by values as the output projection gives them out.
-        folds: "max" or "sum" if `fold` says what the observation window's rows become, and how the results of several blocks
-            of rows are joined; None if they become their mean.
 
     Example:
         @dataclass(frozen=True)
@@ -77,50 +66,16 @@ class Score:
                 return (context.positions_BHT % 2 == 0).float()
     """
 
-    rows: ClassVar[Rows] = "none"
-    statistics: ClassVar[tuple[str, ...]] = ()
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
-    protects_window: ClassVar[bool] = False
     entry_by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = True
     is_weight: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
-    reads_held: ClassVar[bool] = False
-    folds: ClassVar[Literal["max", "sum"] | None] = None
-    notes: ClassVar[bool] = False
-    calibrated: ClassVar[tuple[str, ...]] = ()
-    rereads: ClassVar[bool] = False
-    by_outputs: ClassVar[bool] = False
 
     @property
-    def observed_rows(self) -> int:
-        """Number of last query rows that `rows == "window"` needs."""
-        return 0
-
-    @property
-    def recent_queries(self) -> int:
-        """Number of last queries, of prompts and decode steps, whose attention `value` reads (context.recent())."""
-        return 0
-
-    @property
-    def protected_rows(self) -> int:
-        """Number of newest tokens that stay because their queries are those of the observation window."""
-        return max(self.observed_rows, self.recent_queries) if self.protects_window else 0
-
-    @property
-    def moments(self) -> int:
-        """Moments of the prompt's queries that `value` needs: 0, 1 or 2."""
-        return 0
-
-    @property
-    def local(self) -> int:
-        """Tokens of a chunk inside which a prompt's attention without a causal mask goes to the entry "local"; 0 for none."""
-        return 0
-
-    @property
-    def lookahead(self) -> int | None:
-        """Number of positions after the newest token whose rotation `value` needs; None if it needs none at all."""
-        return None
+    def needs(self) -> tuple[Need[Any], ...]:
+        """What the score reads beside positions and its own entries; a class attribute where it depends on no option."""
+        return ()
 
     @property
     def stored(self) -> str | None:
@@ -137,53 +92,13 @@ class Score:
         """
         return k
 
-    @property
-    def samples(self) -> bool:
-        """Tell whether the sums of a long prompt are taken from a sample of its rows (sampling.py)."""
-        return False
-
-    @property
-    def fresh(self) -> bool:
-        """Tell whether noise is drawn anew for every query and key instead of stored per key."""
-        return False
-
-    @property
-    def decay(self) -> float:
-        """Factor applied to the statistics before each addition."""
-        return 1.0
-
-    @property
-    def across_layers(self) -> bool:
-        """Tell whether all layers share one running sum."""
-        return False
-
     def unit(self, group: int) -> int:
         """Return what `value` has to be divided by: G where sums over a group are not means, which ranks tokens alike."""
         return 1
 
-    def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature tau at a decode step; a tensor if `step` is one.
-
-        Args:
-            step: number of the decode step; 0 for the rows of the prompt.
-            length: number of new tokens that generate() was asked for; None without generate().
-        """
-        return 1.0
-
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G].
-
-        The entry "noise" [B,H,Q,G] holds exp(noise), at least 0, which weights the probabilities in the statistic "gumbel".
-        """
+        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G]."""
         return {}
-
-    def note(self, context: EvictionContext) -> None:
-        """Change entries of the state, in place, for a decode step whose attention is context.state["observed"] [B,H,T]."""
-        raise NotImplementedError
-
-    def fold(self, rows: Observed) -> Tensor:
-        """Return what some rows of the observation window are to each key [N,M]."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
@@ -270,10 +185,9 @@ class Summed(Score):
     scores: str = "all"
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "all"
 
     @property
-    def samples(self) -> bool:
+    def _sampled(self) -> bool:
         return self.scores == "sampled"
 
     def check(self) -> None:
@@ -293,7 +207,9 @@ class Accumulated(Summed):
         scores: "all", or "sampled": sums from a sample of a long prompt's rows.
     """
 
-    statistics: ClassVar[tuple[str, ...]] = ("sum",)
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (Sums("sum", sampled=self._sampled),)
 
     def unit(self, group: int) -> int:
         return group
@@ -315,7 +231,9 @@ class AccumulatedQuantized(Summed):
         scores: "all", or "sampled": counts from a sample of a long prompt's rows.
     """
 
-    statistics: ClassVar[tuple[str, ...]] = ("count",)
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (Sums("count", sampled=self._sampled),)
 
     @kernel_value("count")
     def value(self, context: EvictionContext) -> Tensor:
@@ -334,7 +252,9 @@ class Mean(Summed):
         scores: "all", or "sampled": sums from a sample of a long prompt's rows.
     """
 
-    statistics: ClassVar[tuple[str, ...]] = ("sum",)
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (Sums("sum", sampled=self._sampled),)
 
     @kernel_value("mean")
     def value(self, context: EvictionContext) -> Tensor:
@@ -357,11 +277,10 @@ class Last(Score):
     heads: str = "layer"
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "window"
 
     @property
-    def observed_rows(self) -> int:
-        return 1
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (WindowAttention(1),)
 
     def check(self) -> None:
         if self.heads not in ("layer", "each"):
@@ -416,13 +335,11 @@ class ObservationWindow(Score):
     pooling: str | None = "max"
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
-    rows: ClassVar[Rows] = "window"
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
-    protects_window: ClassVar[bool] = True
 
     @property
-    def observed_rows(self) -> int:
-        return self.window
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (WindowAttention(self.window, protected=True),)
 
     def check(self) -> None:
         check_count("window", self.window, "rows")
@@ -469,9 +386,12 @@ class Defensive(ObservationWindow):
 
     kernel: int = 5
     pooling: str | None = "avg"
-    folds: ClassVar[Literal["max", "sum"] | None] = "max"
 
-    def fold(self, rows: Observed) -> Tensor:
+    @property
+    def needs(self) -> tuple[Need[Any], ...]:
+        return (WindowAttention(self.window, self._fold, "max", protected=True),)
+
+    def _fold(self, rows: Observed) -> Tensor:
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:
@@ -514,61 +434,11 @@ class GumbelSoftmax(Summed):
     generation_length: int = 256
     shared: bool = False
     damping: float = 1.0
-    statistics: ClassVar[tuple[str, ...]] = ("gumbel",)
-    entry_by_position: ClassVar[bool] = True
 
     @property
-    def decay(self) -> float:
-        return self.damping
-
-    @property
-    def across_layers(self) -> bool:
-        return self.shared
-
-    @property
-    def fresh(self) -> bool:
-        return self.resample and self.noise in ("gumbel", "gaussian")
-
-    def check(self) -> None:
-        super().check()
-        if self.noise not in ("gumbel", "gaussian", "constant", "none"):
-            raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
-        if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(map(_is_temperature, self.tau))):
-            raise KVPatchError(f"tau={self.tau!r} must be two positive temperatures (init, end), such as (1.0, 2.0).")
-        check_count("generation_length", self.generation_length, "tokens")
-        for name, value in (("resample", self.resample), ("shared", self.shared)):
-            if not isinstance(value, bool):
-                raise KVPatchError(f"{name}={value!r} must be True or False.")
-        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float) or not 0.0 <= self.damping <= 1.0:
-            raise KVPatchError(f"damping={self.damping!r} must be in [0, 1]; 1.0 does not damp.")
-
-    def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        first, last = self.tau
-        if isinstance(step, Tensor) and isinstance(length, Tensor):
-            return first if first == last else first + torch.minimum(step, length) * (last - first) / length
-        assert not isinstance(length, Tensor)
-        length = length or self.generation_length
-        return first + min(step, length) * (last - first) / length
-
-    def _distributed(self, u: Tensor) -> Tensor:
-        return noise.gumbel(u) if self.noise == "gumbel" else noise.gaussian(u)
-
-    def draw_for_rows(self, block: Block) -> Tensor:
-        """Draw noise [N,G,R,M] for every query and key of a block."""
-        head, row, key = block.place()
-        head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
-        return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
-
-    def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        if self.noise == "none" or self.fresh:
-            return {}
-        (B, H, Q), G, device = new.k_BHQD.shape[:3], new.group, new.k_BHQD.device
-        if self.noise == "constant":
-            return {"noise": torch.full((B, H, Q, G), noise.GUMBEL_MEAN, device=device).exp()}
-        head = rearrange(new.first * G + torch.arange(H * G, device=device), "(h g) -> 1 h 1 g", g=G)
-        layer = rearrange(new.layer, "b -> b 1 1 1") if isinstance(new.layer, Tensor) else new.layer
-        u = noise.uniform(new.seed, layer, head, -1, rearrange(new.positions_BQ, "b q -> b 1 q 1"))
-        return {"noise": self._distributed(u).exp()}  # every step uses the exponential
+    def needs(self) -> tuple[Need[Any], ...]:
+        options = {name: getattr(self, name) for name in ("noise", "resample", "tau", "generation_length")}
+        return (NoisySums(sampled=self._sampled, decay=self.damping, across_layers=self.shared, **options),)
 
     def unit(self, group: int) -> int:
         return group
@@ -576,7 +446,3 @@ class GumbelSoftmax(Summed):
     @kernel_value("gumbel")
     def value(self, context: EvictionContext) -> Tensor:
         return context.state["gumbel"]
-
-
-def _is_temperature(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,8 +1,8 @@
 """Statistics: sums per cached key, over query rows and the query heads of a group.
 
-A function takes a Block and the score that needs the sum, and returns increments [N,M] over the block's rows; it sees every
-attention probability of those rows exactly once. To add a statistic, set `STATISTICS["cubes"] = cubes` and name it in a score
-or scope. Torch computes it; kernels compute only rows of type Statistic.
+A function takes a Block and the need (needs.Sums), and returns increments [N,M] over the block's rows; it sees every
+attention probability of those rows exactly once. To add a statistic, set `STATISTICS["cubes"] = cubes` and name it in a need,
+Sums("cubes"). Torch computes it; kernels compute only rows of type Statistic.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Statistic:
     function: Callable[[Block, Any], Tensor]
     kernel: str
 
-    def __call__(self, block: Block, score: Any) -> Tensor:
-        return self.function(block, score)
+    def __call__(self, block: Block, need: Any) -> Tensor:
+        return self.function(block, need)
 
 
 def kernel_of(name: str) -> str | None:
@@ -49,22 +49,22 @@ def check_names(names: tuple[str, ...], of: str) -> None:
         if not callable(STATISTICS.get(name)):
             raise KVPatchError(
                 f"Policy {of!r} sums the statistic {name!r}, which is no function in kvpatch.policies.statistics.STATISTICS."
-                f"{suggest(name, STATISTICS)} Add it first: STATISTICS[{name!r}] = my_function, of (block, score)."
+                f"{suggest(name, STATISTICS)} Add it first: STATISTICS[{name!r}] = my_function, of (block, need)."
             )
 
 
-def _sum(block: Block, score: Any) -> Tensor:
+def _sum(block: Block, need: Any) -> Tensor:
     if block.grouped:
         return block.group_NRM.sum(1)
     return block.p_NGRM.flatten(1, 2).sum(1)  # one axis is summed faster than two
 
 
-def _squares(block: Block, score: Any) -> Tensor:
+def _squares(block: Block, need: Any) -> Tensor:
     """Sum the squares of the probability averaged over the group; averaging comes first, so the square is of the mean."""
     return block.group_NRM.square().sum(1) / block.p_NGRM.shape[1] ** 2
 
 
-def _count(block: Block, score: Any) -> Tensor:
+def _count(block: Block, need: Any) -> Tensor:
     """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
 
     def count(rows: slice) -> Tensor:
@@ -74,11 +74,11 @@ def _count(block: Block, score: Any) -> Tensor:
     return _add_pieces(block, count)
 
 
-def _gumbel(block: Block, score: Any) -> Tensor:
+def _gumbel(block: Block, need: Any) -> Tensor:
     """Sum softmax((x + noise) / tau), computed from p = softmax(x) as proportional to (p * exp(noise)) ** (1 / tau)."""
     p, weight = block.p_NGRM, None
-    if score.fresh:
-        p = p * torch.exp(score.draw_for_rows(block))
+    if need.fresh:
+        p = p * torch.exp(need.draw_for_rows(block))
     elif block.noise_NMG is not None:
         weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
     plain = not isinstance(block.tau, Tensor) and block.tau == 1.0
@@ -99,7 +99,7 @@ def _gumbel(block: Block, score: Any) -> Tensor:
     return _add_pieces(block, add)
 
 
-def _area(block: Block, score: Any) -> Tensor:
+def _area(block: Block, need: Any) -> Tensor:
     """Sum the probability times the share of the text so far from the key on: 1 for its first token, least for its newest."""
     _, row_NR, key_NM = block.place()
 

@@ -67,7 +67,8 @@ class RequestPool:
         settings = self.settings
         if settings.block is not None:
             return settings
-        if settings.policy.schedule == "decode" or settings.policy.score.across_layers or settings.policy.over_model:
+        policy = settings.policy
+        if policy.schedule == "decode" or policy.needs.refusal("blocks of an engine") or policy.over_model:
             return None
         return dataclasses.replace(settings, block=self.chunk)
 

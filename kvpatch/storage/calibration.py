@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InvalidError, KVPatchError
-from ..policies.calibration import Calibration
-from ..policies.measures import MEASURES, WHOLE, Measure, names
+from ..policies.measures import MEASURES, WHOLE, Calibration, Measure, names
 from .file import checksum, readable, verify_checksum, write
 from .header import Entry, entries, is_count, parse, read
 from .schema import table

@@ -47,10 +47,12 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
-    if layer.recent is not None:
-        _finite(f"{where}: recent queries", layer.recent.q_BHGWD)
+    for need, note in layer.notes.items():
+        for name, tensor in vars(note).items():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                _finite(f"{where}: {name} of {need}", tensor)
     policy = cache.settings.policies[index]
-    known = (*policy.statistics, "observed", "norm", "noise")
+    known = (*policy.needs.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
         (_weights if name in known else _finite)(f"{where}: {name}", tensor[real])
     if layer.lost_BH1 is not None:

@@ -22,8 +22,8 @@ from ..cache.narrow import reading
 from ..cache.state import Rows, Turns, writable
 from ..cache.token_ids import TokenIds
 from ..errors import InvalidError, KVPatchError
+from ..policies import Policy
 from ..policies.context import SIZES, Limits
-from ..policies.queries import Recent
 from . import contents, schema
 from .file import checksum, readable, verify_checksum, write
 from .header import entries, parse, read
@@ -62,7 +62,8 @@ def _described(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, T
         own |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
         own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
-        own |= {} if layer.recent is None else {f"recent.{name}": tensor for name, tensor in vars(layer.recent).items()}
+        notes = layer.notes.items()
+        own |= {f"{need}.{name}": tensor for need, note in notes for name, tensor in vars(note).items() if tensor is not None}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         counts = {name: getattr(layer.mode, name) for name in layer.mode.saved}
         beside = {"mode": layer.mode.name, "dtype": str(layer.dtype), **counts}
@@ -126,14 +127,19 @@ def _restore(
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
-        _fill(cache, layer, own, described, shapes[index])
+        _fill(cache, layer, own, described, shapes[index], cache.settings.policies[index])
     cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
     cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
 
 
 def _fill(
-    cache: EvictingCache, layer: SlotLayer, tensors: dict[str, Tensor], described: dict[str, Any], shape: schema.LayerShape
+    cache: EvictingCache,
+    layer: SlotLayer,
+    tensors: dict[str, Tensor],
+    described: dict[str, Any],
+    shape: schema.LayerShape,
+    policy: Policy,
 ) -> None:
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
@@ -148,8 +154,10 @@ def _fill(
     else:
         own = centred(codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent), tensors.pop("centre_BH1D", None))
         layer.kv = slots.restored(keys, values, head_offsets, own)
-    last = {name.removeprefix("recent."): tensors.pop(name) for name in list(tensors) if name.startswith("recent.")}
-    layer.recent = Recent(**last) if last else None
+    for need in policy.needs:
+        saved = {name: f"{need.name}.{name}" for name in need.saved({})}
+        if need.note is not None and all(own in tensors for own in saved.values()):
+            layer.notes[need.name] = need.note(**{name: tensors.pop(own) for name, own in saved.items()})
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor

@@ -72,7 +72,7 @@ def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache
         _take(left, "gaps_B", (torch.int64,), (B,))
     if of_cache["joined"] and "shortfall_B" in left:
         _take(left, "shortfall_B", (torch.float64,), (B,))
-    if cache.settings.policy.score.across_layers and of_cache["turns"] and cache.settings.acts:
+    if cache.settings.policy.needs.across_layers and of_cache["turns"] and cache.settings.acts:
         _take(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
     if cache.keeps_ids and "ids" in left:  # files of earlier versions have none
         _take(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
@@ -173,24 +173,27 @@ class _Layer:
 
     def _state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """Check the tensors stored per key, which follow from the parts of the policy."""
-        score, shape, wide = self.policy.score, (self.B, self.H, C), (accumulator(dtype),)
+        shape, wide = (self.B, self.H, C), (accumulator(dtype),)
         if not self.cache.settings.evicts[self.index]:
             return
-        for name in self.policy.statistics:
+        for name in self.policy.needs.statistics:
             self._tensor(left, f"state.{name}", wide, shape)
         key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype) for size in self.sizes)
         at = torch.zeros(1, 1, dtype=torch.long)
-        entry = score.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
+        entry = self.policy.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
             rest = (self.group,) if tensor.ndim == 4 else ()
             self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
         if self.policy.keeps_norms:
             self._tensor(left, "state.norm", wide, shape)
-        if score.observed_rows and (evicting or f"{self.index}.state.observed" in left):
-            self._tensor(left, "state.observed", wide, shape)
-        if score.recent_queries and evicting:
-            self._tensor(left, "recent.q_BHGWD", (dtype,), (self.B, self.H, self.group, score.recent_queries, self.sizes[0]))
-            self._tensor(left, "recent.positions_BW", (torch.int64,), (self.B, score.recent_queries))
+        for need in self.policy.needs:
+            for name in () if need.lasts else need.states:
+                if evicting or f"{self.index}.state.{name}" in left:
+                    self._tensor(left, f"state.{name}", wide, shape)
+            sizes = {"B": self.B, "H": self.H, "G": self.group or 1, "D": self.sizes[0]}
+            for name, own in need.saved(sizes).items() if evicting else ():
+                kinds = (torch.int64,) if name.startswith(("positions", "columns")) else (dtype, *wide)
+                self._tensor(left, f"{need.name}.{name}", kinds, own)
         if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
             self._tensor(left, "state.protect", (torch.bool,), shape)
 

@@ -14,6 +14,7 @@ import kvpatch
 from kvpatch.backends import dispatch, refusals
 from kvpatch.backends.flash import flash_backend
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
+from kvpatch.policies.needs import NoisySums, Sums, WindowAttention
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
 from kvpatch.policies.statistics import _sum as plain_sum
 from tests.backends.test_flash import install  # noqa: F401
@@ -37,8 +38,7 @@ def late(block, score):
 class Cubes(Score):
     """A statistic and a score that nobody else has."""
 
-    rows: ClassVar = "all"
-    statistics: ClassVar = ("cubes",)
+    needs = (Sums("cubes"),)
     is_weight: ClassVar = True
 
     def value(self, context):
@@ -49,7 +49,7 @@ class Cubes(Score):
 class Both(Cubes):
     """One statistic that kernels know, and one that they do not."""
 
-    statistics: ClassVar = ("sum", "cubes")
+    needs = (Sums("sum"), Sums("cubes"))
 
     def value(self, context):
         return context.state["sum"] - 2 * context.state["cubes"]
@@ -59,9 +59,7 @@ class Both(Cubes):
 class Tail(Cubes):
     """The newest row beside it."""
 
-    @property
-    def observed_rows(self):
-        return 1
+    needs = (Sums("cubes"), WindowAttention(1))
 
     def value(self, context):
         return context.state["cubes"] + context.state["observed"]
@@ -71,20 +69,18 @@ class Tail(Cubes):
 class Fading(scores.Accumulated):
     """All that is inherited, damped."""
 
-    @property
-    def decay(self):
-        return 0.5
+    needs = (Sums("sum", decay=0.5),)
 
 
 @dataclass(frozen=True)
 class More(scores.Accumulated):
     """Another statistic beside the one that the inherited value() reads."""
 
-    statistics: ClassVar = ("cubes", "sum")
+    needs = (Sums("cubes"), Sums("sum"))
 
 
 @dataclass(frozen=True)
-class Louder(scores.GumbelSoftmax):
+class LouderSums(NoisySums):
     """An entry() of its own: every third token weighs more, some nothing."""
 
     def entry(self, new):
@@ -93,10 +89,19 @@ class Louder(scores.GumbelSoftmax):
 
 
 @dataclass(frozen=True)
+class Louder(scores.GumbelSoftmax):
+    """A need of its own."""
+
+    @property
+    def needs(self):
+        return (LouderSums(tau=self.tau),)
+
+
+@dataclass(frozen=True)
 class Naming(Scope):
     """A scope that names a statistic and protects by it."""
 
-    statistics: ClassVar = ("cubes",)
+    needs = (Sums("cubes"),)
 
     def mask(self, context):
         mask, cubed = super().mask(context), context.state["cubes"]
@@ -184,7 +189,7 @@ WRITTEN = [(own, *how) for own in OWN for how in (("llama_gqa", False), ("mpt", 
 def test_what_a_user_adds_is_computed_as_written(own, model, padded):
     policy = OWN[own]()
     report = alike(model, policy, padded, steps=4)
-    if "cubes" in policy.statistics:
+    if "cubes" in policy.needs.statistics:
         for task, (name, why) in report.backends.items():
             assert name == ("triton" if task == "prompt" else "torch")
             known = task == "prompt" or (task == "decode" and policy.schedule == "prompt")  # appended
@@ -326,11 +331,11 @@ def test_stacked_steps_and_steps_layer_by_layer(own, monkeypatch):
 
 def test_a_name_without_a_function_says_what_to_type(monkeypatch):
     class Misspelt(Cubes):
-        statistics = ("cubs",)
+        needs = (Sums("cubs"),)
 
     said = r"Policy 'own' sums the statistic 'cubs', .*STATISTICS\. Did you mean 'cubes'\? .*STATISTICS\['cubs'\] = my_function"
     with pytest.raises(kvpatch.KVPatchError, match=said):
         Policy("own", Misspelt())
     monkeypatch.setitem(STATISTICS, "cubes", "sum")
-    with pytest.raises(kvpatch.KVPatchError, match=r"STATISTICS\['cubes'\] = my_function, of \(block, score\)"):
+    with pytest.raises(kvpatch.KVPatchError, match=r"STATISTICS\['cubes'\] = my_function, of \(block, need\)"):
         Policy("own", Cubes())

@@ -8,6 +8,7 @@ import torch
 import kvpatch
 from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.policies import noise
+from kvpatch.policies.needs import Calibrated, SecondReading
 from tests.helpers.tiny import VOCAB, force, left_pad, make, prompt
 from tests.oracle import reference
 
@@ -15,17 +16,17 @@ MARGIN = {torch.float64: 1e-6, torch.float32: 3e-5}
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-5}  # float64: rotary tables are float32 in transformers
 # look at what decode steps do: a prompt is the first of their tokens at most, and they have tests of their own
 LATER = tuple(name for name in kvpatch.list_policies() if "prompt" not in kvpatch.get_policy(name).score.schedules)
-CALIBRATED = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).score.calibrated)
+CALIBRATED = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).needs.find(Calibrated))
 DECODING = tuple(name for name in LATER if name not in CALIBRATED)
 EVICTING = tuple(name for name in kvpatch.list_policies() if name not in ("full", *DECODING, *CALIBRATED))
 # no layer evicts before all have read the prompt: no blocks, and no generated token in the prompt's pass
 WAITING = tuple(name for name in kvpatch.list_policies() if kvpatch.get_policy(name).over_model)
-WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.protects_window)
+WINDOWED = tuple(name for name in EVICTING if kvpatch.get_policy(name).needs.protects)
 ANY_SCHEDULE = tuple(name for name in EVICTING if len(kvpatch.get_policy(name).score.schedules) == 3)
 ONCE = tuple(name for name in EVICTING if name not in ANY_SCHEDULE)  # evict where a prompt ends: generated tokens stay
 # undo rotations, so they want original positions
-PLACED = tuple(name for name in EVICTING if kvpatch.get_policy(name).score.lookahead is not None)
-PLACED += tuple(name for name in EVICTING if kvpatch.get_policy(name).score.rereads)  # read behind the prompt
+PLACED = tuple(name for name in EVICTING if kvpatch.get_policy(name).needs.lookahead is not None)
+PLACED += tuple(name for name in EVICTING if kvpatch.get_policy(name).needs.find(SecondReading))  # read behind the prompt
 # look at keys without their positions, so one token at two positions is a tie but for rounding
 UNPLACED = ("key_norm", "leverage", "compactor")
 # look at keys alone, which may have no positions
@@ -55,7 +56,7 @@ SMALL_STEPS = {
 
 def calibration(policy, model, pieces):
     """What the policy needs to know of a model, from pieces of text."""
-    taught = kvpatch.get_policy(policy).score.calibrated == ("weight",)
+    taught = kvpatch.get_policy(policy).needs.find(Calibrated).names == ("weight",)
     teacher = kvpatch.get_policy("kvzip_plus").with_options(**SMALL["kvzip_plus"])
     return calibrate(model, pieces, teacher=teacher if taught else None)
 
@@ -72,7 +73,8 @@ def calibrated(policy, name, dtype=torch.float64):
     if policy not in CALIBRATED:
         return {}
     found = calibration_of(policy, name, dtype)
-    return {"calibration": found} if set(kvpatch.get_policy(policy).score.calibrated) <= set(found.layers[0]) else None
+    names = kvpatch.get_policy(policy).needs.find(Calibrated).names
+    return {"calibration": found} if set(names) <= set(found.layers[0]) else None
 
 
 WRAPS = {

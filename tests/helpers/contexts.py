@@ -1,5 +1,7 @@
 """A small eviction context, written out."""
 
+from types import SimpleNamespace
+
 import torch
 
 from kvpatch.policies.context import EvictionContext, Limits
@@ -17,3 +19,8 @@ def small_context(group, sliding):
 def orders(B=2, H=3, T=9):
     """Eviction keys [B,H,T], all different."""
     return torch.randperm(B * H * T, generator=torch.Generator().manual_seed(B * H + T)).view(B, H, T)
+
+
+def reading(**what):
+    """A layer, as far as the views of needs ask it: each name returns what is given."""
+    return SimpleNamespace(**{name: lambda *args, value=value: value for name, value in what.items()})

@@ -9,10 +9,18 @@ import kvpatch
 from kvpatch.policies import noise
 from kvpatch.policies.calibration import Calibration
 from kvpatch.policies.context import EvictionContext, Limits
-from kvpatch.policies.queries import Looks
+from kvpatch.policies.needs import Held, LastQueries, Looks
+from tests.helpers.contexts import reading
 from tools.reliability.author_scores import CASES, SHAPE, TABLE, queries_of, random_text, turns
 
 AUTHORS = json.loads(TABLE.read_text())
+
+
+class Given(LastQueries):
+    """Last queries whose logits are given."""
+
+    def view(self, context):
+        return Looks(*context.layer_read.logits())
 
 
 def context_of(text, window, protected, prompt):
@@ -27,7 +35,7 @@ def context_of(text, window, protected, prompt):
     return EvictionContext(
         layer=0, seed=0, positions_BHT=positions, newest_B11=newest, recent_B11=newest - window, state={},
         limits=Limits.of([(0, window, prompt, protected, window, 0)], torch.device("cpu")), group=G, sliding=None, empty=False,
-        held=lambda: (keys, values), recent=lambda: Looks(x, candidate),
+        needs=(Held(), Given(window)), layer_read=reading(held=(keys, values), logits=(x, candidate)),
     )  # fmt: skip
 
 

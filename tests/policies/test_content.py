@@ -4,6 +4,8 @@ import torch
 
 from kvpatch.policies.content import KeyDiff, LagKV
 from kvpatch.policies.context import EvictionContext, Limits
+from kvpatch.policies.needs import Held
+from tests.helpers.contexts import reading
 
 
 def of_tokens(k_TD, v_TD, positions, sinks):
@@ -12,7 +14,7 @@ def of_tokens(k_TD, v_TD, positions, sinks):
     newest, limits = torch.tensor([[[max(positions)]]]), Limits.of([(sinks, 0, 0, 2, 0, 0)], torch.device("cpu"))
     return EvictionContext(
         layer=0, seed=0, positions_BHT=torch.tensor([[positions]]), newest_B11=newest, recent_B11=newest, state={},
-        limits=limits, group=1, sliding=None, empty=-1 in positions, held=lambda: held,
+        limits=limits, group=1, sliding=None, empty=-1 in positions, needs=(Held(),), layer_read=reading(held=held),
     )  # fmt: skip
 
 
@@ -38,8 +40,8 @@ def test_heads_of_different_lengths():
     """The second head holds fewer partitions, which end where its slots do."""
     context = of_tokens([*KEYS, *KEYS[-2:]], [*KEYS, *KEYS[-2:]], [0, 1, 2, 3, 4, 5, 6, 7], sinks=2)
     first, more = KEYS[1:] + KEYS[2:5], [2, 3, 4, 5, 6, 7, 8, 9]  # without sinks
-    both = (torch.stack([context.held()[0][0, 0], torch.tensor(first)])[None],) * 2
-    context.held = lambda: both
+    both = (torch.stack([context.view(Held)[0][0, 0], torch.tensor(first)])[None],) * 2
+    context.layer_read = reading(held=both)
     context.positions_BHT = torch.stack([context.positions_BHT[0, 0], torch.tensor(more)])[None]
     score = LagKV(lag=2).value(context)[0]
     assert score[0].tolist()[:2] == [1.0, 1.0] and score[0].tolist()[6:] == [1.0, 1.0]

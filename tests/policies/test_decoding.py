@@ -5,15 +5,18 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.policies.queries import Recent
+from kvpatch.policies import Policy, Scope, scores
+from kvpatch.policies.needs import Held, LastQueries, PlainKeys, WindowAttention
+from kvpatch.policies.needs.last_queries import Recent
 from tests.helpers.comparing import DECODING, SMALL_STEPS, certain
+from tests.helpers.contexts import small_context
 from tests.helpers.joined import Loop
 from tests.helpers.running import go_on, kept, steps
 from tests.helpers.tiny import force, left_pad, make, prompt, sound
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 K = {"raas": 4, "lazy": 5, "r_kv": 9, "vase": 9}
-RECALLING = tuple(name for name in DECODING if kvpatch.get_policy(name).score.recent_queries)
+RECALLING = tuple(name for name in DECODING if kvpatch.get_policy(name).needs.find(LastQueries))
 
 
 def patched(model, policy):
@@ -117,7 +120,7 @@ def test_a_later_prompt_goes_on_with_the_last_queries(model):
             force(model, prompt(1, 15), prompt(1, 6, seed=3), cache=cache)
             model(prompt(1, 2, seed=5), past_key_values=cache)
             sound(cache)
-            assert sorted(cache.layers[0].recent.positions_BW[0].tolist()) == [20, 21, 22]
+            assert sorted(cache.layers[0].notes["recent"].positions_BW[0].tolist()) == [20, 21, 22]
             go_on(model, prompt(1, 9, seed=6), cache)
             assert cache.held(0).max() <= 11
 
@@ -135,10 +138,12 @@ def test_recent_queries_by_hand():
     pieces = empty.read(q[:, :, :, :3], positions[:, :3]).read(q[:, :, :, 3:], positions[:, 3:])
     assert torch.equal(pieces.q_BHGWD, whole.q_BHGWD) and torch.equal(pieces.positions_BW, whole.positions_BW)
     before = whole.q_BHGWD.clone()
-    undo = whole.step(torch.tensor([70.0, 50.0]).view(2, 1, 1, 1), torch.tensor([[7], [5]]), undone=True)
+    at = torch.tensor([[7], [5]])
+    undo = whole.overwritten_by(at)
+    whole.restore((at % 3, torch.tensor([70.0, 50.0]).view(2, 1, 1, 1, 1), at))
     assert whole.positions_BW.tolist() == [[6, 7, 5], [3, 4, 5]]
     assert whole.q_BHGWD.flatten(1).tolist() == [[6, 70, 5], [12, 13, 50]]
-    whole.write(*undo)
+    whole.restore(undo)
     assert torch.equal(whole.q_BHGWD, before) and whole.positions_BW.tolist() == [[6, 4, 5], [3, 4, 2]]
 
 
@@ -150,7 +155,7 @@ def test_what_is_said_again():
     for alike in (0.5, None):
         score = kvpatch.get_policy("r_kv").with_options(alike=alike).score
         held = keys[:, :, order]
-        context = type("Context", (), {"positions_BHT": positions[..., order], "held": lambda self, k=held: (k, k)})()
+        context = type("Context", (), {"positions_BHT": positions[..., order], "view": lambda self, kind, k=held: (k, k)})()
         likeness = dict(zip(order.tolist(), score._redundancy(context)[0, 0].tolist(), strict=True))
         assert sum(likeness.values()) == pytest.approx(1.0)
         if alike is None:
@@ -177,8 +182,30 @@ def test_options_out_of_range(model, policy, options, says):
 
 
 def test_what_a_score_has_not_declared():
-    with pytest.raises(KVPatchError, match="recent_queries = 1 or more"):
-        kvpatch.policies.EvictionContext.__dataclass_fields__["recent"].default()
+    for kind in (LastQueries, Held, PlainKeys):
+        with pytest.raises(KVPatchError, match=rf"context.view\({kind.__name__}\) is there if .* needs = \({kind.__name__}"):
+            small_context(1, None).view(kind)
+
+
+class Former(scores.Accumulated):
+    statistics = ("sum",)
+
+
+class Bare(scores.Accumulated):
+    needs = Held()
+
+
+def test_needs_of_another_kind_are_refused():
+    with pytest.raises(KVPatchError, match=r'Former.statistics: .* as needs: needs = \(Sums\("cubes"\),\)'):
+        Policy("mine", Former())
+    with pytest.raises(KVPatchError, match="Bare.needs is Held.*must be a tuple"):
+        Policy("mine", Bare())
+
+    class Wide(Scope):
+        needs = (WindowAttention(3),)
+
+    with pytest.raises(KVPatchError, match="score and scope need .*width=1.* and .*width=3"):
+        Policy("mine", scores.Last(), Wide())
 
 
 def test_a_waiting_step_scores_nothing(model, monkeypatch):

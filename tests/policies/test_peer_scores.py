@@ -49,8 +49,8 @@ def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
         model(text(), past_key_values=cache)
     chosen = kvpatch.get_policy(policy).with_options(**options)  # a press gives what it protects a score above all others
     sinks, window = chosen.scope.sinks, chosen.scope.recent
-    if chosen.score.protects_window:
-        window = chosen.score.observed_rows
+    if chosen.needs.protects:
+        window = chosen.needs.protects
     for layer, (own, peer) in enumerate(zip(mine, theirs, strict=True)):
         for head, scores in enumerate(peer):
             places = cache.positions(layer)[0, head]

@@ -5,7 +5,9 @@ import torch
 
 import kvpatch
 from kvpatch.errors import KVPatchError
-from kvpatch.policies.queries import Local, Moments
+from kvpatch.policies.needs import QueryMoments
+from kvpatch.policies.needs.chunk_attention import Local
+from kvpatch.policies.needs.query_moments import Moments
 from tests.helpers.contexts import small_context
 from tests.helpers.running import run
 from tests.helpers.tiny import make, prompt
@@ -61,8 +63,8 @@ def test_what_cannot_be_served_is_refused():
     for wrong in ({"future": 0}, {"future": 2.5}, {"eps": -1.0}, {"eps": float("inf")}, {"eps": True}, {"covariance": 1}):
         with pytest.raises(KVPatchError, match=next(iter(wrong))):
             kvpatch.patch(make("llama"), "expected_attention", 0.5, **wrong)
-    with pytest.raises(KVPatchError, match="moments = 1"):
-        small_context(2, None).coming(9)
+    with pytest.raises(KVPatchError, match=r"needs = \(QueryMoments\(...\),\)"):
+        small_context(2, None).view(QueryMoments)
     model, ids = make("llama"), prompt(1, 12)
     past = model(ids, use_cache=True).past_key_values
     with kvpatch.patched(model, "expected_attention", 0.5) as patch, pytest.raises(KVPatchError, match="inside the block"):

@@ -54,7 +54,7 @@ def statistics(model, ids, mask, policy, scores):
     """The sums of a prompt that is held in full [layers][name][B,H,T], float64."""
     with torch.no_grad(), kvpatch.patched(model, policy, ids.shape[1] + 1, scores=scores):
         cache = model(ids, attention_mask=mask).past_key_values
-        names = kvpatch.get_policy(policy).statistics
+        names = kvpatch.get_policy(policy).needs.statistics
         return [{name: layer.state_view()[name].clone() for name in names} for layer in cache.layers]
 
 

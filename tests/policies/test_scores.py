@@ -11,6 +11,16 @@ from kvpatch.attention import compress
 from kvpatch.backends import torch_backend
 from kvpatch.policies import POLICIES, Score, content, scores
 from kvpatch.policies.context import EvictionContext, Limits, NewTokens
+from kvpatch.policies.needs import (
+    Calibrated,
+    ChunkAttention,
+    LastQueries,
+    LastUses,
+    NoisySums,
+    QueryMoments,
+    SecondReading,
+    WindowAttention,
+)
 from tests.helpers.contexts import small_context
 from tests.helpers.running import kept, run
 from tests.helpers.tiny import left_pad, make, prompt
@@ -21,43 +31,53 @@ def test_declarations():
     """Declarations decide what is computed for a score; all of them in one table."""
     said = {
         name: (
-            one.rows, one.statistics, one.protects_window, one.signed, one.is_weight, one.stored, one.fresh, one.observed_rows,
+            one.needs.rows, one.needs.statistics, one.needs.protects, one.score.signed, one.score.is_weight,
+            one.score.stored, one.needs.fresh,
+            max((need.width for need in one.needs if isinstance(need, WindowAttention)), default=0),
         )
-        for name, one in ((n, p.score) for n, p in POLICIES.items()) if one is not None
+        for name, one in POLICIES.items()
     }  # fmt: skip
-    assert said["random"] == ("none", (), False, False, False, None, False, 0)
-    assert said["window"] == said["streaming_llm"] == ("none", (), False, False, False, "recency", False, 0)
-    assert said["dilated_window"] == ("none", (), False, True, False, None, False, 0)
-    assert said["key_attention"] == said["h2o"] == ("all", ("sum",), False, False, True, "sum", False, 0)
-    assert said["scissorhands"] == ("all", ("count",), False, False, True, "count", False, 0)
-    assert said["tova"] == ("window", (), False, False, True, None, False, 1)
-    assert said["roco"] == ("all", ("sum",), False, False, True, "mean", False, 0)
-    assert said["keyformer"] == ("all", ("gumbel",), False, False, True, "gumbel", False, 0)
-    assert said["snapkv"] == said["adakv"] == ("window", (), True, False, True, None, False, 32)
-    assert said["key_norm"] == said["key_diff"] == ("none", (), False, True, False, None, False, 0)
-    assert said["cur"] == ("none", (), False, False, True, None, False, 0)
-    assert said["lag_kv"] == ("none", (), False, False, False, None, False, 0)
-    assert said["expected_attention"] == said["leverage"] == ("none", (), False, False, True, None, False, 0)
-    assert [name for name, p in POLICIES.items() if p.score.reads_held] == [
+    assert said["random"] == ("none", (), 0, False, False, None, False, 0)
+    assert said["window"] == said["streaming_llm"] == ("none", (), 0, False, False, "recency", False, 0)
+    assert said["dilated_window"] == ("none", (), 0, True, False, None, False, 0)
+    assert said["key_attention"] == said["h2o"] == ("all", ("sum",), 0, False, True, "sum", False, 0)
+    assert said["scissorhands"] == ("all", ("count",), 0, False, True, "count", False, 0)
+    assert said["tova"] == ("window", (), 0, False, True, None, False, 1)
+    assert said["roco"] == ("all", ("sum", "squares"), 0, False, True, "mean", False, 0)
+    assert said["keyformer"] == ("all", ("gumbel",), 0, False, True, "gumbel", False, 0)
+    assert said["snapkv"] == said["adakv"] == ("window", (), 32, False, True, None, False, 32)
+    assert said["key_norm"] == said["key_diff"] == ("none", (), 0, True, False, None, False, 0)
+    assert said["cur"] == ("none", (), 0, False, True, None, False, 0)
+    assert said["lag_kv"] == ("none", (), 0, False, False, None, False, 0)
+    assert said["expected_attention"] == said["leverage"] == ("none", (), 0, False, True, None, False, 0)
+    assert said["raas"] == ("window", (), 0, False, False, None, False, 1)
+
+    def which(asked):
+        return [name for name, policy in POLICIES.items() if asked(policy)]
+
+    assert which(lambda p: p.needs.alone) == [
         "key_diff", "lag_kv", "leverage", "compactor", "expected_attention", "r_kv", "tri_attention", "vase",
     ]  # fmt: skip
-    assert [name for name, p in POLICIES.items() if p.score.moments] == ["expected_attention"]
-    looking_ahead = [name for name, p in POLICIES.items() if p.score.lookahead is not None]
-    assert looking_ahead == ["leverage", "compactor", "expected_attention"]
-    assert [name for name, p in POLICIES.items() if p.score.local] == ["compactor"]
+    assert which(lambda p: p.needs.find(QueryMoments)) == ["expected_attention"]
+    assert which(lambda p: p.needs.lookahead is not None) == ["leverage", "compactor", "expected_attention"]
+    assert which(lambda p: p.needs.find(ChunkAttention)) == ["compactor"]
+    assert which(lambda p: p.needs.find(Calibrated)) == ["q_filter", "duo", "learned", "tri_attention"]
+    assert which(lambda p: p.needs.find(LastUses)) == ["raas", "lazy"]
+    assert which(lambda p: p.needs.find(LastQueries)) == ["r_kv", "vase"]
+    assert which(lambda p: p.needs.find(SecondReading)) == ["kvzip", "kvzip_plus"]
+    assert which(lambda p: p.entry_by_position) == ["keyformer", "raas", "lazy"]
+    assert which(lambda p: p.stores) == [
+        "keyformer", "key_norm", "cur", "compactor", "q_filter", "learned", "raas", "lazy", "kvzip", "kvzip_plus",
+    ]  # fmt: skip
+    assert [POLICIES[name].needs.protects for name in ("r_kv", "vase")] == [8, 64]
     assert scores.Last(heads="each").stored == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
-        assert scores.GumbelSoftmax(noise=kind, resample=resample).fresh == (resample and kind in ("gumbel", "gaussian"))
-    windows = [p for p in POLICIES.values() if p.score.protects_window and p.score.observed_rows]
-    assert [p.schedule for p in windows] == ["prompt"] * 10
-    folds = {name: p.score.folds for name, p in POLICIES.items() if p.score.folds}
+        drawn_anew = resample and kind in ("gumbel", "gaussian")
+        assert POLICIES["keyformer"].with_options(noise=kind, resample=resample).needs.fresh == drawn_anew
+    windows = which(lambda p: p.needs.protects and p.needs.find(WindowAttention))
+    assert [POLICIES[name].schedule for name in windows] == ["prompt"] * 10
+    folds = {name: need.join for name in windows if (need := POLICIES[name].needs.find(WindowAttention)).fold}
     assert folds == {"dropkv": "sum", "defensive_snapkv": "max", "layer_defensive": "max"}
-    assert [name for name, p in POLICIES.items() if p.score.calibrated] == ["q_filter", "duo", "learned", "tri_attention"]
-    assert said["raas"] == ("window", (), False, False, False, None, False, 1)
-    assert [name for name, p in POLICIES.items() if p.score.notes] == ["raas", "lazy"]
-    assert {name: p.score.protected_rows for name, p in POLICIES.items() if p.score.recent_queries} == {"r_kv": 8, "vase": 64}
-    assert [name for name, p in POLICIES.items() if p.score.rereads] == ["kvzip", "kvzip_plus"]
-    assert [name for name, p in POLICIES.items() if p.score and p.score.entry_by_position] == ["keyformer", "raas", "lazy"]
 
 
 def test_values():
@@ -79,24 +99,24 @@ def test_values():
 
 
 def test_temperatures_move_linearly_and_stop():
-    score = scores.GumbelSoftmax(tau=(1.0, 3.0), generation_length=8)
+    score = NoisySums(tau=(1.0, 3.0), generation_length=8)
     assert [score.temperature(step, None) for step in (0, 2, 8, 20)] == [1.0, 1.5, 3.0, 3.0]
     assert [score.temperature(step, 4) for step in (0, 1, 4, 9)] == [1.0, 1.5, 3.0, 3.0]
     steps, span = torch.tensor([0.0, 1.0, 4.0, 9.0]), torch.tensor(4.0)
     assert score.temperature(steps, span).tolist() == [1.0, 1.5, 3.0, 3.0]
-    assert scores.GumbelSoftmax(tau=(2.0, 2.0)).temperature(steps, span) == 2.0
-    assert scores.Score().temperature(5, 9) == 1.0
-    assert scores.Score().decay == 1.0
+    assert NoisySums(tau=(2.0, 2.0)).temperature(steps, span) == 2.0
+    assert POLICIES["h2o"].needs.temperature(5, 9) == POLICIES["window"].needs.temperature(5, 9) == 1.0
+    assert POLICIES["keyformer"].needs.temperature(256, None) == 2.0
 
 
 def test_noise_is_noted_where_it_is_drawn_once():
     keys, positions = torch.zeros(1, 2, 3, 4), torch.arange(3)[None]
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
-        noted = scores.GumbelSoftmax(noise=kind, resample=resample).entry(NewTokens(keys, keys, positions, 2, 0, 0))
+        noted = NoisySums(noise=kind, resample=resample).entry(NewTokens(keys, keys, positions, 2, 0, 0))
         assert list(noted) == [] if kind == "none" or (resample and kind != "constant") else ["noise"]
         assert all(one.shape == (1, 2, 3, 2) for one in noted.values())
     new = NewTokens(keys, keys, positions, 2, 0, 0)
-    one, other = (scores.GumbelSoftmax(noise=name).entry(new) for name in ("gumbel", "".join("gumbel")))
+    one, other = (NoisySums(noise=name).entry(new) for name in ("gumbel", "".join("gumbel")))
     assert torch.equal(one["noise"], other["noise"])
 
 

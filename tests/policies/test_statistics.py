@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvpatch.policies import scores
 from kvpatch.policies.context import Block
+from kvpatch.policies.needs import NoisySums
 from kvpatch.policies.numbers import sum_in_parts
 from kvpatch.policies.statistics import STATISTICS, kernel_of
 
@@ -21,13 +21,13 @@ def test_statistics_are_their_definitions(tau, noisy):
     p = x.softmax(-1)
     zeta = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     block = _block(p.clone(), tau, zeta.exp() if noisy else None)
-    score = scores.GumbelSoftmax()
-    torch.testing.assert_close(STATISTICS["sum"](block, score), p.sum(1).sum(1))
-    torch.testing.assert_close(STATISTICS["squares"](block, score), (p.sum(1) / 3).square().sum(1))
-    assert torch.equal(STATISTICS["count"](block, score), (p > 1 / 5).double().sum((1, 2)))
+    need = NoisySums()
+    torch.testing.assert_close(STATISTICS["sum"](block, need), p.sum(1).sum(1))
+    torch.testing.assert_close(STATISTICS["squares"](block, need), (p.sum(1) / 3).square().sum(1))
+    assert torch.equal(STATISTICS["count"](block, need), (p > 1 / 5).double().sum((1, 2)))
     shifted = (x + zeta.permute(0, 2, 1)[:, :, None]) if noisy else x
     want = (shifted / tau).softmax(-1).sum((1, 2))
-    torch.testing.assert_close(STATISTICS["gumbel"](_block(p.clone(), tau, block.noise_NMG), score), want)
+    torch.testing.assert_close(STATISTICS["gumbel"](_block(p.clone(), tau, block.noise_NMG), need), want)
 
 
 def test_a_statistic_has_a_kernel_until_it_is_replaced(monkeypatch):

@@ -38,18 +38,19 @@ NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
     "uses of tokens not noted": (
-        "attention/decode.py", "    if call.score.notes and call.observes:", "    if False:", f"{STEPS}-raas-0]"),
+        "policies/needs/last_uses.py", "        if not step.observes:", "        if True:", f"{STEPS}-raas-0]"),
     "the first interval of recurrence stays the longest": (
-        "policies/decoding.py", "torch.maximum(longest, unused)", "longest", f"{STEPS}-lazy-3]"),
+        "policies/needs/last_uses.py", "torch.maximum(longest, newest_B11 - last)", "longest", f"{STEPS}-lazy-3]"),
     "padding takes the first of the last queries' columns": (
-        "policies/queries.py", "positions % W, W)", "positions % W, 0)", f"{DECODES}_recent_queries_by_hand"),
+        "policies/needs/last_queries.py", "positions % W, W)", "positions % W, 0)", f"{DECODES}_recent_queries_by_hand"),
     "the last queries kept through a roll-back": (
-        "cache/rollback.py", "layer.recent.write(*undo.query)", "pass", f"{DECODES}_rolling_back_restores_everything[r_kv]"),
+        "cache/rollback.py", "layer.notes[name].restore(overwritten)", "pass",
+        f"{DECODES}_rolling_back_restores_everything[r_kv]"),
     "the last queries stay where rows move": (
-        "cache/layer.py", '"limits", "recent"):', '"limits"):',
+        "cache/layer.py", '"limits", "notes"):', '"limits"):',
         f"{DECODES}_rows_come_and_go_and_are_saved[r_kv]"),
     "the last queries look at their own tokens": (
-        "attention/layer_call.py", "(positions <= newest[:, None] - rows.shape[1])", "(positions <= newest[:, None])",
+        "attention/layer_call.py", "(positions <= newest[:, None] - positions_BW.shape[1])", "(positions <= newest[:, None])",
         f"{STEPS}-vase-6]"),
     "the greatest logit of the group is its first head's": (
         "policies/decoding.py", "looks.x_BHGWT.amax(2).softmax(-1)", "looks.x_BHGWT[:, :, 0].softmax(-1)", f"{STEPS}-r_kv-5]"),
@@ -122,7 +123,7 @@ MUTANTS = {
         "arch/proof.py", "(offloaded or not all(parameter.is_meta for parameter in model.parameters()))", "True",
         "tests/arch/test_automatic.py::test_a_small_model_without_a_twin_is_judged_once_it_has_its_numbers"),
     "a piece that the positions do not hold twice": (
-        "cli/calibrate_command.py", "(limit - teacher.score.longest(0)) // 2", "limit",
+        "cli/calibrate_command.py", "(limit - teacher.needs.find(SecondReading).longest(0)) // 2", "limit",
         "tests/policies/test_learned.py::test_pieces_fit_twice"),
     "kinds of statistics mixed": (
         "storage/calibration.py", "if own not in known:", "if not own:",
@@ -357,7 +358,7 @@ MUTANTS = {
         "cache/passes.py", "before, rows_BP[:, -1] + 1, real.sum(1)", "before, before + prompt, real.sum(1)",
         f"{ORACLE}[llama-window]"),
     "tau not advanced": (
-        "policies/scores.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
+        "policies/needs/noisy_sums.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
         "tests/oracle/test_oracle.py::test_generate_passes_its_length_to_tau"),
     "reorder forgets scores": (
         "cache/layer.py", '"positions", "state", "keep_BH1"', '"positions", "keep_BH1"',
@@ -370,16 +371,14 @@ MUTANTS = {
         f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n    if call.score.notes",
-        "    if call.evicting:\n        _evict(call, newest_B11, t)\n"
-        "    if p_BHGT is not None:\n        _observe(call, p_BHGT, positions_BHT, newest_B11, t)\n"
-        "        return\n    if call.score.notes",
+        "    if call.steppers:",
+        "    if call.evicting:\n        _evict(call, newest_B11, t)\n        return\n    if call.steppers:",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "(positions < oldest(geometry.sliding, newest_B11))",
         "(positions < oldest(geometry.sliding, newest_B11) - 1)", f"{ORACLE}[mistral_sliding-full]"),
     "queries of the sinks counted": (
-        "attention/prefill.py", "counted = positions >= call.policy.scope.sinks", "counted = positions >= 0",
+        "policies/needs/query_moments.py", "counted = positions >= prompt.sinks", "counted = positions >= 0",
         f"{ORACLE}[llama-expected_attention]"),
     "queries keep their rotation": (
         "arch/rotary.py", "[cos / size, -sin / size]", "[cos / cos, sin * 0]", f"{ORACLE}[llama-expected_attention]"),
@@ -424,7 +423,7 @@ MUTANTS = {
     "the floor of a mass ignored": (
         "policies/moving.py", "count = torch.maximum(enough, least)", "count = enough", f"{BUDGETS}[h2o-mass-floor]"),
     "tokens of the window add to the mass": (
-        "policies/moving.py", "if score.protects_window:", "if False:", f"{BUDGETS}[snapkv-mass]"),
+        "policies/moving.py", "if any(need.protects for need in score.needs):", "if False:", f"{BUDGETS}[snapkv-mass]"),
     "a protected token outside the sliding window adds to the mass": (
         "policies/moving.py", "counted = counted & ~dead", "counted = counted & (dead | ~dead)",
         "tests/oracle/test_oracle_mechanisms.py::test_found_by_random_runs"),
@@ -617,7 +616,7 @@ MUTANTS = {
         "backends/torch_backend.py", "unseen = positions[..., first:] > self", "unseen = positions[..., first:] > 1 + self",
         f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
     "damping ignored": (
-        "policies/scores.py", "        return self.damping", "        return 1.0",
+        "policies/scores.py", "decay=self.damping", "decay=1.0",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'damping': 0.5, 'recent': 3}]"),
     "sinks forgotten": (
         "policies/scopes.py", "first = position < limits.first", "first = position < 0", f"{ORACLE}[llama-streaming_llm]"),
@@ -630,11 +629,11 @@ MUTANTS = {
     "tokens out of the window are kept": (
         "policies/policy.py", "dead = context.dead_BHT", "dead = None", f"{ORACLE}[mistral_sliding-key_attention]"),
     "resampled noise is not": (
-        "policies/scores.py", "row, key = head[:, :, None, None], row[:, None, :, None]",
+        "policies/needs/noisy_sums.py", "row, key = head[:, :, None, None], row[:, None, :, None]",
         "row, key = head[:, :, None, None], -1",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
-        "attention/prefill.py", "        mode.window_rows = (q_BHGWD, rows_BW)", "        mode.window_rows = None",
+        "policies/needs/window_attention.py", "layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW)", "pass",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "hooks/install.py", "        own.pop(name, None)", "        pass",
@@ -654,7 +653,7 @@ MUTANTS = {
         "cache/layer.py", "_most())\n        self.used += 1\n", "_most())\n",
         "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
     "stacked layers: victim before the scores": (
-        "attention/decode.py", "_end(stack.call, stack.p_BHGT,", "_end(stack.call, None,", f"{ALIKE}[llama-tova]"),
+        "attention/decode.py", "_end(stack.call, None, stack.p_BHGT,", "_end(stack.call, None, None,", f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
         "attention/stacked.py", "repeat_interleave(B)", "repeat_interleave(B) * 0", f"{ALIKE}[llama-keyformer]"),
     "stacked layers: the freed slot still counts": (
@@ -758,15 +757,16 @@ MUTANTS = {
         "policies/scores.py", "        pooled = pooled * candidate_NM[:, None, None]\n", "",
         f"{ORACLE}[llama_gqa-defensive_snapkv]"),
     "local attention with a causal mask": (
-        "attention/local.py", "    total = (p *", "    p = p.tril()\n    total = (p *", f"{ORACLE}[llama_gqa-compactor]"),
+        "policies/needs/chunk_attention.py", "    total = (p *", "    p = p.tril()\n    total = (p *",
+        f"{ORACLE}[llama_gqa-compactor]"),
     "chunks counted from the prompt's first token": (
-        "attention/local.py", "call.score.local, call.policy.scope.sinks", "call.score.local, 0",
+        "policies/needs/chunk_attention.py", "self.size, prompt.sinks", "self.size, 0",
         f"{ORACLE}[llama_gqa-compactor]"),
     "rows of an incomplete chunk forgotten": (
-        "attention/local.py", "else rows.newest(size - 1, whole_B1)", "else None",
+        "policies/needs/chunk_attention.py", "layer.notes[self.name] = rows.newest(size - 1, whole_B1)", "pass",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
     "rows of a complete chunk counted again": (
-        "policies/queries.py", "positions.masked_fill(positions < start_B1, -1)", "positions",
+        "policies/needs/chunk_attention.py", "positions.masked_fill(positions < start_B1, -1)", "positions",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-compactor]"),
     "standardized over all that is held": (
         "policies/content.py", "among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)",
@@ -805,8 +805,8 @@ MUTANTS = {
         "attention/compress.py", "        _end(ended)\n", "        for one in ended:\n            _end([one])\n",
         f"{PARTS}::test_combinations[llama_gqa-h2o-global_topk]"),
     "norms of tokens that are appended forgotten": (
-        "attention/bound_step.py", "entry = type(call.score).entry is not Score.entry or call.policy.keeps_norms",
-        "entry = type(call.score).entry is not Score.entry",
+        "attention/bound_step.py", "entry = call.policy.stores or call.policy.keeps_norms",
+        "entry = call.policy.stores",
         "tests/attention/test_bound_step.py::test_norms_of_tokens_that_are_appended_are_kept"),
     "norms of layers that wait forgotten": (
         "policies/policy.py", 'self.schedule != "prompt" or self.over_model', 'self.schedule != "prompt"',
@@ -861,13 +861,13 @@ MUTANTS = {
         "cache/passes.py", "begin_B if later and turns == \"each\" else None", "begin_B if later else None",
         "tests/cache/test_turns.py::test_a_later_turn_is_compressed_too[h2o]"),
     "generated rows forgotten between turns": (
-        "policies/policy.py", "return bool(self.statistics) and", "return False and",
+        "policies/policy.py", "return bool(self.needs.sums) and", "return False and",
         "tests/cache/test_turns.py::test_schedule_prompt_counts_all_each_or_the_first[h2o-all]"),
     "an altered file passes": (
         "storage/file.py", "if given != checksum(text, tensors):", "if False:",
         "tests/storage/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
     "noise drawn from the slot, not the position": (
-        "policies/scores.py", 'rearrange(new.positions_BQ, "b q -> b 1 q 1")',
+        "policies/needs/noisy_sums.py", 'rearrange(new.positions_BQ, "b q -> b 1 q 1")',
         'rearrange(torch.arange(Q).expand(B, Q), "b q -> b 1 q 1")', f"{ORACLE}[llama-keyformer]"),
     "a compiled step stands still": (
         "cache/compiled.py", "    cache.lengths_B.add_(1)", "    cache.lengths_B.add_(0)",

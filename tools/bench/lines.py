@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import kvpatch
 from kvpatch.policies import POLICIES
+from kvpatch.policies.needs import Calibrated
 
 Line = dict[str, Any]
 K = 0.5
@@ -22,7 +23,7 @@ FLOOR = "floor"
 CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches", "replay")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(
-    name for name, p in POLICIES.items() if p.schedule == "both" and p.score.evicts and not p.score.calibrated
+    name for name, p in POLICIES.items() if p.schedule == "both" and p.evicts and not p.needs.find(Calibrated)
 )
 ARCH_POLICIES = ("window", "h2o", "keyformer")
 RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"

@@ -56,10 +56,11 @@ def _gumbel(score: GumbelSoftmax, x_BHGTT: Tensor, n: int, layer: int, seed: int
     _, H, G, T, _ = x_BHGTT.shape
     at_1T = torch.arange(T, device=x_BHGTT.device)[None]
     like_1HTD = at_1T.new_zeros(1, H, T, 1)
-    weight_BHTG = score.entry(NewTokens(like_1HTD, like_1HTD, at_1T, G, layer, seed)).get("noise")
+    noisy = score.needs[0]
+    weight_BHTG = noisy.entry(NewTokens(like_1HTD, like_1HTD, at_1T, G, layer, seed)).get("noise")
     if weight_BHTG is not None:
         x_BHGTT = x_BHGTT + rearrange(weight_BHTG.log(), "b h t g -> b h g 1 t")
-    tau_T = x_BHGTT.new_tensor([float(score.temperature(max(0, t - n + 1), None)) for t in range(T)])
+    tau_T = x_BHGTT.new_tensor([float(noisy.temperature(max(0, t - n + 1), None)) for t in range(T)])
     return (x_BHGTT / tau_T[:, None]).softmax(-1).mean(2).cumsum(2)
 
 

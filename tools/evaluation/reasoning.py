@@ -26,6 +26,7 @@ from kvpatch import get_policy
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.evaluation.teacher_forcing import feed
+from kvpatch.policies.needs import Calibrated
 from tools.training import walks
 
 from .greedy import Tokens, generate, number
@@ -174,7 +175,7 @@ class Reasoning(Task):
 
 def calibrated(setting: Setting, subject: Subject, graph: tuple[int, int]) -> Setting:
     """The setting with a calibration of true traces, if its policy needs one."""
-    if setting.policy == FULL.policy or not get_policy(setting.policy).score.calibrated:
+    if setting.policy == FULL.policy or not get_policy(setting.policy).needs.find(Calibrated):
         return setting
     rngs = (random.Random(f"calibration {i}") for i in range(CALIBRATES))
     pieces = [walks.walk(rng, 1, nodes=graph[0], exits=graph[1]).tokens_BT.to(subject.model.device) for rng in rngs]

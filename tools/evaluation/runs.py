@@ -120,9 +120,9 @@ def clamped(setting: Setting, n: int) -> str:
     }
     policy = get_policy(setting.policy).with_options(setting.options.get("schedule"), **own)
     budget = max(1, share(setting.k, n))
-    if not policy.score.evicts or budget >= n:
+    if not policy.evicts or budget >= n:
         return ""
-    tail = policy.score.protected_rows
+    tail = policy.needs.protects
     sizes = policy.scope.sinks, max(share(policy.scope.recent, budget), tail), share(policy.scope.deviation, budget)
     if sum(sizes) < budget:
         return ""

@@ -226,10 +226,10 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
     make, score = Rule if torch.compiler.is_compiling() else known_rule, policy.score  # a graph has constants of its own
     if not (wanted or evicting):
         return make(evicts=False)
-    names = (*policy.statistics, *(("observed",) if score.observed_rows else ())) if wanted else ()
-    decayed = score.statistics if score.decay != 1.0 else ()
+    names = policy.needs.states if wanted else ()
+    decay, decayed = policy.needs.decay
     value = score.stored if evicting and torch_evicts(policy, slots) is None else None
-    return make(names, score.decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
+    return make(names, decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:

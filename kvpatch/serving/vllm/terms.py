@@ -138,16 +138,12 @@ def _served(terms: Terms) -> Terms:
 
 def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
     """Reasons why a policy may not be served, and what to use."""
-    score = policy.score
     return (
-        (not score.evicts, "it evicts nothing, as vLLM does without kvpatch"),
+        (not policy.evicts, "it evicts nothing, as vLLM does without kvpatch"),
         (policy.over_heads is not None, "its heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
         (policy.over_model, "its layers share one budget by their scores, and a page has one size: use 'snapkv'"),
         (policy.merging is not None, "it changes values, which vLLM's pages then hold: use the policy inside merged(...)"),
-        (score.across_layers, "with shared=True its layers share a score: use shared=False"),
-        (score.lookahead is not None, "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'"),
-        (score.recent_queries > 0, "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'"),
-        (bool(score.calibrated), "it needs a calibration, which these settings cannot hold: use 'key_diff'"),
+        (policy.needs.refusal("vllm") is not None, policy.needs.refusal("vllm") or ""),
         (policy.every > 1, "every= lets tokens wait, and a request's pages are claimed for its budget: give every=1"),
         (policy.scope.turns != "all", "turns= tells prompts of a chat apart, and vLLM has one text: leave it out"),
     )

@@ -1,0 +1,223 @@
+"""What a need is: the one life that all of them have, and what attention/ offers them.
+
+Layers are asked through the protocol `LayerRead`, so that policies/ knows neither caches nor kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..batched import Batched
+from ..context import NewTokens, Observed
+
+if TYPE_CHECKING:
+    from ..context import EvictionContext, Limits
+
+View = TypeVar("View", covariant=True)
+
+
+class Note(Batched):
+    """What a need keeps of one layer between passes: a dataclass of tensors whose first axis is the batch.
+
+    The end of a field's name says what its axes are, as in q_BHGWD. Fields that begin with "positions" or "columns" are int64.
+    """
+
+    def overwritten_by(self, positions_B1: Tensor) -> Any:
+        """Return what `restore` needs to take back a decode step of the tokens at these positions."""
+        return self.map_rows(torch.clone)
+
+    def restore(self, overwritten: Any) -> None:
+        """Take back a decode step, by what `overwritten_by` returned before it."""
+        vars(self).update(vars(overwritten))
+
+    def contradiction(self, seen_B11: Tensor) -> Tensor | None:
+        """Return a bool tensor that is True where the note contradicts the tokens that were seen; None if nothing can."""
+        return None
+
+
+class LayerRead(Protocol):
+    """What a need may ask of a layer. Tensors [B,H,T] have one entry per used slot, as in EvictionContext."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The layer's notes, by the name of their need."""
+
+    @property
+    def limits(self) -> Limits:
+        """Protected sizes, once the prompt's end has set them."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of q . k in a logit."""
+
+    @property
+    def slopes_HG(self) -> Tensor | None:
+        """ALiBi's slopes; None without ALiBi."""
+
+    def statistic(self, name: str) -> Tensor:
+        """Return the state tensor `name` of the used slots [B,H,T], to be written to; a new one is zero."""
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B,H,T,D]; those of empty slots may be anything."""
+
+    def plain_keys(self) -> Tensor:
+        """Return the keys without their rotation [B,H,T,D], in the scores' dtype."""
+
+    def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
+        """Return queries or keys without their rotation, in the scores' dtype; anything for padding."""
+
+    def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
+        """Return the mean rotation [B,1,1,D,D] of each row's next `future` positions; None if nothing is rotated."""
+
+    def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B,H,G,W,T] of a layer's last queries, and the tokens before these, bool [B,H,T]."""
+
+
+Fold = Callable[[Observed], Tensor]
+
+
+@dataclass
+class PromptRead:
+    """A prompt, or a piece of one, that a layer has written and attended with.
+
+    Attributes:
+        layer: the layer, the prompt's tokens included.
+        q_BHGQD: queries as attention used them.
+        plain_BHGQD: queries as they came: the same, but without positions where these are renumbered.
+        k_BHQD: keys that were written.
+        positions_BQ: positions of the columns, int64; -1 for padding.
+        rows_BQ: the same, as attention's rows have them.
+        lse_BHGQ: log-sum-exp of the queries' logits, if the kernel gave it.
+        past: used columns before.
+        ends: whether the prompt (or block) ends here, so that tokens are evicted next.
+        newest: newest() returns the position of the newest token [B,1,1].
+        sinks: first tokens that are protected.
+        at_once: numbers of a temporary tensor that are worth holding; 0 for as few as possible.
+        attention: attention(q_BHGWD, rows_BW, lse_BHGW, fold, join) returns what some queries give to each used slot [B,H,T],
+            by the fastest backend that can: their probabilities summed over rows and averaged over the group, or what `fold`
+            makes of each block of rows, joined as `join` says. A row of -1 does not count.
+    """
+
+    layer: LayerRead
+    q_BHGQD: Tensor
+    plain_BHGQD: Tensor
+    k_BHQD: Tensor
+    positions_BQ: Tensor
+    rows_BQ: Tensor
+    lse_BHGQ: Tensor | None
+    past: int
+    ends: bool
+    newest: Callable[[], Tensor]
+    sinks: int
+    at_once: int
+    attention: Callable[[Tensor, Tensor, Tensor | None, Fold | None, str], Tensor]
+
+
+@dataclass
+class StepRead:
+    """A decode step that a layer, or several stacked along B, has written and attended with.
+
+    Attributes:
+        layer: the layer, the new token included.
+        q_BHGD: the token's queries as they came; None for stacked layers.
+        p_BHGT: the token's probabilities; None if a kernel has added them to the statistics, or nobody needs them.
+        observes: whether statistics are up to date, so that tokens may be evicted by them.
+        positions_B1: the token's position.
+    """
+
+    layer: LayerRead
+    q_BHGD: Tensor | None
+    p_BHGT: Tensor | None
+    observes: bool
+    positions_B1: Tensor
+
+
+@dataclass(frozen=True)
+class Need(Generic[View]):
+    """Base of what a score or scope reads beside positions. Subclasses are frozen dataclasses; see the package's page.
+
+    Attributes:
+        name: key of its note in a layer and in files.
+        note: class of a note that lives on while decode steps evict; None if it keeps none, or of a prompt alone.
+        states: names of the state tensors [B,H,T] that it keeps up to date.
+        lasts: whether these stay where no later step evicts.
+        rows: rows of a prompt whose attention it needs: "none", "window" (the last few) or "all".
+        alone: whether its view reads what one layer holds, so that each layer evicts by itself while decoding.
+        is_read: whether it reads a prompt as it passes, so that a cache filled elsewhere cannot be taken over.
+        entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
+        undoes_rotation: whether it asks for queries or keys without their rotation.
+        projects: whether it asks for the output projection.
+    """
+
+    name: ClassVar[str] = ""
+    note: ClassVar[type[Note] | None] = None
+    states: ClassVar[tuple[str, ...]] = ()
+    lasts: ClassVar[bool] = True
+    rows: ClassVar[Literal["none", "window", "all"]] = "none"
+    alone: ClassVar[bool] = False
+    is_read: ClassVar[bool] = False
+    entry_by_position: ClassVar[bool] = False
+    undoes_rotation: ClassVar[bool] = False
+
+    @property
+    def projects(self) -> bool:
+        return False
+
+    @property
+    def lookahead(self) -> int:
+        """Positions after the newest token whose rotation it needs."""
+        return 0
+
+    @property
+    def protects(self) -> int:
+        """Newest tokens that stay because their queries are what it reads."""
+        return 0
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """Features that it cannot go with: the sentence that a user gets, which begins with the policy."""
+        return {}
+
+    def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G]."""
+        return {}
+
+    def read(self, prompt: PromptRead) -> None:
+        """Read a prompt, or a piece of one."""
+
+    def step(self, step: StepRead) -> None:
+        """Read a decode step."""
+
+    def view(self, context: EvictionContext) -> View:
+        """Return what `value` or `mask` gets from context.view(this class)."""
+        raise NotImplementedError(f"{type(self).__name__} has no view")
+
+    def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
+        """Drop what nothing reads after tokens were evicted at the end of a prompt or block.
+
+        state: the layer's state tensors. evicts: more of this text may be evicted.
+        """
+        if evicts:
+            return
+        layer.notes.pop(self.name, None)
+        for name in () if self.lasts else self.states:
+            state.pop(name, None)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the note's axes by letter, beside those of B, H, G and D."""
+        return {}
+
+    def saved(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
+        """Return the shapes of the note's tensors in a saved cache by field; None is any size. sizes: of axes, by letter."""
+        letters = {"1": 1, **sizes, **self.sizes}
+        named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]
+        return {name: tuple(letters.get(letter) for letter in name.rpartition("_")[2]) for name in named}

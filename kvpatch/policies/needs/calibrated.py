@@ -1,0 +1,29 @@
+"""Measurements of the model, which a pass over text has made once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..measures import Calibration
+from .base import Need
+
+
+@dataclass(frozen=True)
+class Calibrated(Need[None]):
+    """Statistics of a calibration of this model, which a score reads from its option `calibration`.
+
+    Attributes:
+        names: of the statistics, keys of measures.MEASURES.
+        calibration: None if the user has given none, which is refused.
+    """
+
+    names: tuple[str, ...]
+    calibration: Calibration | None = None
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        return {
+            "renumbered": "whose calibration is of keys at original positions",
+            "vllm": "it needs a calibration, which these settings cannot hold: use 'key_diff'",
+        }

@@ -1,0 +1,101 @@
+"""Attention inside chunks: a prompt's queries against the keys of their own chunk, without a causal mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from ..context import EvictionContext, NewTokens, accumulator
+from .base import Need, Note, PromptRead
+
+
+@dataclass
+class Local(Note):
+    """Rows of chunks that are not complete: queries, keys, positions (-1 for none) and columns of the layer's slots."""
+
+    q_BHGCD: Tensor
+    k_BHCD: Tensor
+    positions_BC: Tensor
+    columns_BC: Tensor
+
+    def joined(self, later: Local) -> Local:
+        """Return these rows and later ones."""
+        axes = ("q_BHGCD", 3), ("k_BHCD", 2), ("positions_BC", 1), ("columns_BC", 1)
+        return Local(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
+
+    def taken(self, at_BM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries [B,H,G,M,D] and keys [B,H,M,D] at these columns of each row."""
+        b = torch.arange(len(at_BM), device=at_BM.device)[:, None]
+        return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
+
+    def newest(self, count: int, start_B1: Tensor) -> Local:
+        """Return the `count` newest rows at positions from `start_B1`, which may have another number for each text."""
+        at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
+        positions = self.positions_BC.gather(1, at)
+        positions = positions.masked_fill(positions < start_B1, -1)
+        return Local(*self.taken(at), positions, self.columns_BC.gather(1, at))
+
+
+@dataclass(frozen=True)
+class ChunkAttention(Need[Tensor]):
+    """Attention that each token of a prompt gets in its own chunk: context.state["local"] [B,H,T].
+
+    Chunks are counted behind the sinks; the sum over all rows of a chunk, averaged over the group. A token whose chunk was not
+    read, such as a generated one, has 0.
+
+    Attributes:
+        size: tokens of a chunk.
+    """
+
+    size: int
+    name: ClassVar[str] = "local"
+    is_read: ClassVar[bool] = True
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        return {"local": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
+
+    def read(self, prompt: PromptRead) -> None:
+        """Write the attention of whole chunks. One that the prompt does not end waits for the rest of its tokens."""
+        layer, size, sinks, positions_BQ = prompt.layer, self.size, prompt.sinks, prompt.positions_BQ
+        columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
+        rows = Local(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
+        earlier = layer.notes.pop(self.name, None)
+        rows = rows if earlier is None else earlier.joined(rows)
+        (B, H, G, C, _), positions_BC = rows.q_BHGCD.shape, rows.positions_BC
+        order_BC, padding_B1 = positions_BC.argsort(1), (positions_BC < 0).sum(1, keepdim=True)
+        first_B1 = order_BC.gather(1, padding_B1.clamp(max=C - 1))
+        first_B1 = positions_BC.gather(1, first_B1)  # those that follow are the next positions
+        end_B1 = first_B1 + C - padding_B1
+        whole_B1 = sinks + (end_B1 - sinks).clamp(min=0) // size * size  # the chunks before are complete
+        stop_B1 = end_B1 if prompt.ends else whole_B1
+        begin_B1 = sinks + (first_B1.clamp(min=sinks) - sinks) // size * size
+        together = max(1, prompt.at_once // (B * H * G * size**2))
+        state = layer.statistic("local")
+        for chunk in range(0, C // size + 2, together):
+            place_BM = begin_B1 + torch.arange(chunk * size, (chunk + together) * size, device=positions_BC.device)
+            real_BM = (place_BM >= first_B1.clamp(min=sinks)) & (place_BM < stop_B1)
+            at_BM = order_BC.gather(1, (padding_B1 + place_BM - first_B1).clamp(0, C - 1))
+            found_BHM = _attend_in_chunks(rows, at_BM, real_BM, size)
+            index = rows.columns_BC.gather(1, at_BM)[:, None].expand_as(found_BHM)
+            state.scatter_add_(2, index, found_BHM.to(state.dtype))
+        if not prompt.ends:
+            layer.notes[self.name] = rows.newest(size - 1, whole_B1)
+
+    def view(self, context: EvictionContext) -> Tensor:
+        return context.state["local"]
+
+
+def _attend_in_chunks(rows: Local, at_BM: Tensor, real_BM: Tensor, size: int) -> Tensor:
+    """Return the attention that tokens at columns `at_BM` get from all of their chunk, averaged over the group, [B,H,M]."""
+    q, k = rows.taken(at_BM)
+    wide = accumulator(q.dtype)
+    q_BHGNRD, k_BHNMD = q.to(wide).unflatten(3, (-1, size)), k.to(wide).unflatten(2, (-1, size))
+    real_BNM = real_BM.unflatten(1, (-1, size))
+    x = einsum(q_BHGNRD, k_BHNMD, "b h g n r d, b h n m d -> b h g n r m")
+    p = x.masked_fill(~real_BNM[:, None, None, :, None], torch.finfo(wide).min).softmax(-1)
+    total = (p * real_BNM[:, None, None, :, :, None]).sum(4).mean(2)
+    return (total * real_BNM[:, None]).flatten(2)

@@ -1,0 +1,125 @@
+"""The needs that the parts of a policy declare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ...errors import KVPatchError
+from ..statistics import kernel_of
+from .base import Need
+from .noisy_sums import NoisySums
+from .sums import Sums
+
+Kind = TypeVar("Kind", bound=Need[Any])
+_NOW = {
+    "statistics": 'needs = (Sums("cubes"),)',
+    "observed_rows": "needs = (WindowAttention(32),)",
+    "recent_queries": "needs = (LastQueries(8),)",
+    "moments": "needs = (QueryMoments(512),)",
+    "reads_held": "needs = (Held(),)",
+    "rereads": "needs = (SecondReading(),)",
+    "note": "needs = (LastUses(),), or a class of your own with step()",
+    "fold": "needs = (WindowAttention(32, fold=...),)",
+}
+_FORMER = frozenset(_NOW)
+"""Members of scores before there were needs, which nobody would read any more."""
+
+
+class Needs(tuple[Need[Any], ...]):
+    """The needs of a policy, each once.
+
+    Attributes:
+        sums: those that are summed over all rows.
+        statistics: names of these sums, keys of statistics.STATISTICS.
+        rows: query rows of a prompt whose attention is needed: "none", "window" (the last few) or "all".
+    """
+
+    def __init__(self, needs: Iterable[Need[Any]]) -> None:
+        self.sums = tuple(need for need in self if isinstance(need, Sums))
+        self.statistics = tuple(one.key for one in self.sums)
+        asked = [need.rows for need in self]
+        self.rows = "all" if "all" in asked else "window" if "window" in asked else "none"
+
+    @classmethod
+    def of(cls, parts: Iterable[Any]) -> Needs:
+        """Return the needs that a policy's parts declare. Raises KVPatchError for anything else."""
+        found: dict[Any, Need[Any]] = {}
+        for part in parts:
+            for name in _FORMER & set(dir(type(part))):
+                raise KVPatchError(
+                    f"{type(part).__name__}.{name}: scores and scopes say what they read as needs: {_NOW[name]}, of "
+                    "kvpatch.policies.needs."
+                )
+            needs = part.needs
+            if not isinstance(needs, tuple) or not all(isinstance(need, Need) for need in needs):
+                raise KVPatchError(
+                    f"{type(part).__name__}.needs is {needs!r:.60}: it must be a tuple of kvpatch.policies.needs, such as "
+                    'needs = (Sums("sum"),).'
+                )
+            for need in needs:
+                same = found.setdefault(need.states or type(need), need)
+                if same != need and not isinstance(need, Sums):  # the score's counts
+                    raise KVPatchError(f"score and scope need {same} and {need}, of which a layer can have one.")
+        return cls(found.values())
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Return the need of this kind, or None."""
+        return next((need for need in self if isinstance(need, kind)), None)
+
+    def refusal(self, feature: str) -> str | None:
+        """Return why one of them cannot go with a feature (Need.refuses), or None."""
+        return next((need.refuses[feature] for need in self if feature in need.refuses), None)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the state tensors that the attention of decode steps changes."""
+        return tuple(name for need in self for name in need.states)
+
+    @property
+    def kernels(self) -> tuple[tuple[str, str | None], ...]:
+        """Each statistic's name, and the kernels' name for the same computation or None."""
+        return tuple((name, kernel_of(name)) for name in self.statistics)
+
+    @property
+    def fresh(self) -> bool:
+        """Tell whether noise is drawn anew for every query and key instead of stored per key."""
+        return any(one.fresh for one in self.sums)
+
+    @property
+    def decay(self) -> tuple[float, tuple[str, ...]]:
+        """Factor of sums before each addition, and the statistics that have it; the others have 1."""
+        return next(((one.decay, (one.key,)) for one in self.sums if one.decay != 1.0), (1.0, ()))
+
+    @property
+    def across_layers(self) -> bool:
+        """Tell whether all layers share one running sum."""
+        return any(one.across_layers for one in self.sums)
+
+    def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
+        """Return the temperature of the statistics at a decode step: see NoisySums.temperature."""
+        noisy = self.find(NoisySums)
+        return 1.0 if noisy is None else noisy.temperature(step, length)
+
+    @property
+    def span(self) -> int:
+        """New tokens over which the temperature changes without generate()."""
+        noisy = self.find(NoisySums)
+        return 1 if noisy is None else noisy.generation_length
+
+    @property
+    def lookahead(self) -> int | None:
+        """Positions after the newest token whose rotation is needed; None if no rotation is."""
+        return max((need.lookahead for need in self if need.undoes_rotation), default=None)
+
+    @property
+    def protects(self) -> int:
+        """Newest tokens that stay because a need reads their queries."""
+        return max((need.protects for need in self), default=0)
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether a need reads what one layer holds, so that each layer evicts by itself."""
+        return any(need.alone for need in self)

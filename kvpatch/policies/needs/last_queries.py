@@ -1,0 +1,127 @@
+"""The last queries of a layer, of prompts and decode steps, and what they look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..context import EvictionContext
+from .base import Need, Note, PromptRead, StepRead
+
+
+@dataclass
+class Recent(Note):
+    """The last W queries of a layer. The query at position p lies in column p modulo W, so that no counter says where.
+
+    Attributes:
+        q_BHGWD: the queries as attention used them; without positions if these are renumbered.
+        positions_BW: their positions, int64; -1 where there is none yet.
+    """
+
+    q_BHGWD: Tensor
+    positions_BW: Tensor
+
+    @classmethod
+    def none(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
+        """Return a record of no queries."""
+        (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
+        positions = torch.full((B, width), -1, dtype=torch.long, device=device)
+        return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
+
+    def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
+        """Return the record after a prompt, or a piece of one; -1 in `positions_BQ` is padding."""
+        W = self.positions_BW.shape[1]
+        positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
+        q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
+        known = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - W)
+        column = torch.where(known, positions % W, W)  # a column more, which is cut off again
+        wide = Recent(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
+        wide.restore((column, q, positions))
+        return Recent(wide.q_BHGWD[:, :, :, :W].contiguous(), wide.positions_BW[:, :W].contiguous())
+
+    def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Write queries [B,H,G,Q,D] and their positions [B,Q] into columns [B,Q], in place."""
+        column_BQ, q_BHGQD, positions_BQ = overwritten
+        at = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
+        self.q_BHGWD.scatter_(3, at, q_BHGQD.to(self.q_BHGWD.dtype))
+        self.positions_BW.scatter_(1, column_BQ, positions_BQ)
+
+    def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return column, query and position that the queries at these positions will replace."""
+        column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
+        at = column[:, None, None, :, None].expand(B, H, G, 1, D)
+        return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
+
+    def contradiction(self, seen_B11: Tensor) -> Tensor:
+        """Return where the queries are not of tokens that were seen, or not in their own columns; True if there is none."""
+        width, known = self.positions_BW.shape[1], self.positions_BW >= 0
+        own = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
+        return ~(own & (self.positions_BW < seen_B11[:, 0]) & known.any())
+
+
+@dataclass
+class Looks:
+    """Logits of the last queries, for the tokens before these queries' own.
+
+    Attributes:
+        x_BHGWT: logits; the least number of their dtype where the token is no candidate, or is outside the sliding window.
+        candidate_BHT: bool, the tokens before.
+    """
+
+    x_BHGWT: Tensor
+    candidate_BHT: Tensor
+
+    def mean(self, p_BHWT: Tensor) -> Tensor:
+        """Return the mean over the queries, 0 for tokens that are no candidates, [B,H,T]."""
+        return p_BHWT.mean(2).masked_fill(~self.candidate_BHT, 0.0)
+
+
+@dataclass(frozen=True)
+class LastQueries(Need[Looks]):
+    """Logits of a layer's last queries: context.view(LastQueries) returns Looks.
+
+    Attributes:
+        width: how many.
+        protected: whether the tokens of these queries are kept.
+    """
+
+    width: int
+    protected: bool = True
+    name: ClassVar[str] = "recent"
+    note: ClassVar[type[Note] | None] = Recent
+    alone: ClassVar[bool] = True
+    is_read: ClassVar[bool] = True
+
+    @property
+    def protects(self) -> int:
+        return self.width if self.protected else 0
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        return {"vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'"}
+
+    def read(self, prompt: PromptRead) -> None:
+        notes, q = prompt.layer.notes, prompt.plain_BHGQD.detach()
+        note: Recent = notes.get(self.name) or Recent.none(self.width, q, q.dtype)
+        notes[self.name] = note.read(q, prompt.positions_BQ)
+
+    def step(self, step: StepRead) -> None:
+        note = step.layer.notes.get(self.name)
+        if note is None:  # steps evict nothing
+            return
+        assert step.q_BHGD is not None, "layers that evict by themselves are not stacked"
+        column = step.positions_B1 % self.width
+        note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
+
+    def view(self, context: EvictionContext) -> Looks:
+        note = context.layer_read.notes[self.name]
+        return Looks(*context.layer_read.logits(note.q_BHGWD, note.positions_BW, context.newest_B11))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {"W": self.width}

@@ -1,0 +1,81 @@
+"""The observation window: the attention of a prompt's last rows, and of each decode step's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..context import EvictionContext
+from .base import Fold, Need, Note, PromptRead, StepRead
+
+
+@dataclass
+class WindowRows(Note):
+    """Queries and positions of the last rows of a prompt that has not ended."""
+
+    q_BHGWD: Tensor
+    rows_BW: Tensor
+
+
+@dataclass(frozen=True)
+class WindowAttention(Need[Tensor]):
+    """Attention that an observation window gives to each held key: context.state["observed"] [B,H,T].
+
+    At the end of a prompt the mean over its last rows, averaged over the group; at a decode step the attention of its token. If
+    a prompt is read in blocks, the rows are the last ones of each block, or all rows of a shorter block.
+
+    Attributes:
+        width: query rows of the window.
+        fold: what each block of a prompt's rows is to the keys [N,M], in place of the mean.
+        join: "max" or "sum", how the folds of several blocks are joined.
+        protected: whether the window's own tokens are kept.
+    """
+
+    width: int
+    fold: Fold | None = None
+    join: Literal["max", "sum"] = "sum"
+    protected: bool = False
+    name: ClassVar[str] = "window"
+    states: ClassVar[tuple[str, ...]] = ("observed",)
+    lasts: ClassVar[bool] = False
+    rows: ClassVar[Literal["none", "window", "all"]] = "window"
+    is_read: ClassVar[bool] = True
+
+    @property
+    def protects(self) -> int:
+        return self.width if self.protected else 0
+
+    def read(self, prompt: PromptRead) -> None:
+        layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
+        if (earlier := layer.notes.pop(self.name, None)) is not None:
+            # the log-sum-exp of earlier rows was not kept
+            q_BHGQD, rows_BW, lse = torch.cat([earlier.q_BHGWD, q_BHGQD], 3), torch.cat([earlier.rows_BW, rows_BW], 1), None
+        # the newest rows of each text, wherever its padding lies
+        index_BW = rows_BW.topk(min(self.width, rows_BW.shape[1]), dim=1).indices.sort(1).values
+        rows_BW = rows_BW.gather(1, index_BW)
+        q_BHGWD, lse = pick_rows(q_BHGQD, lse, index_BW)
+        if not prompt.ends:
+            layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW)
+            return
+        observed = layer.limits.observed
+        counted = rows_BW > prompt.newest()[:, 0] - observed[:, 0]
+        found = prompt.attention(q_BHGWD, rows_BW.masked_fill(~counted, -1), lse, self.fold, self.join)
+        layer.statistic("observed").copy_(found if self.fold else found / observed.clamp(min=1))
+
+    def step(self, step: StepRead) -> None:
+        if step.p_BHGT is not None:
+            step.layer.statistic("observed").copy_(step.p_BHGT.mean(2))
+
+    def view(self, context: EvictionContext) -> Tensor:
+        return context.state["observed"]
+
+
+def pick_rows(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the queries [B,H,G,R,D] at these columns of each text, and their log-sum-exp."""
+    b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
+    q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
+    return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")

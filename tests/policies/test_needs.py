@@ -1,0 +1,99 @@
+"""Needs: a user's own, as the guide has it, goes wherever a layer goes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.policies import Policy, Scope
+from tests.helpers.running import go_on
+from tests.helpers.tiny import force, left_pad, make, prompt
+
+GUIDE = (Path(__file__).parents[2] / "docs/extend/policy.md").read_text(encoding="utf-8")
+NAME = "fading_query"
+
+
+@pytest.fixture(scope="module")
+def fading():
+    """The guide's policy, of the definitions of its block alone."""
+    (code,) = (one for one in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "class FadingQuery" in one)
+    names = {}
+    exec(code.split('name = "')[0], names)
+    return Policy("fading", names["Fading"](), Scope(sinks=1, recent=0.25))
+
+
+@pytest.fixture
+def model():
+    return make("llama_gqa", dtype=torch.float64)
+
+
+def read(model, patch, ids, steps=5):
+    cache = patch.new_cache()
+    force(model, ids, prompt(len(ids), steps, seed=3), cache=cache)
+    return cache
+
+
+def means(cache):
+    return [layer.notes[NAME].q_BHGD for layer in cache.layers]
+
+
+def test_padding_and_other_rows_change_nothing(model, fading):
+    ids, fed = prompt(2, 20), prompt(2, 5, seed=3)
+    mask = left_pad(ids, [20, 14])
+    with torch.no_grad(), kvpatch.patched(model, fading, k=8) as patch:
+        both, alone = patch.new_cache(), patch.new_cache()
+        force(model, ids, fed, mask, both)
+        force(model, ids[1:, 6:], fed[1:], cache=alone)
+        for whole, own in zip(means(both), means(alone), strict=True):
+            torch.testing.assert_close(whole[1:], own)
+            assert not torch.allclose(whole[0], whole[1])
+
+
+@pytest.mark.parametrize("change", ["rows", "copy", "file", "join"])
+def test_the_note_goes_where_the_layer_goes(model, fading, change, tmp_path):
+    ids = prompt(2, 20)
+    with torch.no_grad(), kvpatch.patched(model, fading, k=8) as patch:
+        cache = read(model, patch, ids)
+        want = [mean.flip(0) if change == "rows" else mean for mean in means(cache)]
+        if change == "rows":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        elif change == "copy":
+            cache, left = cache.clone(), cache
+            go_on(model, prompt(2, 3, seed=8), left)
+        elif change == "file":
+            patch.save_cache(cache, tmp_path / "cache")
+            cache = patch.load_cache(tmp_path / "cache")
+        else:
+            parts = [cache.select_rows([row]) for row in (0, 1)]
+            cache = type(cache).concatenate(parts)
+        for got, wanted in zip(means(cache), want, strict=True):
+            assert torch.equal(got, wanted)
+        cache.check_invariants()
+        go_on(model, prompt(2, 2, seed=9), cache)
+
+
+def test_a_step_is_taken_back(model, fading):
+    with torch.no_grad(), kvpatch.patched(model, fading, k=8) as patch:
+        cache = read(model, patch, prompt(1, 20))
+        cache.activate_past_recording()
+        before, held = [mean.clone() for mean in means(cache)], cache.positions(0).clone()
+        for seed in (1, 2):
+            go_on(model, prompt(1, 1, seed=seed), cache)
+        assert not torch.equal(means(cache)[0], before[0])
+        cache.crop(cache.get_seq_length() - 2)
+        assert all(torch.equal(got, want) for got, want in zip(means(cache), before, strict=True))
+        assert torch.equal(cache.positions(0)[cache.positions(0) >= 0], held[held >= 0])
+
+
+def test_it_decides_what_is_kept(model, fading):
+    """A head keeps the keys that its mean points at most, beside the first token and the newest."""
+    with torch.no_grad(), kvpatch.patched(model, fading, k=8) as patch:
+        cache = read(model, patch, prompt(1, 20), steps=0)
+    with torch.no_grad(), kvpatch.patched(model, "full") as patch:
+        keys = read(model, patch, prompt(1, 20), steps=0).layers[0].kv.numbers(20)[0]
+    score = (keys @ means(cache)[0].mean(2)[..., None]).squeeze(-1)
+    for head in range(keys.shape[1]):
+        chosen = score[0, head, 1:18].topk(5).indices + 1
+        assert sorted(p for p in cache.positions(0)[0, head].tolist() if p >= 0) == sorted([0, 18, 19, *chosen.tolist()])
