@@ -26,6 +26,7 @@ from .model_stamp import ModelStamp
 from .modes import Moving
 from .slots import Slots, fitted
 from .state import TextState
+from .tensors import HEAD_TENSORS
 from .token_ids import TokenIds
 
 Text = TypeVar("Text", bound=TextState)
@@ -140,14 +141,10 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
     if first.limits is not None:
         new.limits = limits.of([part.limits for part in parts if part.limits is not None])
-    if all(part.keep_BH1 is not None for part in parts):
-        new.keep_BH1 = torch.cat([part.keep_BH1 for part in parts if part.keep_BH1 is not None])
+    for one in HEAD_TENSORS:
+        setattr(new, one.name, one.join(parts))
     for name, note in first.notes.items():
         new.notes[name] = type(note).cat([part.notes[name] for part in parts])
-    if all(part.lost_BH1 is not None for part in parts):
-        new.lost_BH1 = torch.cat([part.lost_BH1 for part in parts if part.lost_BH1 is not None])
-    if any(part.mass_BH is not None for part in parts):  # None: all of that prompt was kept
-        new.mass_BH = torch.cat([_mass(part) for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
     goals = _goals(parts)
     beside = first.kv.beside([part.kv for part in parts[1:]], max(goals or (0,)))
@@ -162,12 +159,6 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         new.contiguous, new.floor = False, new.used
     else:
         _open(new, counts, goals, moved=beside is None)
-
-
-def _mass(layer: SlotLayer) -> Tensor:
-    if layer.mass_BH is not None:
-        return layer.mass_BH
-    return torch.ones(layer.positions.shape[:2], device=layer.positions.device)
 
 
 def _goals(parts: list[SlotLayer]) -> list[int] | None:

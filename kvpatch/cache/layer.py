@@ -29,6 +29,7 @@ from .narrow import opened, reading
 from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record, restore
 from .slots import Slots, fitted, gathered
+from .tensors import HEAD_TENSORS
 
 if TYPE_CHECKING:
     from ..backends.protocol import Geometry
@@ -146,7 +147,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
-        for name in ("positions", "state", "keep_BH1", "lost_BH1", "mass_BH", "limits", "notes"):
+        for name in ("positions", "state", "limits", "notes", *(one.name for one in HEAD_TENSORS)):
             setattr(self, name, change_tensors(getattr(self, name), change))
         self.mode.change_rows(change)
         if self.kv.width < self.positions.shape[2]:  # the longest row was dropped

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..policies.needs import Note
 from .modes import Mode
 from .slots import Slots
+from .tensors import HEAD_TENSORS
 
 UNDO_STEPS = 256  # decode steps that the undo log holds: more than any draft
 
@@ -25,7 +26,6 @@ class Recorded(Protocol):
     state: dict[str, Tensor]
     kv: Slots
     notes: dict[str, Note]
-    lost_BH1: Tensor | None
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
@@ -35,9 +35,9 @@ class Recorded(Protocol):
 class Undo:
     """Entry of the undo log: the data that one decode step overwrote.
 
-    slot: key and value in each head's free slot. lost: the scores of evicted tokens. moved: columns [B,H,M] that an eviction of
-    several tokens has overwritten or left to the next ones, with their keys and values. notes: what needs have overwritten of
-    theirs, by name.
+    slot: key and value in each head's free slot. heads: tensors of heads that steps change. moved: columns [B,H,M] that an
+    eviction of several tokens has overwritten or left to the next ones, with their keys and values. notes: what needs have
+    overwritten of theirs, by name.
     """
 
     used: int
@@ -46,7 +46,7 @@ class Undo:
     positions: Tensor
     state: dict[str, Tensor]
     shared: Tensor | None
-    lost: Tensor | None = None
+    heads: dict[str, Tensor | None]
     moved: tuple[Tensor, Tensor, Tensor] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -59,14 +59,17 @@ def record(layer: Recorded, shared: Tensor | None) -> Undo:
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
-    return Undo(layer.used, copy(layer.mode), slot, positions, state, shared, layer.lost_BH1)
+    heads = {one.name: getattr(layer, one.name) for one in HEAD_TENSORS if one.stepped}
+    return Undo(layer.used, copy(layer.mode), slot, positions, state, shared, heads)
 
 
 def restore(layer: Recorded, undo: Undo) -> Tensor | None:
     """Restore `layer` to the state before the step, and return the shared score of that time."""
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
-    layer.mode, layer.lost_BH1 = undo.mode, undo.lost
+    layer.mode = undo.mode
+    for name, tensor in undo.heads.items():
+        setattr(layer, name, tensor)
     layer.used = layer.positions.shape[-1] if undo.mode.slotted else undo.used
     layer.floor = min(layer.floor, layer.used)
     layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions[:, :, :C], -1

@@ -15,13 +15,13 @@ from ..arch.adapter import dtype_of
 from ..backends.dispatch import check
 from ..backends.entries import FULL
 from ..cache.settings import CacheSettings
+from ..cache.tensors import FLOATS
 from ..errors import KVPatchError, named, suggest
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
 from ..policies.uses import USES
-from ..storage.schema import FLOATS
 from .inputs import no_argument
 from .target import Target
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..cache import invariants
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
+from ..cache.tensors import HEAD_TENSORS
 from ..cache.token_ids import UNKNOWN
 from ..errors import InvalidError
 
@@ -55,10 +56,9 @@ def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     known = (*policy.needs.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
         (_weights if name in known else _finite)(f"{where}: {name}", tensor[real])
-    if layer.lost_BH1 is not None:
-        _weights(f"{where}: lost_BH1", layer.lost_BH1)
-    if layer.mass_BH is not None:
-        _weights(f"{where}: mass_BH", layer.mass_BH)
+    for one in HEAD_TENSORS:
+        if (tensor := getattr(layer, one.name)) is not None:
+            _weights(f"{where}: {one.name}", tensor)
 
 
 def _finite(name: str, tensor: Tensor) -> None:

@@ -13,16 +13,16 @@ import torch
 from ..backends.entries import FULL, Rounded, codecs
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
+from ..cache.tensors import FLOATS, HEAD_TENSORS
 from ..policies.context import SIZES, NewTokens, accumulator
 from .header import Entry, InvalidError, are_counts, is_count
 
 CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
 ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
 LAYER = ("used", "seen", "holes", "contiguous", "floor", "sliding")
-TENSORS = ("positions", "keep_BH1", "lost_BH1", "mass_BH")
+TENSORS = ("positions", *(one.name for one in HEAD_TENSORS))
 _COUNTS = ("used", "seen", "floor")
 _FLAGS = ("holes", "contiguous")
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
 
 
@@ -125,12 +125,10 @@ class _Layer:
             self._tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
             self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
-        if self.cuts:
-            self._tensor(left, "keep_BH1", (torch.int64,), (self.B, self.H, 1))
-        if f"{self.index}.lost_BH1" in left and self.cuts and self.cache.settings.rules[self.index].weighs:
-            self._tensor(left, "lost_BH1", FLOATS[:2], (self.B, self.H, 1))
-        if f"{self.index}.mass_BH" in left:
-            self._tensor(left, "mass_BH", FLOATS, (self.B, self.H))
+        for one in HEAD_TENSORS:
+            may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.cuts)
+            if may or one.must_be(self.cuts):
+                self._tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
         self._limits(own["limits"])
         self._state(left, dtype, C, mode.evicts)
 

@@ -47,7 +47,7 @@ MUTANTS = {
         "cache/rollback.py", "layer.notes[name].restore(overwritten)", "pass",
         f"{DECODES}_rolling_back_restores_everything[r_kv]"),
     "the last queries stay where rows move": (
-        "cache/layer.py", '"limits", "notes"):', '"limits"):',
+        "cache/layer.py", '"limits", "notes", *(', '"limits", *(',
         f"{DECODES}_rows_come_and_go_and_are_saved[r_kv]"),
     "the last queries look at their own tokens": (
         "attention/layer_call.py", "(positions <= newest[:, None] - positions_BW.shape[1])", "(positions <= newest[:, None])",
@@ -361,7 +361,7 @@ MUTANTS = {
         "policies/needs/noisy_sums.py", "return first + min(step, length)", "return first + 0 * min(step, length)",
         "tests/oracle/test_oracle.py::test_generate_passes_its_length_to_tau"),
     "reorder forgets scores": (
-        "cache/layer.py", '"positions", "state", "keep_BH1"', '"positions", "keep_BH1"',
+        "cache/layer.py", '("positions", "state", "limits"', '("positions", "limits"',
         "tests/invariants/test_rows_are_as_alone.py::test_beams_carry_their_own_history"),
     "position taken from the slot's index": (
         "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
@@ -435,7 +435,7 @@ MUTANTS = {
         "cache/layer.py", "fitted(gathered(tensor, order), C, 0)", "fitted(tensor, max(C, tensor.shape[2]), 0)[:, :, :C]",
         "tests/cache/test_moving.py::test_a_head_never_loses_more_than_it_may"),
     "losses are not rolled back": (
-        "cache/rollback.py", "layer.mode, layer.lost_BH1 = undo.mode, undo.lost", "layer.mode = undo.mode",
+        "cache/rollback.py", "        setattr(layer, name, tensor)", "        pass",
         "tests/cache/test_moving.py::test_rolled_back[mass]"),
     "ties to the lower position": (
         "policies/selection.py", "return (bits.long() << 30) | positions",
