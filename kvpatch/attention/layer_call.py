@@ -19,7 +19,7 @@ from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.state import TextState
 from ..policies.context import Block, EvictionContext, Limits, NewTokens, accumulator
-from ..policies.needs import Need
+from ..policies.needs import LayerRead, Need
 from ..policies.selection import TwoStage
 from ..policies.statistics import STATISTICS
 from ..policies.windows import oldest
@@ -27,7 +27,7 @@ from ..policies.windows import oldest
 AHEAD = 64  # decode steps
 
 
-class Call:
+class Call(LayerRead):
     """A forward pass (`now`) through one layer of a cache. evicts: False if it keeps every token."""
 
     def __init__(

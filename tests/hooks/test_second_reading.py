@@ -8,7 +8,8 @@ import torch
 import kvpatch
 from kvpatch.attention import compress
 from kvpatch.hooks import second_reading
-from kvpatch.policies.repeated import FIRST, LATER, Repeated, repeat_instruction
+from kvpatch.policies.needs import SecondReading
+from kvpatch.policies.repeated import FIRST, LATER, repeat_instruction
 from tests.helpers.running import kept
 from tests.helpers.tiny import force, left_pad, make, prompt, snapshot
 from tests.oracle import reference
@@ -172,7 +173,7 @@ def test_what_to_type_instead(model):
             kvpatch.patch(model, "kvzip", 0.5, instruction=wrong)
     with pytest.raises(kvpatch.KVPatchError, match="chunk=0 must be a number of tokens"):
         kvpatch.patch(model, "kvzip", 0.5, chunk=0)
-    with pytest.raises(kvpatch.KVPatchError, match="block=4: policy 'kvzip' evicts after a second reading"):
+    with pytest.raises(kvpatch.KVPatchError, match="block=4: the policy evicts after a second reading"):
         kvpatch.patch(model, "kvzip", 0.5, block=4)
     with pytest.raises(kvpatch.KVPatchError, match="use positions='original'"):
         kvpatch.patch(model, "kvzip", 0.5, positions="renumbered")
@@ -217,8 +218,9 @@ def test_the_instruction_of_a_tokenizer():
     assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end><model>"
     talks.apply_chat_template = lambda turns, **_: f"{turns[0]['content']}: <user>{turns[0]['content']}<end>"  # said twice
     assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end>"
-    pieces = list(Repeated(instruction=((1, 2), (3,), (4,)), chunk=10).pieces(list(range(100, 125))))
+    need = SecondReading(instruction=((1, 2), (3,), (4,)), chunk=10)
+    pieces = list(need.pieces(list(range(100, 125))))
     assert [(start, stop) for start, stop, _ in pieces] == [(0, 10), (10, 20), (20, 25)]
     assert pieces[0][2] == [1, 2, 4, *range(100, 110)]
     assert pieces[1][2] == [3, *range(102, 110), 4, *range(110, 120)]
-    assert max(len(text) for _, _, text in pieces) == Repeated(instruction=((1, 2), (3,), (4,)), chunk=10).longest(25)
+    assert max(len(text) for _, _, text in pieces) == need.longest(25)

@@ -160,8 +160,8 @@ def test_options_of_other_libraries(policy, options, words):
     ("declared", "words"),
     [
         ({}, r"Score Mine has no method value, which returns a number for each cached token .* def value\(self, context\)"),
-        ({"value": lambda self, context: context.positions_BHT, "notes": True}, r"has no method note.* def note"),
-        ({"value": lambda self, context: context.positions_BHT, "folds": "max"}, r"has no method fold.* def fold"),
+        ({"value": max, "note": max}, r"Mine\.note: scores and scopes say .* as needs: needs = \(LastUses"),
+        ({"value": max, "fold": max}, r"Mine\.fold: .* needs = \(WindowAttention\(32, fold="),
     ],
 )
 def test_a_score_without_its_methods_is_refused_where_the_policy_is_made(declared, words):

@@ -7,6 +7,7 @@ import kvpatch
 from kvpatch.backends import torch_backend, value_norms
 from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.policies.context import Block, EvictionContext, Limits
+from kvpatch.policies.needs import NoisySums
 from kvpatch.policies.scopes import DeviationScope
 from kvpatch.policies.selection import TwoStage, score_keys, victims
 from kvpatch.policies.statistics import STATISTICS
@@ -323,7 +324,7 @@ def test_a_row_without_keys_gives_no_statistic():
             noise = torch.ones(block_rows.p_NGRM.shape[0], block_rows.hi - block_rows.lo, G)
             block = Block(block_rows.p_NGRM, block_rows.keys_NR, noise, lambda: None, tau, 0, 0)
             for name in names:
-                increment = STATISTICS[name](block, kvpatch.get_policy("keyformer").score)
+                increment = STATISTICS[name](block, NoisySums())
                 seen.setdefault((name, tau), torch.zeros(B * H, T))[block_rows.n0 : block_rows.n1] += increment
 
     torch_backend.observe(q, keys, rows, Geometry(0.5, None, 3), None, observe, count=True)
