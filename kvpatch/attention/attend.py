@@ -62,13 +62,7 @@ def _writable(
 
 
 def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    if cache.now is not None and cache.now.traced:  # the Call of such a step is not kept
-        return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
-    try:
-        return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
-    finally:
-        if layer in cache.calls:
-            cache.calls[layer].leave()
+    return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
 
 
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -118,7 +112,6 @@ def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: Bo
     call = None if now.prompt or now.traced else cache.calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
         call.bound_adapter.autocast = bound_adapter.autocast
-        call.cache = cache
         call.begin(now)
         return call
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)

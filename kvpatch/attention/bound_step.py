@@ -56,13 +56,8 @@ class Unbound(BoundStep):
         self.call, self.stack = call, stack
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        call = self.call
-        call.cache = cache
-        try:
-            call.begin(cache.running)
-            return decode.attend(call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
-        finally:
-            call.leave()
+        self.call.begin(cache.running)
+        return decode.attend(self.call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
 
 
 class Stacked(BoundStep):
@@ -192,10 +187,8 @@ def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack
         return None
     owner, step = call.slots.mode if stack is None else stack, call.step
     if step is None or step.owner is not owner or step.launched != call.launched or step.kv is not call.slots.kv:
-        call.cache = cache
         call.step = step = _stacked(call, stack) if stack is not None else _alone(call, q_BHGD)
         step.owner = owner
-        call.leave()
     return step
 
 

@@ -113,12 +113,8 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 def finish(cache: TextState, now: Forward) -> None:
     """End the prompt in all layers that wait."""
     together = [one for one in now.ended if one.call.layer in cache.settings.together]
-    for one in now.ended:
-        one.call.cache = cache  # which a call lets go between its layer's part and this
     for group in (*([one] for one in now.ended if one not in together), *([together] if together else [])):
         _finish(group)
-        for one in group:
-            one.call.leave()
     now.ended.clear()
 
 

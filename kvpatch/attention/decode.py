@@ -54,8 +54,7 @@ def attend(
         _end(call, q_BHGD, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:
         stack.close()
-        with stack.within(call.cache):
-            _end(stack.call, None, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
+        _end(stack.call, None, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
         stack.share_free()
     return out
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +35,9 @@ class Call(LayerRead):
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        self.cache, self.bound_adapter, self.group, self.device = cache, bound_adapter, group, device  # cache: during a pass
+        # the cache owns its calls, which must not keep it alive; a traced pass makes calls of its own
+        self._find_cache: Callable[[], TextState | None] = (lambda: cache) if now.traced else weakref.ref(cache)
+        self.bound_adapter, self.group, self.device = bound_adapter, group, device
         self.layer = layer
         self.layer_B: int | Tensor = layer  # for stacked layers one number per row
         self.settings = cache.settings
@@ -63,9 +67,12 @@ class Call(LayerRead):
         self.positions_BQ = now.on(self.device)
         self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
 
-    def leave(self) -> None:
-        """Let the cache go between passes: it holds its calls, and must be freed when its last user lets it go."""
-        vars(self).pop("cache", None)
+    @property
+    def cache(self) -> TextState:
+        """The cache that the layer belongs to."""
+        cache = self._find_cache()
+        assert cache is not None, "whoever runs a pass holds its cache"
+        return cache
 
     def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
         """Return this call for stacked layers: `slots` has their rows, layer_B [B] the layer of each row."""

@@ -42,7 +42,6 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
         newest_B11 = call.positions_BQ[:, t : t + 1, None]
         out, _ = torch_backend.step(q_BHGQD[:, :, :, t - first], shown[t - P], newest_B11, call.geometry, False)
         outs.append(out[:, :, :, None])
-    call.leave()
     return rearrange(torch.cat(outs, 3), "b h g q d -> b q (h g d)").to(q.device)
 
 

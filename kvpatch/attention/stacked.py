@@ -10,8 +10,6 @@ name the victims too. Layers with empty slots, rollback, beams or a score shared
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,7 +40,6 @@ class LayerStack:
         self.slots = self._stacked(first)
         layer_B = torch.arange(self.L, device=first.device).repeat_interleave(B)
         self.call = call.over(self.slots, layer_B)
-        self.call.leave()
         self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
         self.p_BHGT: Tensor | None = None
         self.buffer_N: Tensor | None = None
@@ -90,15 +87,6 @@ class LayerStack:
             for layer in cache.layers
         )
         return cls(cache, call, backend) if alike else None
-
-    @contextmanager
-    def within(self, cache: TextState) -> Iterator[None]:
-        """Give the stack's call its cache for a while; it must not hold the cache that holds it."""
-        self.call.cache = cache
-        try:
-            yield
-        finally:
-            self.call.leave()
 
     def share_free(self) -> None:
         """Tell each layer where the next token goes."""
