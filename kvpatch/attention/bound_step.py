@@ -60,13 +60,16 @@ class Unbound(BoundStep):
         return decode.attend(self.call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
 
 
-class Stacked(BoundStep):
-    """Of a layer in a stack. norms_NB: the layer's part of the stack's norms of projected values."""
+class Fused(BoundStep):
+    """Of a layer in a stack, or of one that appends and neither scores nor evicts (stack: None).
 
-    def __init__(self, call: Call, stack: LayerStack) -> None:
+    norms_NB: the layer's part of the stack's norms of projected values.
+    """
+
+    def __init__(self, call: Call, stack: LayerStack | None) -> None:
         super().__init__(call)
         self.call, self.stack = call, stack
-        self.norms_NB = None if stack.norms_LNB is None else stack.norms_LNB[call.layer]
+        self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
         """Count the new token and note the norms of its value."""
@@ -75,100 +78,77 @@ class Stacked(BoundStep):
             self.call.write_norms(v, self.norms_NB)
 
 
-class StackedByTorch(Stacked):
-    """Writes key and value, attends, and leaves the probabilities in the stack's buffer."""
+class FusedByTorch(Fused):
+    """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
-    def __init__(self, call: Call, stack: LayerStack) -> None:
+    def __init__(self, call: Call, stack: LayerStack | None) -> None:
         super().__init__(call, stack)
-        N, D = self.row
-        self.keys, self.values = call.slots.kv.flat()
-        self.kt_NDC, self.v_NCV = self.keys.view(N, self.C, D).transpose(1, 2), self.values.view(N, self.C, -1)
-        self.p_NGC = stack.buffer(call, self.dtype).flatten(0, 1) if call.observes else None
-        self.heads = (N, call.group, D)
+        self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
+        self.heads = (self.row[0], call.group, self.row[1])
+        self.p_NGC = stack.buffer(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
+        self._view()
 
-    def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots = self.slots
-        self.count(v)
-        at = slots.free_slots()
-        self.keys.index_copy_(0, at, k.reshape(self.row))
-        self.values.index_copy_(0, at, v.reshape(self.value_row))
-        if self.p_NGC is None:
-            kv, scale = slots.kv, self.geometry.scale
-            return F.scaled_dot_product_attention(q.view(self.query), kv.keys, kv.values, scale=scale).view(self.out)
-        x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, self.kt_NDC)
-        return torch.bmm(torch.softmax(x, -1, out=self.p_NGC), self.v_NCV).view(self.out)
-
-
-class StackedFilling(Stacked):
-    """The same of a layer whose tokens are appended until several are evicted at once."""
-
-    def __init__(self, call: Call, stack: LayerStack) -> None:
-        super().__init__(call, stack)
-        (N, D), kv = self.row, call.slots.kv
+    def _view(self) -> None:
+        """Take views of the buffers."""
+        (N, D), kv = self.row, self.slots.kv
+        self.kv, self.C = kv, kv.width
         self.kt_NDC, self.v_NCV = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, -1)
-        self.heads, self.observes = (N, call.group, D), call.observes
+        self.flat = kv.flat() if self.slotted else None
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots, kv, start = self.slots, self.slots.kv, self.slots.used
         self.count(v)
-        kv.keys.narrow(2, start, 1).copy_(k)
-        kv.values.narrow(2, start, 1).copy_(v)
-        slots.used = start + 1
+        T = self._write(cache, k, v)
         if not self.observes:
-            keys, values = kv.keys.narrow(2, 0, start + 1), kv.values.narrow(2, 0, start + 1)
-            out = F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale)
-            return out.reshape(self.out)
-        p_NGT = self.stack.buffer(self.call, self.dtype).flatten(0, 1)
-        x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, self.kt_NDC.narrow(2, 0, start + 1))
-        return torch.bmm(torch.softmax(x, -1, out=p_NGT), self.v_NCV.narrow(1, 0, start + 1)).view(self.out)
+            keys, values = (t if T == self.C else t.narrow(2, 0, T) for t in (self.kv.keys, self.kv.values))
+            return F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale).reshape(self.out)
+        p_NGT, kt_NDT, v_NTV = self.p_NGC, self.kt_NDC, self.v_NCV
+        if p_NGT is None:
+            assert self.stack is not None
+            p_NGT = self.stack.buffer(self.call, self.dtype).flatten(0, 1)
+            kt_NDT, v_NTV = kt_NDT.narrow(2, 0, T), v_NTV.narrow(1, 0, T)
+        x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, kt_NDT)
+        return torch.bmm(torch.softmax(x, -1, out=p_NGT), v_NTV).view(self.out)
+
+    def _write(self, cache: TextState, k: Tensor, v: Tensor) -> int:
+        """Write key and value into the free slots, or behind the used columns; return the columns to attend to."""
+        slots = self.slots
+        if self.flat is not None:
+            at = slots.free_slots()
+            self.flat[0].index_copy_(0, at, k.reshape(self.row))
+            self.flat[1].index_copy_(0, at, v.reshape(self.value_row))
+            return self.C
+        start = slots.used
+        if start == self.C:
+            slots.reserve(start + 1)
+            self._view()
+        slots.used = start + 1
+        self.kv.keys.narrow(2, start, 1).copy_(k)
+        self.kv.values.narrow(2, start, 1).copy_(v)
+        if self.stack is None:  # which writes those of all layers
+            slots.positions.narrow(2, start, 1).copy_(cache.running.on(slots.device)[:, None])
+        return start + 1
 
 
-class StackedByKernels(Stacked):
+class FusedByKernels(Fused):
     """Kernels write, attend, add to the statistics and may name the victims."""
 
-    def __init__(self, call: Call, stack: LayerStack) -> None:
+    def __init__(self, call: Call, stack: LayerStack | None) -> None:
         super().__init__(call, stack)
-        kernels = backend("triton")
+        kernels, acts = backend("triton"), stack is not None
         self.step = kernels.step
-        self.rule = kernels.rule(call.policy, call.slots, call.observes, call.evicting)
+        self.rule = kernels.rule(call.policy, call.slots, acts and call.observes, acts and call.evicting)
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots, stack = self.slots, self.stack
+        tau: float | Tensor = 1.0
         self.count(v)
-        return self.step(q.view(self.query), k, v, slots, stack.newest_B, self.geometry, self.rule, stack.tau).view(self.out)
-
-
-class AppendingByTorch(BoundStep):
-    """Of a layer that appends and neither scores nor evicts."""
-
-    def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots, now = self.slots, cache.running
-        start = slots.used
-        if start == slots.positions.shape[2]:
-            slots.reserve(start + 1)
-        slots.seen, slots.used = slots.seen + 1, start + 1
-        kv = slots.kv
-        kv.keys.narrow(2, start, 1).copy_(k)
-        kv.values.narrow(2, start, 1).copy_(v)
-        slots.positions.narrow(2, start, 1).copy_(now.on(slots.device)[:, None])
-        keys, values = kv.keys.narrow(2, 0, start + 1), kv.values.narrow(2, 0, start + 1)
-        return F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale).reshape(self.out)
-
-
-class AppendingByKernels(BoundStep):
-    """The same by kernels, which write key, value and position."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        kernels = backend("triton")
-        self.step, self.rule = kernels.step, kernels.rule(call.policy, call.slots, False, False)
-
-    def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slots, now = self.slots, cache.running
-        slots.seen, newest_B = slots.seen + 1, now.on(slots.device)[:, 0]
-        self.mode.free_BH = now.column(slots.used, slots.positions)
-        slots.open_column({})
-        return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, 1.0).view(self.out)
+        if stack is not None:
+            newest_B, tau = stack.newest_B, stack.tau
+        else:
+            newest_B = cache.running.on(slots.device)[:, 0]
+            self.mode.free_BH = cache.running.column(slots.used, slots.positions)
+            slots.open_column({})
+        return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 
 
 def bind(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
@@ -197,7 +177,7 @@ def _stacked(call: Call, stack: LayerStack) -> BoundStep:
     alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
     if alone or (kernels and not slotted) or not (kernels or _unmasked(call)):
         return Unbound(call, stack)
-    return StackedByKernels(call, stack) if kernels else (StackedByTorch if slotted else StackedFilling)(call, stack)
+    return FusedByKernels(call, stack) if kernels else FusedByTorch(call, stack)
 
 
 def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
@@ -207,8 +187,8 @@ def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     if not isinstance(slots.mode, Appending) or scores or call.shows:
         return Unbound(call, None)
     if decode.backend_of(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
-        return AppendingByKernels(call) if call.launched else Unbound(call, None)
-    return AppendingByTorch(call) if _unmasked(call) else Unbound(call, None)
+        return FusedByKernels(call, None) if call.launched else Unbound(call, None)
+    return FusedByTorch(call, None) if _unmasked(call) else Unbound(call, None)
 
 
 def _unmasked(call: Call) -> bool:

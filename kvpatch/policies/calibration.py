@@ -13,7 +13,7 @@ from ..errors import KVPatchError
 from .budgets import Rule, check_count, is_list, parse_k, share
 from .context import EvictionContext, NewTokens, accumulator
 from .measures import MEASURES, Calibration, lengths
-from .needs import Calibrated, Held, LastQueries, Need, Sums
+from .needs import AnyNeed, Calibrated, Held, LastQueries, Sums
 from .scores import Recency, Score
 
 
@@ -29,7 +29,7 @@ class CalibratedScore(Score):
     calibrated: ClassVar[tuple[str, ...]] = ()  # statistics of the calibration that it reads
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (Calibrated(self.calibrated, self.calibration),)
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class TriAttention(CalibratedScore):
     schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (*super().needs, Held())
 
     def check(self) -> None:
@@ -203,7 +203,7 @@ class Recall(Score):
     count: int = 1
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return Sums("area"), LastQueries(self.count, protected=False)
 
     def value(self, context: EvictionContext) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
 from .context import EvictionContext, NewTokens, accumulator
-from .needs import ChunkAttention, Held, Need, PlainKeys
+from .needs import AnyNeed, ChunkAttention, Held, PlainKeys
 from .parallel import Parallel
 from .scores import Score
 
@@ -171,7 +171,7 @@ class Leverage(Score):
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (PlainKeys(),)
 
     def check(self) -> None:
@@ -228,7 +228,7 @@ class Compactor(Leverage):
     is_weight: ClassVar[bool] = False
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return PlainKeys(), Held(), ChunkAttention(self.chunk)
 
     def check(self) -> None:

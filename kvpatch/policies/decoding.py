@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from . import noise
 from .budgets import check_count
 from .content import text_order
 from .context import EvictionContext, accumulator
-from .needs import Held, LastQueries, LastUses, Need
+from .needs import AnyNeed, Held, LastQueries, LastUses
 from .scores import Score, check_pooling
 
 # ---- the last use of a token ----
@@ -37,7 +37,7 @@ class LastUse(Score):
     signed: ClassVar[bool] = False
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (LastUses(alpha=self.alpha),)
 
     def value(self, context: EvictionContext) -> Tensor:
@@ -61,7 +61,7 @@ class Recurrence(LastUse):
     signed: ClassVar[bool] = True
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (LastUses(alpha=self.alpha, intervals=True),)
 
     def value(self, context: EvictionContext) -> Tensor:
@@ -87,7 +87,7 @@ class RecentScore(Score):
     schedules: ClassVar[tuple[str, ...]] = ("decode", "both")
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return LastQueries(self.window), Held()
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import check_count
 from .context import EvictionContext, accumulator
-from .needs import Held, Need, Queries, QueryMoments
+from .needs import AnyNeed, Held, Queries, QueryMoments
 from .scores import Score
 
 
@@ -46,7 +46,7 @@ class ExpectedAttention(Score):
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return Held(), QueryMoments(self.future, self.covariance)
 
     def check(self) -> None:

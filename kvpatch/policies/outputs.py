@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .context import EvictionContext, Observed
-from .needs import Need, WindowAttention
+from .needs import AnyNeed, WindowAttention
 from .scores import ObservationWindow
 
 _EPS = 1e-6  # of 1 - a, which is 0 where a row attends to one token alone
@@ -34,7 +33,7 @@ class OutputChange(ObservationWindow):
     pooling: str | None = "avg"
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (WindowAttention(self.window, self._fold, "sum", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:

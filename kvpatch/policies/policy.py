@@ -14,7 +14,7 @@ from . import own_code, rhythm
 from .allocation import Adaptive, Pyramid
 from .context import EvictionContext, NewTokens
 from .merging import Merge
-from .needs import Need, Needs
+from .needs import AnyNeed, Need, Needs
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
@@ -140,7 +140,7 @@ class Policy:
     @property
     def entry_by_position(self) -> bool:
         """Tell whether something is stored, and it depends on positions alone."""
-        storing: list[Score | Need[Any]] = [need for need in self.needs if type(need).entry is not Need.entry]
+        storing: list[Score | AnyNeed] = [need for need in self.needs if type(need).entry is not Need.entry]
         if type(self.score).entry is not Score.entry:
             storing.append(self.score)
         return bool(storing) and all(part.entry_by_position for part in storing)

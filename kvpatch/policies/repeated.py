@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .context import EvictionContext
-from .needs import Need, SecondReading
+from .needs import AnyNeed, SecondReading
 from .needs.second_reading import FIRST, LATER
 from .scores import Score
 
@@ -40,7 +40,7 @@ class Repeated(Score):
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (SecondReading(self.instruction, self.chunk),)
 
     def value(self, context: EvictionContext) -> Tensor:
@@ -56,7 +56,7 @@ class RepeatedOutputs(Repeated):
     """
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (SecondReading(self.instruction, self.chunk, by_outputs=True),)
 
 

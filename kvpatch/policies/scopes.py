@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import share
 from .context import EvictionContext
-from .needs import Held, LastQueries, Need, Sums, WindowAttention
+from .needs import AnyNeed, Held, LastQueries, Sums, WindowAttention
 from .scores import Score
 from .selection import LAST, in_top, score_keys
 
@@ -72,7 +72,7 @@ class Scope:
     recent: int | float = 0
     protect: Any = None
     turns: str = "all"
-    needs: ClassVar[tuple[Need[Any], ...]] = ()  # what `mask` reads
+    needs: ClassVar[tuple[AnyNeed, ...]] = ()  # what `mask` reads
     ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
     def check(self) -> None:
@@ -173,7 +173,7 @@ class DeviationScope(Scope):
     """
 
     protected: int | float = 0.5
-    needs: ClassVar[tuple[Need[Any], ...]] = (Sums("sum"), Sums("squares"))
+    needs: ClassVar[tuple[AnyNeed, ...]] = (Sums("sum"), Sums("squares"))
 
     def check(self) -> None:
         super().check()
@@ -209,7 +209,7 @@ class RangeScope(Scope):
     """
 
     ranges: int | float = 0.25
-    needs: ClassVar[tuple[Need[Any], ...]] = (Held(),)
+    needs: ClassVar[tuple[AnyNeed, ...]] = (Held(),)
     ranked: ClassVar[str] = "ranges"
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
 from .context import EvictionContext, NewTokens, Observed
-from .needs import Need, NoisySums, Sums, WindowAttention
+from .needs import AnyNeed, NoisySums, Sums, WindowAttention
 from .selection import MAX_POSITION
 
 Form = str | None
@@ -73,7 +73,7 @@ class Score:
     evicts: ClassVar[bool] = True
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         """What the score reads beside positions and its own entries; a class attribute where it depends on no option."""
         return ()
 
@@ -208,7 +208,7 @@ class Accumulated(Summed):
     """
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (Sums("sum", sampled=self._sampled),)
 
     def unit(self, group: int) -> int:
@@ -232,7 +232,7 @@ class AccumulatedQuantized(Summed):
     """
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (Sums("count", sampled=self._sampled),)
 
     @kernel_value("count")
@@ -253,7 +253,7 @@ class Mean(Summed):
     """
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (Sums("sum", sampled=self._sampled),)
 
     @kernel_value("mean")
@@ -279,7 +279,7 @@ class Last(Score):
     is_weight: ClassVar[bool] = True
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (WindowAttention(1),)
 
     def check(self) -> None:
@@ -338,7 +338,7 @@ class ObservationWindow(Score):
     schedules: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (WindowAttention(self.window, protected=True),)
 
     def check(self) -> None:
@@ -388,7 +388,7 @@ class Defensive(ObservationWindow):
     pooling: str | None = "avg"
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
@@ -436,7 +436,7 @@ class GumbelSoftmax(Summed):
     damping: float = 1.0
 
     @property
-    def needs(self) -> tuple[Need[Any], ...]:
+    def needs(self) -> tuple[AnyNeed, ...]:
         options = {name: getattr(self, name) for name in ("noise", "resample", "tau", "generation_length")}
         return (NoisySums(sampled=self._sampled, decay=self.damping, across_layers=self.shared, **options),)
 

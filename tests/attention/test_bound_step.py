@@ -7,7 +7,7 @@ import torch
 
 import kvpatch
 from kvpatch.attention import bound_step
-from kvpatch.attention.bound_step import AppendingByKernels, AppendingByTorch, StackedByKernels, StackedByTorch, Unbound
+from kvpatch.attention.bound_step import FusedByKernels, FusedByTorch, Unbound
 from tests.helpers.comparing import EVICTING
 from tests.helpers.marks import slow_but
 from tests.helpers.running import kept
@@ -26,7 +26,7 @@ def model():
 def taken(monkeypatch):
     """The class of each bound step that is taken."""
     found = []
-    for cls in (StackedByTorch, StackedByKernels, AppendingByTorch, AppendingByKernels, Unbound):
+    for cls in (FusedByTorch, FusedByKernels, Unbound):
         def noted(self, *given, call=cls.__call__, name=cls.__name__):
             found.append(name)
             return call(self, *given)
@@ -69,8 +69,7 @@ def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
 
     found = both_ways(model, monkeypatch, run, policy, 0.5)
     agree(found)
-    appends = policy.schedule == "prompt" or policy.name == "full"
-    assert {"AppendingByTorch" if appends else "StackedByTorch"} >= set(taken) - {"Unbound"}
+    assert {"FusedByTorch"} >= set(taken) - {"Unbound"}
     unbound = ("key_norm", "key_diff", "cur", "kvzip", "kvzip_plus", "layer_defensive", "compactor")
     unbound += ("adakv", "critical_adakv", "defensive_snapkv")  # whose heads differ, since the window yields to the score
     assert (set(taken) == {"Unbound"}) == (policy.name in unbound)
@@ -85,7 +84,7 @@ def test_bound_steps_of_kernels(model, policy, taken, monkeypatch):
 
     agree(both_ways(model, monkeypatch, run, policy, 0.5, backend="triton", **options))
     # the first launch of a layer, which may fail, takes the whole way
-    assert set(taken) - {"Unbound"} == {"AppendingByKernels" if policy == "snapkv" else "StackedByKernels"}
+    assert set(taken) - {"Unbound"} == {"FusedByKernels"}
 
 
 def _rolled_back(model, cache):

@@ -467,12 +467,8 @@ MUTANTS = {
         "backends/torch_backend.py", "return out[..., : keys.v_BHTD.shape[-1]], lse", "return out, lse",
         "tests/arch/test_families.py::test_one_changes_nothing[deepseek_v3]"),
     "values of a step in the keys' size": (
-        "attention/bound_step.py", "self.values.view(N, self.C, -1)", "self.values.view(N, self.C, D)",
+        "attention/bound_step.py", "kv.values.view(N, self.C, -1)", "kv.values.view(N, self.C, D)",
         "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[1]"),
-    "values of a step that appends in the keys' size": (
-        "attention/bound_step.py", "kv.values.view(N, self.C, -1)\n        self.heads",
-        "kv.values.view(N, self.C, D)\n        self.heads",
-        "tests/arch/test_latent.py::test_steps_between_the_first_layer_and_the_last[4]"),
     "latents: values are stored beside their keys": (
         "cache/slots.py", "(self.keys,) if self.latent else (self.keys, self.values)", "(self.keys, self.values)",
         f"{LATENT}_bytes_are_those_of_latents[16]"),

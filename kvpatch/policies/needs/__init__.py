@@ -20,7 +20,7 @@ What it keeps of a token is in the layer's state; what it keeps of a layer is a 
 taken back with the layer's rows.
 """
 
-from .base import LayerRead, Need, Note, PromptRead, StepRead
+from .base import AnyNeed, LayerRead, Need, Note, PromptRead, StepRead
 from .calibrated import Calibrated
 from .chunk_attention import ChunkAttention
 from .declared import Needs
@@ -34,6 +34,7 @@ from .sums import Sums
 from .window_attention import WindowAttention
 
 __all__ = [
+    "AnyNeed",
     "Calibrated",
     "ChunkAttention",
     "Held",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -221,3 +221,7 @@ class Need(Generic[View]):
         letters = {"1": 1, **sizes, **self.sizes}
         named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]
         return {name: tuple(letters.get(letter) for letter in name.rpartition("_")[2]) for name in named}
+
+
+AnyNeed: TypeAlias = Need[Any]
+"""A need whatever its view is."""

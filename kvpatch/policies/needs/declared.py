@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...errors import KVPatchError
 from ..statistics import kernel_of
-from .base import Need
+from .base import AnyNeed, Need
 from .noisy_sums import NoisySums
 from .sums import Sums
 
-Kind = TypeVar("Kind", bound=Need[Any])
+Kind = TypeVar("Kind", bound=AnyNeed)
 _NOW = {
     "statistics": 'needs = (Sums("cubes"),)',
     "observed_rows": "needs = (WindowAttention(32),)",
@@ -28,7 +28,7 @@ _FORMER = frozenset(_NOW)
 """Members of scores before there were needs, which nobody would read any more."""
 
 
-class Needs(tuple[Need[Any], ...]):
+class Needs(tuple[AnyNeed, ...]):
     """The needs of a policy, each once.
 
     Attributes:
@@ -37,7 +37,7 @@ class Needs(tuple[Need[Any], ...]):
         rows: query rows of a prompt whose attention is needed: "none", "window" (the last few) or "all".
     """
 
-    def __init__(self, needs: Iterable[Need[Any]]) -> None:
+    def __init__(self, needs: Iterable[AnyNeed]) -> None:
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
         asked = [need.rows for need in self]
@@ -46,7 +46,7 @@ class Needs(tuple[Need[Any], ...]):
     @classmethod
     def of(cls, parts: Iterable[Any]) -> Needs:
         """Return the needs that a policy's parts declare. Raises KVPatchError for anything else."""
-        found: dict[Any, Need[Any]] = {}
+        found: dict[Any, AnyNeed] = {}
         for part in parts:
             for name in _FORMER & set(dir(type(part))):
                 raise KVPatchError(
