@@ -9,11 +9,10 @@ from typing import get_args
 
 import pytest
 import torch
-import yaml
 
 import kvpatch
 from kvpatch.backends import protocol, torch_backend
-from kvpatch.cli import catalogue, demo
+from kvpatch.cli import demo
 from kvpatch.policies.context import EvictionContext, NewTokens
 from kvpatch.policies.statistics import STATISTICS
 from tests import conftest
@@ -34,18 +33,6 @@ def said(name, pattern):
     """The numbers that a page states, in digits or words, where a pattern has its groups."""
     (found,) = re.finditer(pattern, page(name))
     return tuple(WORDS[one] if one in WORDS else int(one) for one in found.groups())
-
-
-def papers():
-    return {entry.link for entry in catalogue.POLICIES.values() if entry.link}
-
-
-def test_papers_and_policies_of_the_readme_are_those_of_the_command():
-    assert said("README.md", r"those of (\d+) papers come along") == (len(papers()),)
-    section = (HERE / "README.md").read_text().split("## Papers")[1]
-    assert set(re.findall(r"\]\((https?://.*?)\)", section)) == papers()
-    abstract = yaml.safe_load((HERE / "CITATION.cff").read_text())["abstract"]
-    assert f"policies of {len(papers())} papers" in abstract
 
 
 def test_policies_of_the_demo():

@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class PolicyOptions(TypedDict, total=False):
-    """Options of the named policies, as keyword arguments of `patched`; `Policy.options()` lists those of one policy.
+    """Options of the named policies, as keyword arguments of `patched`.
 
-    A policy of your own may have others: set them with `Policy.with_options(...)` or where you build it.
+    `Policy.options()` lists those of one policy, `kvpatch policies` those of each. A policy of your own may have others: set
+    them with `Policy.with_options(...)` or where you build it.
 
     Attributes:
         sinks: first tokens that stay.
@@ -19,42 +20,40 @@ class PolicyOptions(TypedDict, total=False):
         protect: tokens of the prompt that stay: a boolean mask [n] or [B,n], token ids, or "image" or "text".
         every: tokens that decode steps evict at once (policies that evict while decoding).
         turns: what the budget of a later prompt covers under schedule "prompt": "all", "each" or "first".
-        protected: tokens protected by deviation (roco), a number or a share of the budget.
-        dilation: tokens skipped between two of the pattern (dilated_window).
-        heads: "layer" or "each" (tova).
-        scores: "all", or "sampled" for sums from a sample of a long prompt's rows (h2o, scissorhands, roco, keyformer).
-        window: query rows of the observation window (snapkv, pyramidkv, adakv, chunk_kv, dropkv, r_kv, vase), or tokens whose
-            norms are compared (cur).
-        kernel: odd number of neighbouring tokens that are pooled (those with an observation window).
-        pooling: "max", "avg" or None (those with an observation window).
-        combine: "product", "mean", "key" or "value" (cur).
-        lag: tokens of a partition (lag_kv).
-        sketch: columns of the random matrix that keys are multiplied with (leverage, compactor).
-        instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives (kvzip, kvzip_plus).
-        chunk: tokens that are repeated at a time (kvzip, kvzip_plus), or that look at each other (compactor).
-        blend: weight of the keys' leverage (compactor).
-        future: coming positions whose rotations are averaged (expected_attention).
-        covariance: False takes the mean query alone (expected_attention).
-        noise: "gumbel", "gaussian", "constant" or "none" (keyformer).
-        resample: draw noise anew for every query (keyformer).
-        tau: temperatures at the prompt and at the last new token (keyformer).
-        generation_length: new tokens to assume without generate() (keyformer).
-        shared: one sum for all layers (keyformer).
-        damping: factor of the sum before each addition (keyformer).
-        size: tokens of a chunk (chunk_kv, chunked).
-        together: whether the heads of a layer keep the same chunks (chunk_kv, chunked).
-        threshold: least cosine of keys whose values are merged (merged).
-        beta: ratio of the mean budget to the last layer's (pyramid).
-        floor: share of the budget that every head receives (adaptive, global_topk).
-        alpha: share of the budget that the first stage keeps (critical), or attention above which a step uses a token (raas,
-            lazy).
-        weight: share of the attention in the score (r_kv).
-        alike: cosine above which a key repeats another; None counts all (r_kv).
-        calibration: what load_calibration() returns (q_filter, tri_attention, duo, learned).
-        reach: the farthest offset of a probe, in positions (tri_attention).
-        ranges: tokens protected by the range of their values, a number or a share of the budget (vase).
-        eps: weight of the norm for tokens without attention (critical, expected_attention).
-        norm: 1 or 2, norm of the projected values (critical).
+        protected: tokens protected by deviation, a number or a share of the budget.
+        dilation: tokens skipped between two of the pattern.
+        heads: "layer" or "each".
+        scores: "all", or "sampled" for sums from a sample of a long prompt's rows.
+        window: query rows of the observation window; with cur, tokens whose norms are compared.
+        kernel: odd number of neighbouring tokens that are pooled.
+        pooling: "max", "avg" or None.
+        combine: "product", "mean", "key" or "value".
+        lag: tokens of a partition.
+        sketch: columns of the random matrix that keys are multiplied with.
+        instruction: token ids before a repeated prompt, such as repeat_instruction(tokenizer) gives.
+        chunk: tokens that are repeated at a time; with compactor, tokens that look at each other.
+        blend: weight of the keys' leverage.
+        future: coming positions whose rotations are averaged.
+        covariance: False takes the mean query alone.
+        noise: "gumbel", "gaussian", "constant" or "none".
+        resample: draw noise anew for every query.
+        tau: temperatures at the prompt and at the last new token.
+        generation_length: new tokens to assume without generate().
+        shared: one sum for all layers.
+        damping: factor of the sum before each addition.
+        size: tokens of a chunk of the text.
+        together: whether the heads of a layer keep the same chunks.
+        threshold: least cosine of keys whose values are merged.
+        beta: ratio of the mean budget to the last layer's.
+        floor: share of the budget that every head receives.
+        alpha: share of the budget that the first stage keeps; with raas and lazy, attention above which a step uses a token.
+        weight: share of the attention in the score.
+        alike: cosine above which a key repeats another; None counts all.
+        calibration: what load_calibration() returns.
+        reach: the farthest offset of a probe, in positions.
+        ranges: tokens protected by the range of their values, a number or a share of the budget.
+        eps: weight of the norm for tokens without attention.
+        norm: 1 or 2, norm of the projected values.
     """
 
     sinks: int
