@@ -14,6 +14,7 @@ import kvpatch
 from kvpatch.backends import protocol, torch_backend
 from kvpatch.cli import demo
 from kvpatch.policies.context import EvictionContext, NewTokens
+from kvpatch.policies.facts import PAPERS
 from kvpatch.policies.statistics import STATISTICS
 from tests import conftest
 from tests.helpers.tiny import make, prompt
@@ -33,6 +34,10 @@ def said(name, pattern):
     """The numbers that a page states, in digits or words, where a pattern has its groups."""
     (found,) = re.finditer(pattern, page(name))
     return tuple(WORDS[one] if one in WORDS else int(one) for one in found.groups())
+
+
+def test_papers_of_the_readme():
+    assert said("README.md", r"those of (\d+) papers come along") == (len(PAPERS),)
 
 
 def test_policies_of_the_demo():

@@ -1,4 +1,4 @@
-"""The project's own pages say what is true of the repository: its version, its commands, its files."""
+"""The project's own pages say what is true of the repository: its version, its papers, its commands, its files."""
 
 import re
 from pathlib import Path
@@ -7,16 +7,20 @@ import pytest
 import yaml
 
 import kvpatch
+from kvpatch.policies.facts import PAPERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "SECURITY.md")
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation_is_of_this_version_and_names_every_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == kvpatch.__version__
     assert citation["license"] == "Apache-2.0"
     assert citation["authors"] == [{"name": "The kvpatch authors"}]
+    assert f"of {len(PAPERS)} papers" in citation["abstract"]
+    assert {one["url"]: one["title"] for one in citation["references"]} == {one.link: one.title for one in PAPERS.values()}
+    assert all(one["authors"] and one["year"] for one in citation["references"])
 
 
 def test_the_licence_names_its_holder():
