@@ -1,7 +1,7 @@
 """Facts of the named policies and of their papers, for commands, pictures and pages: the one table of them.
 
 Imports no torch, so that `kvpatch policies` answers at once. A policy's row names its paper, the colour of its lines, and the
-defaults of its options; tests/policies/test_facts.py compares it with the registered policy and with every page.
+defaults of its options. tests/policies/test_facts.py compares it with the registered policy, tests/test_docs.py with its page.
 """
 
 from __future__ import annotations
