@@ -17,48 +17,9 @@ import torch
 from torch import Tensor
 
 from .errors import KVPatchError
+from .policies.facts import FACTS
 
 _BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
-_LOOKS = {
-    "full": ("#000000", "*"),
-    "random": ("#737373", "x"),
-    "window": ("#1f77b4", "s"),
-    "dilated_window": ("#9ecae1", "s"),
-    "streaming_llm": ("#17becf", "s"),
-    "key_attention": ("#c5b0d5", "o"),
-    "h2o": ("#9467bd", "o"),
-    "scissorhands": ("#8c564b", "o"),
-    "tova": ("#bcbd22", "o"),
-    "roco": ("#e377c2", "o"),
-    "keyformer": ("#ff7f0e", "o"),
-    "snapkv": ("#2ca02c", "^"),
-    "critical_snapkv": ("#98df8a", "v"),
-    "pyramidkv": ("#00695c", "^"),
-    "critical_pyramidkv": ("#80cbc4", "v"),
-    "adakv": ("#d62728", "^"),
-    "critical_adakv": ("#ff9896", "v"),
-    "dropkv": ("#8ca252", "^"),
-    "key_norm": ("#393b79", "D"),
-    "key_diff": ("#5254a3", "D"),
-    "cur": ("#9c9ede", "D"),
-    "lag_kv": ("#6b6ecf", "d"),
-    "chunk_kv": ("#ad494a", "^"),
-    "leverage": ("#8c6d31", "D"),
-    "compactor": ("#bd9e39", "D"),
-    "expected_attention": ("#637939", "D"),
-    "kvzip": ("#31a354", "P"),
-    "kvzip_plus": ("#006d2c", "P"),
-    "defensive_snapkv": ("#e6550d", "v"),
-    "layer_defensive": ("#a63603", "v"),
-    "q_filter": ("#cedb9c", "D"),
-    "tri_attention": ("#6a51a3", "D"),
-    "duo": ("#de2d26", "*"),
-    "learned": ("#74c476", "P"),
-    "raas": ("#756bb1", "s"),
-    "lazy": ("#9e9ac8", "s"),
-    "r_kv": ("#ce6dbd", "X"),
-    "vase": ("#de9ed6", "X"),
-}
 _OTHERS = ("#843c39", "#7b4173", "#a55194")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 
@@ -107,11 +68,13 @@ def png(figure: Any, dpi: int = 90) -> bytes:
 
 
 def style(policy: str) -> tuple[str, str]:
-    """Return the color and the marker of a policy, the same in every picture of the project.
+    """Return the colour and the marker of a policy, the same in every picture of the project.
 
-    A policy that has none of its own gets one that depends on its name alone.
+    A policy that is none of FACTS gets one that depends on its name alone.
     """
-    return _LOOKS.get(policy) or (_OTHERS[zlib.crc32(policy.encode()) % len(_OTHERS)], "P")
+    if (fact := FACTS.get(policy)) is not None:
+        return fact.colour, fact.marker
+    return _OTHERS[zlib.crc32(policy.encode()) % len(_OTHERS)], "P"
 
 
 def every_head(kept_LHT: Tensor, title: str) -> Any:

@@ -19,6 +19,7 @@ from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
+from kvpatch.policies.facts import FACTS, PAPERS
 from kvpatch.policies.statistics import STATISTICS
 from tests.helpers import tiny
 from tests.test_readme import _words
@@ -130,13 +131,25 @@ def test_every_policy_has_a_page_and_every_public_name_an_entry():
         assert name == "policies" or f":: kvpatch.{name}\n" in TEXT["reference/python.md"], name
 
 
-def test_every_paper_has_a_link_and_an_entry():
-    for name in kvpatch.list_policies():
-        page = TEXT[f"policies/{name}.md"]
-        links = set(re.findall(r"\((?:https://arxiv.org/abs/|https://openreview.net/forum\?id=)([\w.]+)\)", page))
-        entries = set(re.findall(r"(?:eprint += \{|arXiv:|url +=.*\?id=)([\w.]+)\}", page))
-        assert links == entries, name
-        assert links or name == "full", name
+def _entries(section):
+    """BibTeX keys and titles by address of the papers that a page has entries of."""
+    for key, body in re.findall(r"@\w+\{(\w+),(.*?)\n\}", section, re.DOTALL):
+        address = re.search(r"(?:eprint += \{|arXiv:|url +=.*?\{)([^\s}]+)\}", body)[1]
+        yield address, (key, re.sub("[{}]", "", re.search(r"title += (.*),", body)[1]))
+
+
+def test_the_page_of_a_policy_cites_the_paper_of_its_row_first_and_every_paper_by_its_title_and_key():
+    papers = {paper.address: (paper.key, paper.title) for paper in PAPERS.values()}
+    for name, fact in FACTS.items():
+        section = TEXT[f"policies/{name}.md"].partition("\n## Paper")[2]
+        links = re.findall(r"\[([^\]]+)\]\((https://(?:arxiv|openreview)[^)]+)\)", section)
+        linked = {link.removeprefix("https://arxiv.org/abs/"): title for title, link in links}
+        entries = dict(_entries(section))
+        assert [*linked][:1] == [*entries][:1] == ([fact.address] if fact.paper else []), name
+        for address, (key, title) in entries.items():
+            assert linked[address] == title and papers.get(address, (key, title)) == (key, title), f"{name}: {title}"
+        for address in linked.keys() - entries.keys():
+            assert linked[address] == papers[address][1], f"{name}: {linked[address]}"
 
 
 # ---- links and names ----

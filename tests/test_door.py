@@ -1,7 +1,6 @@
 """The door: what patched(), patch() and unpatch() take, when they check it, and what they leave."""
 
 import copy
-import dataclasses
 import gc
 import inspect
 import rlcompleter
@@ -13,12 +12,6 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.policies import POLICIES
-from kvpatch.policies.allocation import Adaptive, Pyramid
-from kvpatch.policies.merging import Merge
-from kvpatch.policies.options import PolicyOptions
-from kvpatch.policies.scopes import DeviationScope, Scope
-from kvpatch.policies.selection import TwoStage
 from kvpatch.policies.uses import USES
 from tests.helpers.tiny import MODELS, MORE, force, make, prompt, snapshot
 
@@ -72,15 +65,6 @@ def test_an_inner_module_is_found_by_its_name_and_a_slip_is_answered():
 
 
 # ---- one signature ----
-
-
-def test_the_types_know_every_option_of_the_policies():
-    parts = {type(part) for policy in POLICIES.values() for part in policy._parts()}
-    parts |= {Scope, DeviationScope, TwoStage, Adaptive, Pyramid, Merge}
-    fields = {field.name for part in parts for field in dataclasses.fields(part)} | {"every"}
-    assert set(PolicyOptions.__annotations__) == fields
-    for name in fields:
-        assert f"        {name}: " in PolicyOptions.__doc__
 
 
 def test_patch_describes_no_argument_again():

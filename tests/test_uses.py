@@ -11,7 +11,6 @@ import typer
 
 import kvpatch
 from examples import chat
-from kvpatch.cli import catalogue
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import parse_k
 from kvpatch.cli.model_commands import check, generate
@@ -19,6 +18,7 @@ from kvpatch.cli.options import parse_options
 from kvpatch.cli.serve_command import serve
 from kvpatch.errors import KVPatchError
 from kvpatch.policies import POLICIES
+from kvpatch.policies.facts import FACTS
 from kvpatch.policies.uses import USES, find_use, list_uses
 from tests.cli.test_cli import run
 from tools import docs_tables
@@ -138,6 +138,6 @@ def test_the_options_of_the_command_line_are_those_of_the_call():
 def test_the_list_of_policies_begins_with_the_uses():
     table = run("policies").stdout.split("\n\n")[0].splitlines()[1:]
     assert [re.split("  +", line) for line in table] == [[use.name, use.write_options()] for use in USES]
-    for name, entry in catalogue.POLICIES.items():
+    for name, fact in FACTS.items():
         uses = [use.name for use in list_uses(name)]
-        assert entry.use.startswith("; ".join(uses) + ": ") or not uses, name
+        assert fact.describe_use().startswith("; ".join(uses) + ": ") or not uses, name

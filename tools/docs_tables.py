@@ -13,6 +13,7 @@ from pathlib import Path
 import kvpatch
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.policies import POLICIES, Policy
+from kvpatch.policies.facts import COMMON, PAPERS
 from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
@@ -87,12 +88,11 @@ def _first_line(page: Path) -> str:
 def options(name: str) -> str:
     """The options of one policy, and what its parts' docstrings say about them."""
     policy = POLICIES[name]
-    values, shared = policy.options(), {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "every": 1}
     meaning = {key: text for part in _parts(policy) for key, text in _attributes(part).items()}
     rows = [
         (f"`{option}`", f"`{value!r}`", meaning.get(option, ""))
-        for option, value in values.items()
-        if option not in shared or value != shared[option]
+        for option, value in policy.options().items()
+        if option not in COMMON or value != COMMON[option]
     ]
     return markdown(("option", "default", "means"), rows) if rows else "None of its own."
 
@@ -172,6 +172,12 @@ def served(_: str) -> str:
     return f"{rows}; {found[1]} of transformers' {found[2]} causal model types [are served](docs/architectures.md)."
 
 
+def papers(_: str) -> str:
+    """One sentence with a link to every paper of a policy."""
+    *most, last = (f"[{paper.name}]({paper.link})" for paper in PAPERS.values())
+    return f"The policies are those of {', '.join(most)} and {last}."
+
+
 FOLDERS = {"readme": "docs/policies/", "guides": "../policies/", "policies": ""}
 """Where the policies' pages are, seen from a page."""
 
@@ -202,6 +208,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "served": served,
     "grpo": grpo,
     "uses": uses,
+    "papers": papers,
 }
 
 

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from ..errors import KVPatchError
+from ..policies.facts import FACTS
 from ..policies.uses import USES, list_uses
 from . import options as given
 from .calibrate_command import calibrate, learn
-from .catalogue import ARCHITECTURES, POLICIES
+from .known_models import ARCHITECTURES
 from .model_commands import check, compare, generate
 from .options import parse_options
 from .output import print_json, print_rows, short_errors
@@ -55,17 +56,18 @@ def main(
 def policies(json: given.Json = False) -> None:
     """List uses and the policy to take for each, then all policies with their options and papers."""
     if json:
-        for one in POLICIES.values():
-            about = {key: value for key, value in vars(one).items() if key != "about"}
+        for one in FACTS.values():
+            about = {"name": one.name, "paper": one.paper, "arxiv": one.address, "schedule": one.schedule}
             uses = [use.key for use in list_uses(one.name)]
-            print_json({**about, "use": one.use, "uses": uses, "link": one.link})
+            more = {"options": one.options, "use": one.describe_use(), "uses": uses, "link": one.link}
+            print_json(about | more)
         return
     print_rows(("for", "type"), [(use.name, use.write_options()) for use in USES])
     print()
     rows = []
-    for one in POLICIES.values():
+    for one in FACTS.values():
         options = ", ".join(f"{name}={value!r}" for name, value in one.options.items())
-        rows.append((one.name, one.use, options, f"{one.paper} {one.link}".strip()))
+        rows.append((one.name, one.describe_use(), options, f"{one.paper} {one.link}".strip()))
     print_rows(("policy", "when to use it, what it keeps", "options", "paper"), rows)
     print("\nEvery policy also takes sinks= (first tokens), recent= (newest ones) and protect= (a mask or token ids).")
 

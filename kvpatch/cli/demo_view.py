@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import plotting
+from ..policies.facts import FACTS
 from ..report import Report, block
-from .catalogue import POLICIES
 from .needles import Text
 
 
@@ -79,7 +79,7 @@ def show_story(console: Console, policies: list[str]) -> None:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     for name in policies:
-        table.add_row(name, POLICIES[name].use if name in POLICIES else "")
+        table.add_row(name, FACTS[name].describe_use() if name in FACTS else "")
     console.print(table)
     console.print()
 

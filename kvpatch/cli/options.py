@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
-from .catalogue import BACKENDS, BITS, POLICIES, POSITIONS, SCHEDULES, check_calibration, check_choice, check_policy
+from ..policies.facts import FACTS
+from .catalogue import BACKENDS, BITS, POSITIONS, SCHEDULES, check_calibration, check_choice, check_policy
 from .loading import check_budget, parse_k, read_prompt
 
 
@@ -28,7 +29,7 @@ PolicyName = Annotated[
     typer.Option(
         "--policy",
         help='A name of `kvpatch policies`, or a combination such as "critical(adaptive(roco))".',
-        autocompletion=_named(tuple(POLICIES)),
+        autocompletion=_named(tuple(FACTS)),
     ),
 ]
 Budget = Annotated[

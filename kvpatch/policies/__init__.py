@@ -1,6 +1,6 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them.
 
-Names are imported where they are first used, so that `uses`, which needs no torch, can be read without it.
+Names are imported where they are first used, so that `uses` and `facts`, which need no torch, can be read without it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """The pictures of docs/results.md: one look per policy, drawn from the means that the page shows, against what is held."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import kvpatch
 from kvpatch import plotting
-from tools.evaluation import overview, page, pictures, plots
+from kvpatch.policies.facts import FACTS
+from tools.evaluation import observe, overview, page, pictures, plots
 from tools.evaluation.page import LATER, SECTIONS
 from tools.evaluation.pictures import Panel
 from tools.evaluation.table import Table
@@ -17,11 +19,22 @@ PAGE = (DOCS / "results.md").read_text(encoding="utf-8")
 STORED = pictures.read(DOCS / "results/means.jsonl")
 
 
-def test_every_policy_has_a_look_of_its_own():
-    looks = {name: plotting.style(name) for name in kvpatch.list_policies()}
-    assert len(set(looks.values())) == len(looks)
-    assert len({colour for colour, _ in looks.values()}) == len(looks)
-    assert plotting.style("mine") == plotting.style("mine")
+def test_every_policy_has_a_colour_of_its_own():
+    colours = {fact.colour for fact in FACTS.values()}
+    assert len(colours) == len(FACTS) and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
+    assert plotting.style("mine") == plotting.style("mine") and plotting.style("mine")[0] not in colours
+
+
+def test_every_picture_draws_a_policy_in_the_colour_of_its_row(monkeypatch):
+    monkeypatch.setitem(FACTS, "window", replace(FACTS["window"], colour="#123456", marker="d"))
+    figures = [plotting.divergence({"window": [(9, 0.1)]}, "random", 10, 0.1, "title")]
+    for module in (plots, overview, observe):
+        monkeypatch.setattr(module, "save", lambda figure, _: figures.append(figure))
+    plots.draw(STORED["recall"], get_task("recall"), "title", "k", None)
+    overview.draw(STORED, None)
+    observe.plot({"window": [(1, 0.2)]}, None, "title", "across", "up")
+    drawn = [{(line.get_color(), line.get_marker()) for axes in figure.axes for line in axes.lines} for figure in figures]
+    assert len(drawn) == 4 and all(("#123456", "d") in looks for looks in drawn)
 
 
 def test_what_is_held_when_the_last_answer_is_due():
@@ -74,7 +87,7 @@ def test_names_in_the_first_figure_do_not_overlap(monkeypatch, tmp_path):
     drawn[0].canvas.draw()
     width, height = drawn[0].canvas.get_width_height()
     for axes in drawn[0].axes:
-        boxes = [text.get_window_extent() for text in axes.texts if text.get_text() in set(kvpatch.list_policies())]
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_text() in FACTS]
         assert len(boxes) == overview.BEST + len(overview.REFERENCES)
         for i, box in enumerate(boxes):
             assert 0 <= box.x0 and box.x1 <= width and 0 <= box.y0 and box.y1 <= height

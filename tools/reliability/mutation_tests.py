@@ -27,7 +27,7 @@ AGAIN = ("backends/test_triton_decode", "backends/test_triton_columns", "integra
 UNSEEN = ("tests/cache/test_compiled.py", "tests/integrations/test_tensor_parallel.py")
 # of what runs when a module is imported: defaults and the table of policies
 ALWAYS = (
-    "tests/cli/test_catalogue.py::test_policies_are_those_of_the_registry",
+    "tests/policies/test_facts.py::test_a_row_has_the_schedule_the_options_and_the_defaults_of_its_policy",
     "tests/policies/test_policy.py::test_a_policy_is_data",
     "tests/policies/test_scores.py::test_declarations",
     "tests/cache/test_cache.py::test_before_anything_was_read",
