@@ -52,7 +52,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         try:
             torch.set_default_dtype(torch.float32)
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed every device, too
             twin = kind(config).eval()
         finally:
             torch.set_default_dtype(default)

@@ -173,7 +173,7 @@ def _end(ended: list[Ended]) -> None:
 def _shared(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
     """Return the tokens that each head of the layers keeps of the budget that they share, by row."""
     device = ended[0].call.slots.positions.device
-    keys = [everyone.heads(one.rank(), empty=FIRST).to(device) for one in ended]
+    keys = [everyone.gather_heads(one.rank(), empty=FIRST).to(device) for one in ended]
     width = max(key.shape[-1] for key in keys)
     ranked = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
     least = on_device(_joined([one.least(share) for one in ended]), device)
@@ -233,7 +233,7 @@ def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], l
         fixed_BH = now.copy(fixed_B, positions.device)[:, None].expand_as(held_BH)
     else:
         fixed_BH = ((positions >= 0) & (positions < now.copy(outside, positions.device)[:, None, None])).sum(-1)
-    held, fixed = torch.stack([everyone.heads(held_BH), everyone.heads(fixed_BH)]).tolist()
+    held, fixed = torch.stack([everyone.gather_heads(held_BH), everyone.gather_heads(fixed_BH)]).tolist()
     return held, fixed
 
 

@@ -51,12 +51,16 @@ def attend(
         more, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
         call.show(call.keys(call.slots.used), copied=more or moves)
     if stack is None:
-        _end(call, q_BHGD, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
+        new = q_BHGD, k_BH1D, v_BH1D
+        _end(call, new, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:
         stack.close()
-        _end(stack.call, None, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
+        _end(stack.call, _NOTHING, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
         stack.share_free()
     return out
+
+
+_NOTHING = None, None, None
 
 
 def _by_torch(
@@ -89,18 +93,21 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
 
 def _end(
     call: Call,
-    q_BHGD: Tensor | None,
+    new: tuple[Tensor | None, Tensor | None, Tensor | None],
     p_BHGT: Tensor | None,
     positions_BHT: Tensor,
     newest_B11: Tensor,
     t: int,
     named: bool,
 ) -> None:
-    """Let needs read the step and name the slots for the next token, unless kernels have. q_BHGD: None for stacked layers."""
+    """Let needs read the step and name the slots for the next token, unless kernels have.
+
+    new: queries, key and value of the token; None for stacked layers.
+    """
     if p_BHGT is not None and call.policy.needs.sums:
         _sum(call, p_BHGT, positions_BHT, newest_B11, t)
     if call.steppers:
-        step, log = StepRead(call, q_BHGD, p_BHGT, call.observes, newest_B11[:, 0]), call.slots.undo_log
+        step, log = StepRead(call, *new, p_BHGT, call.observes, newest_B11[:, 0]), call.slots.undo_log
         for need in call.steppers:
             if log and (note := call.notes.get(need.name)) is not None:
                 log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)

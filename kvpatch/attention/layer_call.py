@@ -402,7 +402,7 @@ class Call(LayerRead):
         return {one.key: STATISTICS[one.key](block, one) for one in self.policy.needs.sums}
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Add increments [B,H,T] to the state; sums are first multiplied by their decay."""
+        """Add a pass's increments [B,H,T] to the layer's sums, in place; the old sums are first multiplied by their decay."""
         slots = self.slots
         for one in self.policy.needs.sums:
             increment = sums[one.key]

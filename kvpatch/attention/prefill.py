@@ -54,7 +54,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     with torch.no_grad():
         if call.readers:
             read = PromptRead(
-                call, q_BHGQD, plain_BHGQD, k_BHQD, positions_BQ, rows_BQ, found.lse, past, now.ends_prompt,
+                call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, found.lse, past, now.ends_prompt,
                 functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
                 functools.partial(_attend_window, call, keys),
             )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..policies.batched import Batched
-from ..policies.rhythm import later
+from ..policies.rhythm import advance_waits
 
 
 class Mode(Batched):
@@ -148,7 +148,7 @@ class Evicting(Slotted):
     def count(self, tokens: int) -> None:
         self.filling = max(self.filling - tokens, 0)
         self.grown += tokens if self.growing else 0
-        self.waits = later(self.waits, tokens, self.every)
+        self.waits = advance_waits(self.waits, tokens, self.every)
 
     def newest(self) -> int | None:
         return None if self.filling or self.waits else 0

@@ -376,16 +376,16 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
     """Make a table for the ranks of a pass of Q columns: the same at every decode step of a cache at its budget."""
-    ranks = _ranks(cache, Q, prompt)
+    ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
         cache.rotary = (ranks, make(ranks))
     return cache.rotary[1]
 
 
-def _ranks(cache: TextState, Q: int, prompt: bool) -> int:
-    """Return the most tokens that a head holds in a pass of Q columns, or a few more."""
+def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
+    """Return an upper bound of the tokens that one head holds in a pass of Q columns."""
     most, now, settings = 1, cache.running, cache.settings
-    first = cache.turns.count == 0 and not settings.policy.over_heads  # later ones include generated tokens
+    first = cache.turns.count == 0 and not settings.policy.over_heads  # later prompts are counted with the generated tokens
     for index, layer in enumerate(cache.layers):
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
         held = layer.taken if replaced else layer.taken + Q

@@ -30,8 +30,11 @@ MISPLACED = (
 )
 
 
-def no_argument(known: Sequence[str], options: dict[str, Any], arguments: Sequence[str]) -> None:
-    """Raise KVPatchError for a misspelt name of one of patched()'s own `arguments`; known: names of the policy's options."""
+def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arguments: Sequence[str]) -> None:
+    """Raise KVPatchError for an option that is another library's name of an argument, or looks like a misspelt one.
+
+    Other unknown options are left to the policy. known: names of its options; arguments: those of patched() itself.
+    """
     for name in [name for name in options if name not in known]:
         if name in BUDGETS:
             raise KVPatchError(

@@ -22,7 +22,7 @@ from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
 from ..policies.uses import USES
-from .inputs import no_argument
+from .inputs import refuse_misspelt_arguments
 from .target import Target
 
 POSITIONS = ("original", "renumbered")
@@ -90,10 +90,10 @@ def policy_of(
         KVPatchError: no policy, an unknown one, an option that it does not have, or a bad value.
     """
     if policy is None:
-        no_argument(tuple(PolicyOptions.__annotations__), options, arguments)
+        refuse_misspelt_arguments(tuple(PolicyOptions.__annotations__), options, arguments)
         raise KVPatchError(UNNAMED)
     chosen = policy if isinstance(policy, Policy) else get_policy(policy)
-    no_argument(tuple(chosen.options()), options, arguments)
+    refuse_misspelt_arguments(tuple(chosen.options()), options, arguments)
     return chosen.with_options(schedule, **options)
 
 

@@ -252,8 +252,8 @@ class Compactor(Leverage):
 def _standard(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
     """Return numbers less their mean, over their standard deviation, of some tokens of all heads of each row."""
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
-    among = everyone.heads(among_BHT.to(x.dtype), empty=0)
-    count, total = among.sum((1, 2), keepdim=True), everyone.heads(x, empty=0) * among
+    among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
+    count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among
     mean = total.sum((1, 2), keepdim=True) / count.clamp(min=1)
     square = ((total - mean).square() * among).sum((1, 2), keepdim=True) / (count - 1).clamp(min=1)
     return (x_BHT - mean) / square.sqrt().clamp_min(1e-6)

@@ -36,10 +36,11 @@ class Parallel:
         """Return the index, in the whole model, of the first of this process' H heads."""
         return self.rank * H
 
-    def heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
+    def gather_heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
         """Gather [B,H,...] of each process into [B,size*H,...], all heads in order.
 
-        empty: value that pads the last axis if processes hold different numbers of tokens; None if they cannot.
+        All processes must call it. empty: fills the last axis up to the longest process' tokens; None promises that they hold
+        equally many.
         """
         if self.size == 1:
             return own_BH

@@ -39,11 +39,11 @@ def waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({goal - count for count, goal in zip(counts, goals, strict=True)}))
 
 
-def later(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return what `waits` would after so many steps more.
+def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
+    """Return the waits after so many steps more; a wait of 0 begins again at `every`.
 
     Example:
-        >>> later((4, 7), steps=4, every=4)
+        >>> advance_waits((4, 7), steps=4, every=4)
         (3, 4)
     """
     return tuple(sorted({wait - steps if wait > steps else (wait - steps - 1) % every + 1 for wait in waiting}))

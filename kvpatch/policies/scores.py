@@ -294,11 +294,11 @@ class Last(Score):
         last = last.nan_to_num(0.0)  # a head whose score is NaN must not make the layer's mean NaN
         everyone = context.parallel
         if context.aligned:
-            return everyone.heads(last).mean(1, keepdim=True).expand_as(last)
+            return everyone.gather_heads(last).mean(1, keepdim=True).expand_as(last)
         # heads hold different tokens: add the scores up by position, in as many bins as there are slots
-        S, last = last.shape[-1], everyone.heads(last, empty=0)
+        S, last = last.shape[-1], everyone.gather_heads(last, empty=0)
         B, H, _ = last.shape
-        position, index = everyone.heads(context.positions_BHT, empty=-1).flatten(1).sort(-1)
+        position, index = everyone.gather_heads(context.positions_BHT, empty=-1).flatten(1).sort(-1)
         change = position != position.roll(1, -1)
         bins = torch.empty_like(index).scatter_(-1, index, change.long().cumsum(-1) - 1)
         bins = bins.clamp(min=0)

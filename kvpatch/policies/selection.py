@@ -184,7 +184,7 @@ class Chunked(Selection):
         total = score.new_zeros(shape).scatter_add_(2, chunk, score.masked_fill(~candidate, 0.0))
         count = score.new_zeros(shape).scatter_add_(2, chunk, candidate.to(score.dtype))
         if self.together:
-            total, count = (everyone.heads(one).sum(1, keepdim=True).expand(shape) for one in (total, count))
+            total, count = (everyone.gather_heads(one).sum(1, keepdim=True).expand(shape) for one in (total, count))
         mean = (total / count.clamp(min=1)).gather(2, chunk)
         return eviction_keys(score_keys(mean, position, signed=True), protected=protected, dead=dead, empty=None)
 

@@ -166,3 +166,13 @@ def test_a_twin_keeps_what_shapes_attention():
         assert getattr(big, name) == getattr(small, name)
     assert set(small.layer_types) == set(big.layer_types) and small.sliding_window == 8
     assert sum(parameter.numel() for parameter in twin.parameters()) < 2_000_000
+
+
+def test_a_twin_draws_from_the_host_s_random_numbers_alone(monkeypatch):
+    """torch.manual_seed would also seed every GPU, whose state nobody puts back."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("reseeds all devices"))
+    sketched, before = sketch("vaultgemma"), torch.get_rng_state()
+    attentions = [module for module in sketched.modules() if type(module).__name__ == "VaultGemmaAttention"]
+    first, second = (make_twin(sketched.model, attentions) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

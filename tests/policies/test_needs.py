@@ -93,7 +93,27 @@ def test_it_decides_what_is_kept(model, fading):
         cache = read(model, patch, prompt(1, 20), steps=0)
     with torch.no_grad(), kvpatch.patched(model, "full") as patch:
         keys = read(model, patch, prompt(1, 20), steps=0).layers[0].kv.numbers(20)[0]
-    score = (keys @ means(cache)[0].mean(2)[..., None]).squeeze(-1)
+    score = (keys @ means(cache)[0].mean(2)[..., None]).squeeze(-1)  # its scale ranks alike
     for head in range(keys.shape[1]):
         chosen = score[0, head, 1:18].topk(5).indices + 1
         assert sorted(p for p in cache.positions(0)[0, head].tolist() if p >= 0) == sorted([0, 18, 19, *chosen.tolist()])
+
+
+def test_pieces_of_a_row_that_ended_leave_its_mean(model, fading):
+    """Read in blocks of four, the shorter row ends earlier: its mean is that of its last block with a token."""
+    ids, mask = prompt(2, 16), left_pad(prompt(2, 16), [16, 9])
+    with torch.no_grad(), kvpatch.patched(model, fading, k=6, block=4) as patch:
+        both, alone = patch.new_cache(), patch.new_cache()
+        force(model, ids, prompt(2, 0), mask, both)
+        force(model, ids[1:, 7:], prompt(1, 0), cache=alone)
+    for whole, own in zip(means(both), means(alone), strict=True):
+        torch.testing.assert_close(whole[1:], own)
+        assert own.abs().sum() > 0
+
+
+def test_a_need_that_does_not_say_so_is_not_stacked(model, fading):
+    """A step of stacked layers has no queries of its own to read."""
+    with torch.no_grad(), kvpatch.patched(model, fading, k=8) as patch:
+        cache = read(model, patch, prompt(1, 20), steps=3)
+        assert cache.stack is None
+    assert fading.needs.alone and not kvpatch.get_policy("tova").needs.alone

@@ -649,7 +649,8 @@ MUTANTS = {
         "cache/layer.py", "_most())\n        self.used += 1\n", "_most())\n",
         "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
     "stacked layers: victim before the scores": (
-        "attention/decode.py", "_end(stack.call, None, stack.p_BHGT,", "_end(stack.call, None, None,", f"{ALIKE}[llama-tova]"),
+        "attention/decode.py", "_end(stack.call, _NOTHING, stack.p_BHGT,", "_end(stack.call, _NOTHING, None,",
+        f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
         "attention/stacked.py", "repeat_interleave(B)", "repeat_interleave(B) * 0", f"{ALIKE}[llama-keyformer]"),
     "stacked layers: the freed slot still counts": (

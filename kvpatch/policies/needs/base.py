@@ -89,7 +89,7 @@ class PromptRead:
         layer: the layer, the prompt's tokens included.
         q_BHGQD: queries as attention used them.
         plain_BHGQD: queries as they came: the same, but without positions where these are renumbered.
-        k_BHQD: keys that were written.
+        k_BHQD, v_BHQD: keys and values that were written.
         positions_BQ: positions of the columns, int64; -1 for padding.
         rows_BQ: the same, as attention's rows have them.
         lse_BHGQ: log-sum-exp of the queries' logits, if the kernel gave it.
@@ -107,6 +107,7 @@ class PromptRead:
     q_BHGQD: Tensor
     plain_BHGQD: Tensor
     k_BHQD: Tensor
+    v_BHQD: Tensor
     positions_BQ: Tensor
     rows_BQ: Tensor
     lse_BHGQ: Tensor | None
@@ -125,6 +126,7 @@ class StepRead:
     Attributes:
         layer: the layer, the new token included.
         q_BHGD: the token's queries as they came; None for stacked layers.
+        k_BH1D, v_BH1D: its key and value; None for stacked layers.
         p_BHGT: the token's probabilities; None if a kernel has added them to the statistics, or nobody needs them.
         observes: whether statistics are up to date, so that tokens may be evicted by them.
         positions_B1: the token's position.
@@ -132,6 +134,8 @@ class StepRead:
 
     layer: LayerRead
     q_BHGD: Tensor | None
+    k_BH1D: Tensor | None
+    v_BH1D: Tensor | None
     p_BHGT: Tensor | None
     observes: bool
     positions_B1: Tensor
@@ -147,7 +151,8 @@ class Need(Generic[View]):
         states: names of the state tensors [B,H,T] that it keeps up to date.
         lasts: whether these stay where no later step evicts.
         rows: rows of a prompt whose attention it needs: "none", "window" (the last few) or "all".
-        alone: whether its view reads what one layer holds, so that each layer evicts by itself while decoding.
+        alone: False promises that `step` and `view` read attention and state alone, no queries, keys, values or notes. Layers
+            that are alike are then stepped as one, stacked along the batch.
         is_read: whether it reads a prompt as it passes, so that a cache filled elsewhere cannot be taken over.
         entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
         undoes_rotation: whether it asks for queries or keys without their rotation.
@@ -159,7 +164,7 @@ class Need(Generic[View]):
     states: ClassVar[tuple[str, ...]] = ()
     lasts: ClassVar[bool] = True
     rows: ClassVar[Literal["none", "window", "all"]] = "none"
-    alone: ClassVar[bool] = False
+    alone: ClassVar[bool] = True
     is_read: ClassVar[bool] = False
     entry_by_position: ClassVar[bool] = False
     undoes_rotation: ClassVar[bool] = False

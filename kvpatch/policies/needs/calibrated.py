@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..measures import Calibration
 from .base import Need
@@ -20,6 +21,7 @@ class Calibrated(Need[None]):
 
     names: tuple[str, ...]
     calibration: Calibration | None = None
+    alone: ClassVar[bool] = False
 
     @property
     def refuses(self) -> Mapping[str, str]:

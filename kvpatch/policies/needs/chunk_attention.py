@@ -53,6 +53,7 @@ class ChunkAttention(Need[Tensor]):
 
     size: int
     name: ClassVar[str] = "local"
+    alone: ClassVar[bool] = False
     is_read: ClassVar[bool] = True
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from .base import Need
 class Held(Need[tuple[Tensor, Tensor]]):
     """Keys and values of all slots: context.view(Held) returns both [B,H,T,D]; those of empty slots may be anything."""
 
-    alone: ClassVar[bool] = True
 
     def view(self, context: EvictionContext) -> tuple[Tensor, Tensor]:
         return context.layer_read.held()
@@ -26,7 +25,6 @@ class Held(Need[tuple[Tensor, Tensor]]):
 class PlainKeys(Need[Tensor]):
     """Keys without their rotation: context.view(PlainKeys) returns them [B,H,T,D], in the scores' dtype."""
 
-    alone: ClassVar[bool] = True
     undoes_rotation: ClassVar[bool] = True
 
     @property

@@ -94,7 +94,6 @@ class LastQueries(Need[Looks]):
     protected: bool = True
     name: ClassVar[str] = "recent"
     note: ClassVar[type[Note] | None] = Recent
-    alone: ClassVar[bool] = True
     is_read: ClassVar[bool] = True
 
     @property

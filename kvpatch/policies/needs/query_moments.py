@@ -87,7 +87,6 @@ class QueryMoments(Need[Queries]):
     future: int
     covariance: bool = True
     name: ClassVar[str] = "moments"
-    alone: ClassVar[bool] = True
     is_read: ClassVar[bool] = True
     undoes_rotation: ClassVar[bool] = True
 

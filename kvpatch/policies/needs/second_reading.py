@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class SecondReading(Need[Tensor]):
     instruction: Any = ()
     chunk: int = 2048
     by_outputs: bool = False
+    alone: ClassVar[bool] = False
 
     @property
     def projects(self) -> bool:

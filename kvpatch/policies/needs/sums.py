@@ -28,6 +28,7 @@ class Sums(Need[Tensor]):
     decay: float = 1.0
     across_layers: bool = False
     rows: ClassVar[Literal["none", "window", "all"]] = "all"
+    alone: ClassVar[bool] = False
     is_read: ClassVar[bool] = True
 
     @property

@@ -43,6 +43,7 @@ class WindowAttention(Need[Tensor]):
     states: ClassVar[tuple[str, ...]] = ("observed",)
     lasts: ClassVar[bool] = False
     rows: ClassVar[Literal["none", "window", "all"]] = "window"
+    alone: ClassVar[bool] = False
     is_read: ClassVar[bool] = True
 
     @property
