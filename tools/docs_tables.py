@@ -26,6 +26,7 @@ BENCHMARKS = {
     "earlier": DOCS.parent / "benchmarks/cpu-amd-epyc-zen4.jsonl",
     "replay": DOCS.parent / "benchmarks/replay-cpu-amd-epyc-zen4.jsonl",
     "threads": DOCS.parent / "benchmarks/threads-cpu-intel-xeon.jsonl",
+    "counts": DOCS.parent / "benchmarks/counts.jsonl",
     "kvpress": DOCS.parent / "benchmarks/kvpress-cpu-amd-epyc-zen4.jsonl",
 }
 _MARK = re.compile(r"<!-- (?P<name>\w+)(?:: (?P<argument>\w+))? -->\n.*?<!-- /(?P=name) -->", re.DOTALL)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..backends.entries import codecs
 from ..errors import InvalidError
+from .growth import slack
 from .layer import SlotLayer
 from .modes import Evicting, Filling, Growing, Moving, Reading
 from .state import TextState
@@ -57,13 +58,15 @@ def check_state(cache: TextState) -> None:
 def check_bytes(cache: TextState) -> None:
     """Raise InvalidError if more is allocated than is held plus the slack of growth.py.
 
-    Room that was asked for may be more, and so may that of the next block while a prompt is read in blocks.
+    Room that was asked for may be more, with a sixteenth of all slots on top (hooks/capacity.py). So may the room of the next
+    block while a prompt is read in blocks.
     """
     ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
     for index, layer in enumerate(cache.layers):
         with _named(index):
             if layer.is_initialized:
-                _check_layer_bytes(layer, max(ahead, layer.ahead_of))
+                rounded = 0 if cache.request.room is None else slack(layer.kv.width)
+                _check_layer_bytes(layer, max(ahead, layer.ahead_of) + rounded)
 
 
 class _named:

@@ -3,6 +3,7 @@
 A captured step reads and changes tensors by address, so it must be one that holds in tensors all that changes from step to
 step: the step that torch.compile traces (cache/compiled.py). Its cache's tensors stay where they are. The next prompt's cache,
 if it has the same shapes and facts, is copied into them and lives there from then on; another gets a capture of its own.
+Slots are rounded up to classes (capacity.py), so that prompts of similar lengths have the same shapes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from . import ownership
+from .capacity import round_capacities
 from .state import PatchState
 
 _LOG = logging.getLogger(__name__)
-KINDS = 4  # of steps whose graphs are kept: each holds a cache's memory, and under a share of a prompt every length is a kind
+KINDS = 4  # of steps whose graphs are kept: each holds a cache's memory, and under a share of the prompt every class is a kind
 COUNTS = ("seen", "floor", "slack", "grown", "steps")  # a traced step reads none of these numbers
 NO_DEVICE = (
     "patch.graph() captures steps in CUDA graphs, and {}. Call the model itself, or compile its step: "
@@ -135,6 +137,7 @@ class StepGraph:
         left = 0 if self._failed else self._steps(cache, ids_B1)
         if not left:
             return None
+        round_capacities(cache)
         kind = (ids_B1.shape, ids_B1.dtype, ids_B1.device, _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not
             self._known[kind] = None

@@ -121,9 +121,9 @@ def test_other_shapes_get_a_graph_of_their_own():
 
 
 def test_a_bounded_number_of_graphs_and_caches_stays():
-    """Under a share of the prompt each length is a kind of its own."""
+    """Under a share of the prompt each class of lengths (test_capacity.py) is a kind of its own."""
     model, alive = make("llama_gqa"), []
-    lengths = range(24, 24 + 2 * (KINDS + 3), 2)
+    lengths = range(24, 24 + 16 * (KINDS + 3), 16)
     with kvpatch.patched(model, "h2o", 0.5) as patch:
         graph = StepGraph(model, patch._state, FakeRecorder)
         for n in [*lengths, lengths[-1], lengths[0]]:

@@ -599,6 +599,9 @@ MUTANTS = {
     "the cache that leaves a graph's memory keeps it": (
         "hooks/graph.py", "holder[name] = holder[name].clone()", "pass",
         "tests/hooks/test_graph.py::test_caches_in_turns_and_steps_of_the_model_in_between"),
+    "slots that were added for a graph's class hold a token": (
+        "hooks/capacity.py", "fitted(layer.positions[:, :, :used], C, -1)", "fitted(layer.positions[:, :, :used], C, 0)",
+        "tests/hooks/test_capacity.py::test_prompts_of_different_lengths_share_one_graph[llama_gqa-h2o-{}]"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),

@@ -78,8 +78,12 @@ def test_what_starts_work_is_counted():
 
 
 @pytest.mark.parametrize(
-    "read", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 2], lambda x: x.nonzero()]
-)
+    "read",
+    [
+        lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 2], lambda x: x.nonzero(),
+        lambda x: torch.tensor([1, 2], device=x.device),
+    ],
+)  # fmt: skip
 def test_what_the_host_waits_for_is_counted(read):
     with counting() as found:
         read(torch.arange(6.0))

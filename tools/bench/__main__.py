@@ -27,6 +27,7 @@ ragged: as decode, but against snapkv, which holds as much in dense slots; bytes
 batch: as decode, eight texts at once, on a Llama of 8 layers of width 512 with a KV head per query head; without a floor.
 host: as decode, on a Llama of 32 layers of width 64, so that a step costs what its Python costs; without a floor.
 launches: what a step starts on a device, what the host waits for, and the host's time, on the torch path and on Triton's.
+counts: waits of prompts, steps and engine passes, recompilations, and what captured steps keep; no time is measured.
 block: as prompt, with BLOCK tokens read at a time under a budget of tokens; also how many entries a head ever held.
 replay: a loss and its gradients in a replay, and with full attention, in turns. The record is of a text read in blocks of 16
 tokens under a budget of 256, so that evictions begin there. Memory, of such a pass, is in processes of their own too.
@@ -47,6 +48,7 @@ import typer
 
 from tools.frames import roomy
 
+from . import counts as bench_counts
 from . import gpu as bench_gpu
 from . import paper, peer
 from . import plot as bench_plot
@@ -133,6 +135,7 @@ SEVERAL_LINES = {
     "host": host_lines,
     "batch": batch_lines,
     "launches": launch_lines,
+    "counts": bench_counts.count_lines,
     "replay": replay_lines,
 }
 
@@ -166,8 +169,9 @@ def on_gpu(
 # ---- files ----
 
 TABLES = (
-    ({*CASES, "gpu_side", "gpu_prompt"} - {"launches"}, markdown),
+    ({*CASES, "gpu_side", "gpu_prompt"} - {"launches", "counts"}, markdown),
     (("launches",), launches_markdown),
+    (("counts",), bench_counts.markdown),
     (("gpu_decode",), bench_gpu.markdown),
     (("gpu_generate", "paper"), paper.markdown),
     (("peer",), peer.markdown),

@@ -19,13 +19,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpatch.backends import torch_backend
 from kvpatch.backends import triton as kernel_package
+from kvpatch.cache.notices import Notices
 
 if not torch.cuda.is_available():  # before Triton is imported, which transformers may do
     os.environ.setdefault("TRITON_INTERPRET", "1")
 IDLE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "set_", "promote_types"}
 SIZED_BY_DATA = {"nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
 READS = {"tolist", "numpy", "cpu"}  # without a dispatched operation if the tensor is on the CPU
+COPIES = {"tensor", "as_tensor"}  # of Python's numbers, if they name a device: from memory that is not pinned
 Launch = Callable[[str, Callable[[], None]], None]
 
 
@@ -67,7 +70,7 @@ def _by_mask(args: Any) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """Counts what Python reads from tensors without an operation."""
+    """Counts what Python reads from tensors without an operation, and the numbers that it sends to a device."""
 
     def __init__(self, found: Counting) -> None:
         super().__init__()
@@ -75,7 +78,8 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READS and not self.found.paused:
+        sends = name in COPIES and (kwargs or {}).get("device") is not None
+        if (name in READS or sends) and not self.found.paused:
             self.found.waits[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -84,7 +88,8 @@ class _Reads(TorchFunctionMode):
 def counting() -> Iterator[Counting]:
     """Count everything within as if it ran on a device; kernels run in Triton's interpreter."""
     found = Counting()
-    with launching(found.launch), _replaced(_named("at_hand"), lambda name, _: _far_away), _Reads(found), found:
+    away, cpu_only = _replaced(_named("at_hand"), lambda name, _: _far_away), _replaced(CPU_ONLY, lambda name, _: _left_out)
+    with launching(found.launch), away, cpu_only, _Reads(found), found:
         yield found
 
 
@@ -93,7 +98,13 @@ def _far_away(tensor: torch.Tensor) -> bool:
     return False
 
 
+def _left_out(*given: Any) -> None:
+    """Do nothing, in place of a function that only a CPU runs, or in another way."""
+
+
 Place = tuple[Any, str]
+# subnormal numbers are slow on a CPU alone; a warning that depends on a tensor is looked at later on a device
+CPU_ONLY: list[Place] = [(torch_backend, "_clear_smallest"), (Notices, "say_if")]
 
 
 def _named(ending: str, package: str = "kvpatch") -> list[Place]:

@@ -5,10 +5,11 @@ once. The host's time is CPU time of a narrow model's step; on the Triton path k
 own launcher takes is not in it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -26,6 +27,7 @@ SHALLOW, DEEP = 2, 3  # layers
 SETTLED = 4  # steps before the one that is counted
 WINDOWED = ("snapkv", "pyramidkv", "adakv")  # by the last name in "critical(adakv)"
 WINDOW = 8  # of observation, below the budget of a short prompt
+Counts = TypeVar("Counts")
 
 
 @dataclass
@@ -44,9 +46,19 @@ class Figure:
         return cls(per_layer, shallow - SHALLOW * per_layer)
 
 
-def counted(policy: str, path: str, n: int = 64, batch: int = 1, **own: int) -> dict[str, Figure]:
-    """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens; own: options of the policy."""
-    shallow, deep = (_counts(policy, path, layers, n, batch, options(policy) | own) for layers in (SHALLOW, DEEP))
+def over_depths(count: Callable[[int], Counts]) -> tuple[Counts, Counts]:
+    """What is counted with so many layers, of both depths."""
+    return count(SHALLOW), count(DEEP)
+
+
+def counted(
+    policy: str, path: str, n: int = 64, batch: int = 1, masked: bool = False, **own: int
+) -> dict[str, Figure]:
+    """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens; own: options of the policy.
+
+    masked: the prompt has an attention mask, under which the first row begins with padding.
+    """
+    shallow, deep = over_depths(lambda layers: _counts(policy, path, layers, n, batch, masked, options(policy) | own))
     figures = {}
     for name, part, kind in (
         ("launches", 1, "launches"), ("kernels", 1, "kernels"), ("waits", 1, "waits"), ("prompt_waits", 0, "waits"),
@@ -58,24 +70,29 @@ def counted(policy: str, path: str, n: int = 64, batch: int = 1, **own: int) -> 
 
 @torch.no_grad()
 def _counts(
-    policy: str, path: str, layers: int, n: int, batch: int, own: dict[str, int]
+    policy: str, path: str, layers: int, n: int, batch: int, masked: bool, own: dict[str, int]
 ) -> tuple[Counting, Counting]:
     """What the prompt and one later decode step of a narrow Llama ask of a device."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(narrow(n + SETTLED + 1, layers), attn_implementation="sdpa").eval()
     ids = tokens(model, n + SETTLED + 1, batch)
+    mask = torch.ones_like(ids[:, :n]) if masked else None
+    if mask is not None:
+        mask[0, : n // 4] = 0
     if policy == UNPATCHED:
-        return _prompt_and_step(model, ids, n)
+        return _prompt_and_step(model, ids, n, mask)
     # launches do not depend on what a kernel computes, but for heads that share a budget by their scores
     ragged = kvpatch.get_policy(policy).over_heads is not None
     patched = kvpatch.patched(model, policy, k=K, backend=path, **own)  # type: ignore[arg-type]
     with patched, nullcontext() if ragged else launching(unlaunched):
-        return _prompt_and_step(model, ids, n)
+        return _prompt_and_step(model, ids, n, mask)
 
 
-def _prompt_and_step(model: PreTrainedModel, ids: torch.Tensor, n: int) -> tuple[Counting, Counting]:
+def _prompt_and_step(
+    model: PreTrainedModel, ids: torch.Tensor, n: int, mask: torch.Tensor | None
+) -> tuple[Counting, Counting]:
     with counting() as prompt:
-        past = forward(model, ids[:, :n])[0]
+        past = forward(model, ids[:, :n], mask=mask)[0]
     for t in range(n, n + SETTLED):
         forward(model, ids[:, t : t + 1], past)
     with counting() as step:

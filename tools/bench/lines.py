@@ -20,7 +20,7 @@ from kvpatch.policies.needs import Calibrated
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches", "replay")
+CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches", "replay", "counts")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(
     name for name, p in POLICIES.items() if p.schedule == "both" and p.evicts and not p.needs.find(Calibrated)
@@ -30,6 +30,7 @@ RAGGED_POLICIES, RAGGED_BASE = ("adakv", "critical_adakv"), "snapkv"
 BLOCK_POLICIES, BUDGET, BLOCK = ("h2o", "snapkv"), 512, 256
 HOST_POLICIES = ("full", "window", "h2o", "roco", "keyformer", "snapkv", "adakv", "scissorhands", "tova", "critical_snapkv")
 LAUNCH_POLICIES = (*HOST_POLICIES[:-1], "critical(h2o)")
+COUNT_POLICIES = ("window", "h2o", "roco", "keyformer", "snapkv", "adakv", "tova", "critical(h2o)")
 HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
 BATCH_POLICIES = ("h2o", "roco", "keyformer", "snapkv", "adakv", "critical_adakv")
 BATCH_ARCH, BATCH, BATCH_LENGTH = "llama-even", 8, 1024
@@ -40,6 +41,7 @@ ONE_ARCH = {
     "block": ("llama", BLOCK_POLICIES, 16384),
     "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
     "launches": (HOST_ARCH, LAUNCH_POLICIES, HOST_LENGTH),
+    "counts": (HOST_ARCH, COUNT_POLICIES, 64),
     "batch": (BATCH_ARCH, BATCH_POLICIES, BATCH_LENGTH),
     "replay": (REPLAY_ARCH, REPLAY_POLICIES, 2048),
 }

@@ -126,13 +126,15 @@ def tokens(model: PreTrainedModel, n: int, batch: int = 1) -> Tensor:
     return ids.to(model.device)
 
 
-def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None) -> tuple[Cache, float]:
+def forward(
+    model: PreTrainedModel, ids: Tensor, past: Cache | None = None, mask: Tensor | None = None
+) -> tuple[Cache, float]:
     """One forward; the cache and its time in ms: by `clock`, on a GPU until all its work is done."""
     on_cpu = ids.device.type == "cpu"
     if not on_cpu:
         torch.cuda.synchronize()
     start = clock(ids.device.type)
-    out = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+    out = model(ids, attention_mask=mask, past_key_values=past, use_cache=True, logits_to_keep=1)
     if not on_cpu:
         torch.cuda.synchronize()
     return out.past_key_values, 1000 * (clock(ids.device.type) - start)

@@ -1,0 +1,82 @@
+"""Capacity classes: slots of a layer rounded up, so that caches after prompts of different lengths have tensors of equal shape.
+
+A captured step (graph.py) works on tensors of fixed shapes. Under a share of the prompt, and where decode steps only add
+tokens, the number of slots follows the length of the prompt. It is rounded up to a multiple of a sixteenth of the power of two
+below it, at least 8: sixteen classes for each doubling, and no more empty slots than a cache may have anyway (cache/growth.py).
+The added slots are empty; attention masks them, and a head still evicts as soon as it holds more than its budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..cache.cache import EvictingCache
+from ..cache.growth import LEAST, PART
+from ..cache.layer import SlotLayer
+from ..cache.modes import Evicting, Growing
+from ..cache.slots import DenseSlots, fitted
+from ..policies.budgets import Size
+from ..policies.context import Limits
+
+
+def round_capacity(slots: int) -> int:
+    """Return the number of slots of the smallest class that has at least so many.
+
+    Example:
+        >>> round_capacity(13), round_capacity(2001), round_capacity(2048)
+        (16, 2048, 2048)
+    """
+    step = max(LEAST, (1 << slots.bit_length() - 1) // PART)
+    return -(-slots // step) * step
+
+
+def round_capacities(cache: EvictingCache) -> None:
+    """Give each dense layer whose capacity follows the length of the prompt the slots of its class.
+
+    Keys, values, positions and scores are copied once to tensors of [B,H,C,...] with the class's C; nothing waits for the
+    device. A cache that was rounded before is left as it is.
+    """
+    follows = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
+    if all(_is_rounded(layer) for layer in follows):
+        return
+    cache.drop_stack(due=cache.stack is not None)  # layers' tensors may be views of the stack's
+    limits: dict[int, Limits] = {}  # layers that share their protected sizes still do
+    for layer in follows:
+        _widen(layer, round_capacity(layer.positions.shape[2]))
+        old = layer.limits
+        if old is not None:  # the number of tokens that RoCo protects is read from the tensor
+            layer.limits = limits.setdefault(id(old), replace(old, deviation_count=None))
+    growing = [layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing]
+    cache.counters.tensors.limit.fill_(min(growing, default=0))
+
+
+def _follows_prompt(cache: EvictingCache, index: int) -> bool:
+    """Tell if a layer's slots are as many as the prompt's length says, and can be added to.
+
+    Ragged layers are left out: how many entries each head has there follows from the text, not from its length alone.
+    """
+    layer, rule = cache.layers[index], cache.settings.rules[index]
+    if not isinstance(layer.kv, DenseSlots) or layer.storage is not None:
+        return False
+    if isinstance(layer.mode, Growing):
+        return True
+    if not isinstance(layer.mode, Evicting) or layer.mode.growing:
+        return False
+    constant = isinstance(rule, Size) and isinstance(rule.k, int) and cache.settings.policies[index].schedule != "decode"
+    return not constant
+
+
+def _is_rounded(layer: SlotLayer) -> bool:
+    C, limits = layer.positions.shape[2], layer.limits
+    return layer.holes and layer.used == C == round_capacity(C) and (limits is None or limits.deviation_count is None)
+
+
+def _widen(layer: SlotLayer, C: int) -> None:
+    """Copy a layer into C slots for each head, of which those beyond its own are empty."""
+    (B, H, before), used = layer.positions.shape, layer.used
+    layer.kv = layer.kv.resized([C] * (B * H), None, used)
+    layer.positions = fitted(layer.positions[:, :, :used], C, -1)
+    layer.state = {name: fitted(tensor[:, :, :used], C, 0) for name, tensor in layer.state.items()}
+    layer.used, layer.holes, layer.free_at = C, True, None
+    if isinstance(layer.mode, Growing):
+        layer.mode.slack += C - before
