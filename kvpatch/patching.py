@@ -129,16 +129,16 @@ class patched:
         settings.check_model(model, policy)
         positions, backend = settings.positions_of(positions), check_name(backend)
         bits = settings.bits_of(bits)
-        settings.check_options(seed, strict=strict, record=record, auto=auto)
+        settings.check_options(seed, block, strict=strict, record=record, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
-        settings.check_block(block, chosen)
         target = _find_target(model, auto)
         how = settings.settings_of(
-            target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict
-        )
+            target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict,
+            record=record,
+        )  # fmt: skip
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
-        self._unused, self._patch = True, Patch(target, settings.recording(how) if record else how)
+        self._unused, self._patch = True, Patch(target, how)
 
     def __enter__(self) -> Patch:
         if self._patch is None or not self._unused:

@@ -14,6 +14,7 @@ import kvpatch
 from kvpatch.arch.adapter import REGISTRY
 from kvpatch.policies import POLICIES, Policy
 from kvpatch.policies.facts import COMMON, PAPERS
+from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
@@ -198,6 +199,19 @@ def grpo(policy: str) -> str:
     return grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy))
 
 
+def combinations(_: str) -> str:
+    """One row for each refused combination; a need's own words stand where the table leaves the word to it."""
+    policies = (*POLICIES.values(), POLICIES["keyformer"].with_options(shared=True))
+    needs = {type(need).__name__: need.refuses for policy in policies for need in policy.needs if need.refuses}
+    rows = []
+    for path, cells in REFUSED.items():
+        for feature, words in cells.items() if path not in QUIET else ():
+            own = {f"`{name}`": refuses[path] for name, refuses in needs.items() if path in refuses}
+            for name, why in own.items() if feature == NEED else [(feature, "")]:
+                rows.append((path, name, re.sub(r"\{[^}]*\}", "...", words.replace("{why}", why))))
+    return markdown(("asked for", "does not go with", "the words"), rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -210,6 +224,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "grpo": grpo,
     "uses": uses,
     "papers": papers,
+    "combinations": combinations,
 }
 
 

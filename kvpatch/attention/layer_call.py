@@ -23,6 +23,7 @@ from ..cache.state import TextState
 from ..policies.context import Block, EvictionContext, Limits, NewTokens, accumulator
 from ..policies.needs import LayerRead, Need
 from ..policies.selection import TwoStage
+from ..policies.served import Combination, why_not
 from ..policies.statistics import STATISTICS
 from ..policies.windows import oldest
 
@@ -52,7 +53,7 @@ class Call(LayerRead):
         self.needs = self.policy.needs if self.evicts else ()
         self.readers = tuple(need for need in self.needs if type(need).read is not Need.read)
         self.steppers = tuple(need for need in self.needs if type(need).step is not Need.step)
-        self.no_kernels = self.policy.needs.refusal("kernels") if self.evicts else None
+        self.no_kernels = why_not("kernels", Combination(self.policy)) if self.evicts else None
         self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..cache.layer import SlotLayer
 from ..cache.modes import Evicting, Filling
 from ..cache.state import TextState
+from ..policies.served import why_not
 from .layer_call import Call
 
 BUFFER = 1 << 24  # probabilities of all layers, 64 MiB of float32: above it stacking saves nothing noticeable
@@ -69,9 +70,8 @@ class LayerStack:
     @classmethod
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
         """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
-        first, settings = cache.layers[0], cache.settings
-        policy = settings.policy
-        if not all(settings.evicts) or policy.needs.alone or policy.needs.refusal("stack") or any(settings.bounds):
+        first = cache.layers[0]
+        if why_not("stack", cache.settings.combine()) is not None:
             return None
         if len(cache.layers) * first.positions.numel() * call.group > BUFFER:
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.budgets import check_count
+from ..policies.served import refuse
 from . import checks, concat, invariants
 from .state import TextState, writable
 
@@ -276,7 +277,7 @@ class EvictingCache(TextState):
             if self.request.drafts:
                 self.reset()
                 return
-            self.states.refuse_crop(count)
+            refuse("roll-back", settings.combine(crop=count))
             raise KVPatchError(
                 f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
                 "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."

@@ -35,15 +35,13 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 
 def can_trace(cache: TextState, B: int, Q: int) -> bool:
     """Tell if a pass of Q columns is a step whose shapes and slots are all known."""
-    if cache.settings.parallel.size > 1 or cache.settings.strict or cache.settings.record:
-        return False  # heads on other processes may take part; or values are read back; or evictions are noted
-    if cache.states or cache.settings.read:
-        return False  # transformers' own layers change, too; or others use what a layer held before it evicted
+    if cache.settings.untraced is not None:
+        return False
     if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
-    if cache.settings.policy.needs.refusal("trace") or any(isinstance(layer.mode, Moving) for layer in cache.layers):
+    if any(isinstance(layer.mode, Moving) for layer in cache.layers):
         return False
     if cache.settings.renumbered:
         if cache.rotary is None:

@@ -8,6 +8,7 @@ from transformers import Cache
 
 from ..errors import KVPatchError
 from ..policies.context import NewTokens
+from ..policies.served import refuse
 from .forward_context import places
 from .state import TextState, writable
 
@@ -59,37 +60,11 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
 
 def _check(cache: TextState, past: Cache, rereads: bool) -> None:
     kind, settings = type(past).__name__, cache.settings
-    policy = settings.policy
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    if settings.rereads and not rereads:
-        raise KVPatchError(
-            f"A {kind} cannot be taken over under policy {policy.name!r}, which reads the prompt's tokens a second time: give "
-            "them, as in patch.compress(past, ids), or run the prompt inside the block."
-        )
-    if settings.acts and any(need.is_read for need in policy.needs):
-        raise KVPatchError(
-            f"A {kind} cannot be taken over under policy {policy.name!r}: it scores tokens by the attention or the queries of "
-            "the prompt's rows, which that cache does not hold. Run the prompt inside the block."
-        )
-    if settings.acts and policy.weighs_values:
-        raise KVPatchError(
-            f"A {kind} cannot be taken over under policy {policy.name!r}: its selection weighs values as they are read. Run "
-            "the prompt inside the block."
-        )
-    if settings.renumbered:
-        raise KVPatchError(
-            f"A {kind} holds keys at their original positions; with positions='renumbered' run the prompt inside the block."
-        )
-    if policy.scope.protect is not None:
-        raise KVPatchError("protect= marks prompt tokens as they are read: run the prompt inside the block.")
-    if cache.states:
-        raise KVPatchError(
-            f"A {kind} of a hybrid, whose layers {', '.join(map(str, cache.states.numbers))} keep a state of their own, is not "
-            "taken over: run the prompt inside the block."
-        )
+    refuse("a filled cache", settings.combine(past=kind, unknown=not rereads))
     if len(past.layers) != len(cache.layers):
         raise KVPatchError(
             f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..policies.scopes import AllBut, protect_tensor
+from ..policies.served import refuse
 from . import compiled
 from .counters import DeviceCounters
 from .forward_context import Forward, Padding, Repeat, cut, places
@@ -207,19 +208,13 @@ def _read(
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
     prompt = _prompt_columns(cache, seen, Q)
-    if Q - prompt > 1 and settings.acts and (why := settings.policy.needs.refusal("drafts")) is not None:
-        raise KVPatchError(f"{Q - prompt} generated tokens in one pass (assisted decoding, prompt lookup): {why}")
-    if prompt and settings.rereads and (input_ids is None or cache.rows.joined):
-        what = "it needs input_ids, not inputs_embeds" if input_ids is None else "rows that were joined cannot be"
-        raise KVPatchError(f"Policy {settings.policy.name!r} reads a prompt a second time: {what}. Use another policy.")
-    if 0 < prompt < Q and (settings.together or settings.rereads):
-        raise KVPatchError(
-            f"{Q - prompt} generated tokens in one pass with the prompt (assisted decoding, prompt lookup): policy "
-            f"{settings.policy.name!r} divides its budget once all layers have read the prompt. Use adaptive() in place of "
-            "global_topk(), or feed the prompt first."
-        )
-    if cache.lifetimes is not None and input_ids is None:
-        raise KVPatchError("record=True knows a text by its token ids: give input_ids, not inputs_embeds, or leave record out.")
+    if Q > 1 and prompt < Q and settings.acts:
+        refuse("drafts with the prompt" if prompt else "drafts", settings.combine(drafts=Q - prompt))
+    if input_ids is None:
+        asked = {"acts": settings.acts and prompt > 0, "record": cache.lifetimes is not None, "unknown": merged_ids is None}
+        refuse("inputs_embeds", settings.combine(**asked))
+    if prompt and cache.rows.joined:
+        refuse("prompt of joined rows", settings.combine())
     real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
@@ -347,8 +342,7 @@ def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, s
     wanted = protect_tensor(protect).to(positions_BQ.device)
     B, Q = positions_BQ.shape
     if wanted.dtype != torch.bool:
-        if input_ids is None:
-            raise KVPatchError("protect= by token ids needs input_ids; with inputs_embeds give a boolean mask.")
+        assert input_ids is not None, "refused in _read"
         return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
     wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
     total = cache.request.prompt_len or Q

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import Cache
 
 from ..arch.upstream import LinearAttentionLayer
-from ..errors import KVPatchError
 
 
 @dataclass(frozen=True)
@@ -138,14 +137,6 @@ class RecurrentStates(Cache):
     def can_crop(self, count: int, seen: int) -> bool:
         """Tell if the last `count` of the tokens seen can be taken back."""
         return all(_can_crop(self.layers[number], count, seen) for number in self.numbers)
-
-    def refuse_crop(self, count: int) -> None:
-        """Raise KVPatchError if the layers have a recurrence, which nothing can take back."""
-        if self.stack is not None and not self.stack.croppable:
-            raise KVPatchError(
-                f"Cannot roll back {count} tokens: layers {', '.join(map(str, self.numbers))} of this hybrid keep a recurrent "
-                "state, in which earlier ones are gone. Call cache.clone() before generating and go on from the copy."
-            )
 
     def crop(self, count: int) -> None:
         """Take back the last `count` tokens."""

@@ -19,6 +19,7 @@ from ..policies.budgets import Budget, Rule, Size
 from ..policies.measures import Calibration
 from ..policies.needs import SecondReading
 from ..policies.parallel import WHOLE, Parallel
+from ..policies.served import Combination, why_not
 from .notices import Notices
 from .recurrent import Stack
 
@@ -39,6 +40,7 @@ class CacheSettings:
     default). record: caches keep the lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some
     of its layers are not on the budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch
     has warned of. budgets: of a size in bytes, the budget where keys have this dtype; `budget` is that of the model's own.
+    untraced: why no decode step can be traced by torch.compile, or None.
     """
 
     policy: Policy
@@ -57,13 +59,43 @@ class CacheSettings:
     stack: Stack | None = None
     notices: Notices = field(default_factory=Notices)
     budgets: Mapping[torch.dtype, Budget] = field(default_factory=dict)
+    untraced: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
         object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
 
+        object.__setattr__(self, "untraced", why_not("trace", self.combine()))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheSettings:
         return self
+
+    def combine(self, **facts: Any) -> Combination:
+        """Return these settings as what is asked for together. facts: what the gate knows beside them, or otherwise."""
+        return dataclasses.replace(self._combination, **facts)
+
+    @cached_property
+    def _combination(self) -> Combination:
+        stack = self.stack
+        return Combination(
+            self.policy,
+            acts=self.acts,
+            block=self.block,
+            bits=self.bits,
+            renumbered=self.renumbered,
+            record=self.record,
+            strict=bool(self.strict),
+            k=self.budget.described(),
+            varied=next((str(self.budget.rules[i]) for i in self.budgeted if not self.budget.rules[i].constant), None),
+            whole=next((i for i, evicts in enumerate(self.evicts) if not evicts), None),
+            latent=any(self.latent),
+            windows=any(self.bounds),
+            states="" if stack is None else ", ".join(str(number) for number, _ in stack.states),
+            recurrent=stack is not None and not stack.croppable,
+            borrows=stack is not None and bool(stack.readers),
+            mixed=stack is not None,
+            sharded=self.parallel.size > 1,
+        )
 
     def first_layers(self, count: int | None) -> CacheSettings:
         """Return the settings of a decoder that exits after `count` layers; None: all layers."""

@@ -14,6 +14,7 @@ from ..attention.layer_call import Call
 from ..cache import from_dynamic, passes
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from . import decoder, ownership
 from .identity import stamp_model
 from .second_reading import read_again
@@ -76,10 +77,7 @@ def _plain(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
 
 def _check(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
     settings = state.settings
-    if settings.block is not None:
-        raise KVPatchError(
-            f"block={settings.block} evicts while a prompt is read, but this one is read already: leave block out."
-        )
+    refuse("compress()", settings.combine())
     shape = None
     if isinstance(past, Cache):
         if not past.get_seq_length():

@@ -26,6 +26,7 @@ from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
 from . import ownership, texts
@@ -75,7 +76,8 @@ def _run_with_cache(
     cache.check_finished()
     given = texts.Given.of(args, kwargs, cache.get_seq_length())
     drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
-    _refuse_compiled(state, compiles)
+    if compiles:
+        refuse("compile_config", state.settings.combine())
     virtual = _virtual_tokens(self)
     if given.columns is not None and not drafts:
         texts.check_mask(given)
@@ -234,14 +236,6 @@ def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
     return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
 
 
-def _refuse_compiled(state: PatchState, compiles: bool) -> None:
-    if compiles and state.settings.stack is not None:
-        raise KVPatchError(
-            "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a budget: leave "
-            "compile_config out."
-        )
-
-
 def _refuse_checkpointing(model: Any) -> None:
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise KVPatchError(
@@ -319,28 +313,10 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         tokenizer: Any = None,
     ) -> Any:
         check_engine(transformers.__version__)
-        if state.settings.record:
-            raise KVPatchError("record=True does not follow requests of continuous batching: use generate(), or leave it out.")
-        if state.settings.stack is not None:
-            raise KVPatchError(
-                "Continuous batching packs the tokens of all requests into one row, which the recurrent states of a hybrid, or "
-                "layers that use others' keys, cannot be read from: use generate()."
-            )
-        if state.places_itself is not None:
-            raise KVPatchError(
-                "Continuous batching packs requests that are at different places of their texts, which this model's decoder "
-                f"cannot be told, for {state.places_itself}: use generate()."
-            )
-        if any(isinstance(shape.sliding, Chunk) for shape in state.shapes):
-            raise KVPatchError(
-                "transformers' continuous batching knows no layers that attend in chunks, in this model's own code either: use "
-                "generate()."
-            )
-        if state.settings.rereads:
-            raise KVPatchError(
-                f"Continuous batching packs prompts, and policy {state.settings.policy.name!r} reads each a second time: use "
-                "generate(), or another policy."
-            )
+        chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
+        sharded = getattr(self, "_device_mesh", None) is not None
+        asked = state.settings.combine(untold=state.places_itself, chunks=chunks, sharded=sharded)
+        refuse("continuous batching", asked)
         from ..serving import engine
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize

@@ -22,6 +22,7 @@ from ..arch.upstream import cache_argument
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from . import ownership
 from .capacity import round_capacities
 from .state import PatchState
@@ -199,16 +200,7 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     Raises:
         KVPatchError: there is none, the model is on several, it is a hybrid, or it takes no position_ids.
     """
-    if state.settings.stack is not None:
-        raise KVPatchError(
-            "Steps of a hybrid, or of layers that use others' keys, are not captured, for not all of it is the cache's own: "
-            "call the model itself."
-        )
-    if state.places_itself is not None:
-        raise KVPatchError(
-            "Steps of this model are not captured, for its decoder counts positions on the host "
-            f"({state.places_itself}): call the model itself."
-        )
+    refuse("graph()", state.settings.combine(untold=state.places_itself))
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise KVPatchError(NO_DEVICE.format(f"a graph is of one device, but this model is on {', '.join(sorted(devices))}"))

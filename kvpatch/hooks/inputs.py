@@ -16,6 +16,7 @@ from ..cache.cache import EvictingCache
 from ..cache.checks import real
 from ..errors import KVPatchError, suggest
 from ..policies.context import at_hand
+from ..policies.served import refuse
 
 BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size", "max_capacity_prompt")  # names for k in other libraries
 OTHERS = {
@@ -204,11 +205,7 @@ def place(
     Raises:
         KVPatchError: the caller gave other position_ids, or the decoder needs some and cannot be told.
     """
-    if untold is not None:
-        raise KVPatchError(
-            "Rows of a concatenated cache are at different places of their texts, which this model's decoder cannot be told, "
-            f"for {untold}: continue the caches one by one."
-        )
+    refuse("joined rows", cache.settings.combine(untold=untold))
     if "position_ids" not in known:
         return
     given, wanted = call.get("position_ids"), cache.next_positions(Q)

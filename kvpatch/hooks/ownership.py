@@ -10,6 +10,7 @@ from ..cache.cache import EvictingCache
 from ..cache.model_stamp import ModelStamp
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from ..policies.served import Combination, refuse
 from .identity import adapter_names, stamp_model
 from .state import PatchState
 
@@ -54,11 +55,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
         return
     if not any(adapter_names(module) for at, module in decoder.named_modules() if name in (None, at.rpartition(".")[2])):
         return
-    instead = "the policy without critical" if policy.weighs_values else "'kvzip' or 'streaming_llm'"
-    raise KVPatchError(
-        f"Policy {policy.name!r} weighs values by the output projection, and adapter_names= gives each row another one: "
-        f"generate the rows of each adapter by themselves, after set_adapter(name), or use {instead}."
-    )
+    refuse("adapter_names=", Combination(policy))
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:

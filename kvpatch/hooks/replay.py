@@ -11,6 +11,7 @@ from ..arch.upstream import CACHE, cache_of, set_cache
 from ..attention.replay import ReplayPass
 from ..cache.lifetimes import Record
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from . import inputs
 from .attention import Courier
 from .state import PatchState, by_kind, pass_mask, put_aside
@@ -23,11 +24,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             f"A replay reads whole texts without a cache: leave out {CACHE}, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
-    if state.places_itself is not None:
-        raise KVPatchError(
-            "A replay gives each token the position that it had, which this model's decoder cannot be told, for "
-            f"{state.places_itself}: compute logits in the rollout."
-        )
+    refuse("replay", state.settings.combine(untold=state.places_itself))
     inputs.refuse_encoder(call)
     tokens = inputs.tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:

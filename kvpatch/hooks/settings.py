@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -21,6 +20,7 @@ from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
+from ..policies.served import refuse_pairs
 from ..policies.uses import USES
 from .inputs import refuse_misspelt_arguments
 from .target import Target
@@ -72,8 +72,10 @@ def bits_of(bits: object) -> int:
     return int(bits)
 
 
-def check_options(seed: object, **switches: object) -> None:
+def check_options(seed: object, block: object, **switches: object) -> None:
     """Raise KVPatchError for values that no model and no policy could take."""
+    if block is not None:
+        check_count("block", block, "tokens")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise KVPatchError(f"seed={seed!r} must be an int.")
     for name, value in switches.items():
@@ -97,26 +99,7 @@ def policy_of(
     return chosen.with_options(schedule, **options)
 
 
-def check_block(block: object, policy: Policy) -> None:
-    """Raise KVPatchError unless `block` is None, or a number of tokens that the policy can evict after."""
-    if block is None:
-        return
-    check_count("block", block, "tokens")
-    if policy.schedule == "decode":
-        raise KVPatchError(
-            f"block={block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: use "
-            "schedule='prompt' or 'both', or leave block out."
-        )
-    if (why := policy.needs.refusal("block")) is not None:
-        raise KVPatchError(f"block={block}: {why}")
-    if policy.over_model:
-        raise KVPatchError(
-            f"block={block}: policy {policy.name!r} has one budget for all layers, but a layer reads all blocks before the "
-            "next layer runs. Use adaptive() in place of global_topk(), or feed the blocks one by one."
-        )
-
-
-def settings_of(
+def settings_of(  # noqa: PLR0913 - those of patched()
     target: Target,
     policy: Policy,
     k: object,
@@ -127,48 +110,22 @@ def settings_of(
     backend: str,
     seed: int,
     strict: bool,
+    record: bool,
 ) -> CacheSettings:
     """Return the settings of a patch of `target`; the arguments are those of `patched`.
 
     Raises:
-        KVPatchError: the model cannot work with this policy, budget, positions or backend.
+        KVPatchError: the model cannot work with this policy, budget, positions or backend, or these not with one another.
     """
     renumbered, bounds, k = positions == "renumbered", target.bounds(), as_python(k)
-    policy = _by_ids(policy, target)
-    if renumbered:
-        target.check_renumbering()
-    if block is not None and target.readers:
-        raise KVPatchError(
-            f"block={block}: in this model layers use the keys of layers before them, which read all blocks before the next "
-            "layer runs. Leave block out, or feed the text in pieces."
-        )
-    if policy.over_layers is not None and is_list(k):
-        raise KVPatchError(
-            f"k is a list, but policy {policy.name!r} divides one budget over the layers itself: give one k, or use a policy "
-            "without the pyramid."
-        )
-    if policy.merging is not None and any(target.latent()):
-        raise KVPatchError(
-            f"policy {policy.name!r} changes the values of kept tokens, but in this model a token's value is the latent in its "
-            "key: use the policy inside merged(...)."
-        )
+    policy, listed = _by_ids(policy, target), is_list(k)
+    target.check_rotations(policy, renumbered)
     if policy.projects:
         target.check_projection(policy)
     target.check_calibration(policy)
     k = policy.budget(k, bounds)
-    if policy.needs.lookahead is not None:
-        target.check_rotations(policy)
-    if renumbered and (why := policy.needs.refusal("renumbered")) is not None:
-        raise KVPatchError(
-            f"positions='renumbered' does not go with policy {policy.name!r}, {why}: use positions='original'."
-        )
     budget, budgets = _budgets(k, target, bits, bounds, policy)
-    _check_rules(policy, budget, target)
-    _check_shared(policy, budget, bounds)
-    _check_rhythm(policy, budget)
-    for case in dict.fromkeys(target.cases(renumbered, policy)):
-        check(backend, case)
-    return CacheSettings(
+    settings = CacheSettings(
         policy,
         budget,
         bits,
@@ -181,9 +138,16 @@ def settings_of(
         parallel=target.parallel,
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
+        record=record,
         stack=target.stack,
         budgets=budgets,
     )
+    refuse_pairs(settings.combine(listed=listed, least=_least(budget), alibi=target.alibi()))
+    for rule, shape in zip(budget.rules, target.shapes(), strict=True):
+        rule.check(policy, shape.heads)
+    for case in dict.fromkeys(target.cases(renumbered, policy)):
+        check(backend, case)
+    return settings
 
 
 def _budgets(
@@ -217,52 +181,7 @@ def _by_ids(policy: Policy, target: Target) -> Policy:
     return policy.with_options(None, protect=ids if kind == "image" else AllBut(ids))
 
 
-def recording(how: CacheSettings) -> CacheSettings:
-    """Return settings under which the lifetimes of tokens are recorded.
-
-    Raises:
-        KVPatchError: a token's key or value changes while it is held.
-    """
-    if how.renumbered:
-        raise KVPatchError(
-            "record=True does not go with positions='renumbered', where a key's position changes with every eviction: use "
-            "positions='original'."
-        )
-    if how.bits != FULL:
-        raise KVPatchError(f"record=True does not go with bits={how.bits}: a replay attends to unrounded keys. Use bits=16.")
-    if how.policy.merging is not None:
-        raise KVPatchError(
-            f"record=True does not go with policy {how.policy.name!r}, which changes the values of kept tokens: use the policy "
-            "inside merged(...)."
-        )
-    return dataclasses.replace(how, record=True)
-
-
-def _check_shared(policy: Policy, budget: Budget, bounds: tuple[int | None, ...]) -> None:
-    evicts = {layer: budget.evicts(layer) for layer, bound in enumerate(bounds) if bound is None}
-    if policy.needs.across_layers and len(set(evicts.values())) == 2:
-        full = next(layer for layer, one in evicts.items() if not one)
-        raise KVPatchError(
-            f"k={list(budget.per_layer)}: with shared=True each layer adds to one score, but layer {full} keeps everything "
-            "and scores nothing. Give it a share below 1.0, or use shared=False."
-        )
-
-
-def _check_rules(policy: Policy, budget: Budget, target: Target) -> None:
-    for rule, shape in zip(budget.rules, target.shapes(), strict=True):
-        if not rule.constant and target.parallel.size > 1:
-            raise KVPatchError(
-                f"k={rule} gives heads budgets of their own, which processes that share a model's heads do not agree on: give "
-                "one k for all heads, or load the model on one device."
-            )
-        rule.check(policy, shape.heads)
-
-
-def _check_rhythm(policy: Policy, budget: Budget) -> None:
+def _least(budget: Budget) -> int | None:
+    """Return the fewest tokens of a budget, of what is given in tokens."""
     sizes = (size for k in budget.per_layer for size in (k if isinstance(k, tuple) else (k,)))
-    least = min((size for size in sizes if isinstance(size, int)), default=policy.every)
-    if policy.every > least:
-        raise KVPatchError(
-            f"every={policy.every} evicts more tokens at once than the budget of {least} keeps: give every={least} or less, or "
-            f"k={policy.every} or more."
-        )
+    return min((size for size in sizes if isinstance(size, int)), default=None)

@@ -44,11 +44,6 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
                 f"{size} processes cannot share the {heads} KV heads of a layer evenly: start a number of processes that "
                 f"divides {heads} (torchrun --nproc-per-node)."
             )
-        if adapter.slopes(module) is not None:
-            raise KVPatchError(
-                f"{adapter.name} has an ALiBi slope for each head, which kvpatch does not share out over processes: load the "
-                "model without a tp_plan."
-            )
     return Parallel(size, mesh.get_local_rank(), mesh.get_group())
 
 

@@ -23,7 +23,8 @@ from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
-from ..policies.needs import Calibrated, SecondReading
+from ..policies.needs import Calibrated
+from ..policies.served import Combination, refuse
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
 from .accelerate import device_of
@@ -138,37 +139,24 @@ class Target:
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
-        other = "'streaming_llm'" if policy.needs.find(SecondReading) is None else "'kvzip'"
-        instead = "the policy without critical" if policy.weighs_values else other
         for module, adapter in self.attentions:
-            if isinstance(adapter, AutomaticAdapter):
-                raise KVPatchError(
-                    f"Policy {policy.name!r} weighs values by the output projection, which the automatic row of "
-                    f"{adapter.name} does not name: register a row, {row_of(module)}, where o_proj is that projection, or use "
-                    f"{instead}."
-                )
-            if not adapter.projects:
-                raise KVPatchError(
-                    f"Policy {policy.name!r} weighs values by the output projection, but in {adapter.name} more than that "
-                    f"stands between attention and its output: use {instead}."
-                )
+            automatic = isinstance(adapter, AutomaticAdapter)
+            obstacle = None if adapter.projects else "more than a projection"
+            row = row_of(module) if automatic else None
+            refuse("output projection", Combination(policy, adapter=adapter.name, row=row, obstacle=obstacle))
 
-    def check_renumbering(self) -> None:
-        """Raise KVPatchError if an adapter does not support positions='renumbered'."""
+    def check_rotations(self, policy: Policy, renumbered: bool = False) -> None:
+        """Raise KVPatchError if an adapter cannot renumber positions, or undo rotations for a policy that asks for it."""
+        if not renumbered and policy.needs.lookahead is None:
+            return
         for _, adapter in self.attentions:
-            if (why := adapter.obstacle(self.decoder, renumbered=True)) is not None:
-                raise KVPatchError(
-                    f"positions='renumbered' does not work for {adapter.name}: {why}. Use positions='original'."
-                )
+            obstacle = adapter.obstacle(self.decoder, renumbered)
+            asked = Combination(policy, renumbered=renumbered, adapter=adapter.name, obstacle=obstacle)
+            refuse("renumbered" if renumbered else "rotations undone", asked)
 
-    def check_rotations(self, policy: Policy) -> None:
-        """Raise KVPatchError if an adapter cannot undo the rotation of queries and keys."""
-        for _, adapter in self.attentions:
-            if (why := adapter.obstacle(self.decoder, renumbered=False)) is not None:
-                raise KVPatchError(
-                    f"policy {policy.name!r} reads queries or keys without their rotation, but in {adapter.name} "
-                    f"{why}: use another policy, such as 'key_diff' or 'snapkv'."
-                )
+    def alibi(self) -> str:
+        """Return the name of an adapter with ALiBi's slopes, or an empty string."""
+        return next((adapter.name for module, adapter in self.attentions if adapter.slopes(module) is not None), "")
 
     def check_calibration(self, policy: Policy) -> None:
         """Raise KVPatchError unless the calibration that a policy needs is of this model."""

@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import KVPatchError, named, suggest
-from . import own_code, rhythm
+from . import own_code
 from .allocation import Adaptive, Pyramid
+from .budgets import check_count
 from .context import EvictionContext, NewTokens
 from .merging import Merge
 from .needs import AnyNeed, Need, Needs
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
+from .served import Combination, refuse_pairs
 from .statistics import check_names
 
 SCHEDULES = ("prompt", "decode", "both")
@@ -81,21 +83,12 @@ class Policy:
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         _check_members(self.score)
         object.__setattr__(self, "needs", Needs.of((self.score, self.scope)))
-        rhythm.check(self.every, self.schedule if self.score.evicts else None, self.name)
+        check_count("every", self.every, "tokens that decode steps evict at once")
         for part in (self.over_heads, self.selection, self.merging):
             if part is not None and self.schedule not in part.schedules:
                 use = " or ".join(map(repr, part.schedules))
                 raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {part.only_then}; use schedule={use}.")
-        if self.scope.turns != "all" and self.schedule != "prompt":
-            raise KVPatchError(
-                f"turns={self.scope.turns!r} says what later prompts of a chat count, which schedule={self.schedule!r} does "
-                "not allow, for its budget holds all the time; use schedule='prompt'."
-            )
-        if self.weighs_values and not self.score.is_weight:
-            raise KVPatchError(
-                f"Two-stage selection multiplies scores with norms, but the score of policy {self.name!r} is no weight: it "
-                "may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv."
-            )
+        refuse_pairs(Combination(self))
         for one in (*self._parts(), *self.needs):
             one.check()
         check_names(self.needs.statistics, self.name)

@@ -11,23 +11,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..errors import KVPatchError
-from .budgets import check_count
-
-
-def check(every: object, schedule: str | None, name: str) -> None:
-    """Raise KVPatchError unless a policy can evict so many tokens at once. schedule: None for one that never evicts."""
-    check_count("every", every, "tokens that decode steps evict at once")
-    if every == 1:
-        return
-    if schedule is None:
-        raise KVPatchError(f"every={every}: policy {name!r} never evicts. Leave every out, or use another policy.")
-    if schedule == "prompt":
-        raise KVPatchError(
-            f"every={every} is for policies that evict while decoding, but policy {name!r} does so only where a prompt ends "
-            "(schedule='prompt'): leave every out, or use schedule='both' with a policy that has it, such as 'h2o'."
-        )
-
 
 def waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
     """Return the steps after which heads evict, each number once. goals: slots of each head; counts: those taken.

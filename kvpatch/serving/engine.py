@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
@@ -31,7 +30,6 @@ from ..arch.upstream import KEPT_MANAGER
 from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from ..policies.scopes import protect_tensor
 from .admission import Admission
 from .pool import RequestPool
 
@@ -81,7 +79,6 @@ class BudgetManager(ContinuousBatchingManager):
         tokenizer: Any,
     ) -> None:
         self.terms = terms
-        _refuse(model, terms.settings)
         self.stops = _stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _without(config), workload_hints)
 
@@ -211,30 +208,6 @@ def stop_managers(model: Any) -> None:
 
 
 _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BudgetManager]] = weakref.WeakKeyDictionary()
-
-
-def _refuse(model: Any, settings: CacheSettings) -> None:
-    """Raise KVPatchError for what continuous batching does not do under a budget."""
-    protect = settings.policy.scope.protect
-    if protect is not None and protect_tensor(protect).dtype == torch.bool:
-        raise KVPatchError(
-            "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or use generate()."
-        )
-    if not all(rule.constant for rule in settings.rules):
-        raise KVPatchError(
-            f"k={settings.budget.described()[0]}: continuous batching claims a request's blocks when it is admitted, so all "
-            "heads of a layer need one size: give k as tokens, a share of the prompt or bytes, or use generate()."
-        )
-    if settings.policy.every > 1:
-        raise KVPatchError(
-            f"every={settings.policy.every}: in continuous batching requests come and go between the steps that would evict. "
-            "Give every=1, or use generate()."
-        )
-    if getattr(model, "_device_mesh", None) is not None:
-        raise KVPatchError(
-            "Continuous batching of a model under tensor parallelism (tp_plan) is not on a budget yet: use generate(), or load "
-            "the model on one device."
-        )
 
 
 def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:

@@ -18,6 +18,7 @@ from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix, Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.served import why_not
 from .packed import PackedPass, Part
 from .request import Request, tokens_held
 from .rows import RowPool
@@ -67,8 +68,7 @@ class RequestPool:
         settings = self.settings
         if settings.block is not None:
             return settings
-        policy = settings.policy
-        if policy.schedule == "decode" or policy.needs.refusal("blocks of an engine") or policy.over_model:
+        if why_not("blocks of an engine", settings.combine()) is not None:
             return None
         return dataclasses.replace(settings, block=self.chunk)
 

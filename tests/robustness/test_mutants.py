@@ -492,8 +492,11 @@ MUTANTS = {
         "cache/from_dynamic.py", "torch.cat([keys, values], -1)", "torch.cat([values, keys], -1)",
         f"{LATENT}_a_cache_of_transformers_is_taken_over"),
     "latents: merged": (
-        "hooks/settings.py", "if policy.merging is not None and any(target.latent()):", "if False:",
+        "policies/served.py", '"latent attention": lambda it: it.latent', '"latent attention": lambda it: False',
         f"{LATENT}_values_cannot_be_merged"),
+    "a need's refusal counts for nothing where the table has no row": (
+        "policies/served.py", "return None if need is None else", "return None if True else",
+        "tests/policies/test_served.py::test_a_need_brings_its_refusals_with_it[bits"),
     "latents: entries without a cache of the caller's are expanded": (
         "arch/interface.py", "call[cache_argument(type(attn).forward)] = Entries()", "pass",
         f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),

@@ -46,6 +46,10 @@ class SecondReading(Need[Tensor]):
         return {
             "block": "the policy evicts after a second reading of the whole prompt. Leave it out, or feed the text in pieces.",
             "renumbered": "which reads a prompt a second time behind itself",
+            "drafts with the prompt": "evicts after a second reading of the whole prompt: feed the prompt first",
+            "inputs_embeds": "reads a prompt a second time: it needs input_ids, not inputs_embeds",
+            "prompt of joined rows": "reads a prompt a second time: rows that were joined cannot be",
+            "continuous batching": "reads each a second time",
         }
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.platforms import current_platform
 
 from ...errors import KVPatchError
+from ...policies.served import Combination, refuse
 from .terms import Terms, configured
 from .versions import VARIABLE, describe_refusal, is_tested
 
@@ -48,10 +49,9 @@ def check(config: VllmConfig, terms: Terms) -> None:
             f"k={terms.k} is a share of a request's prompt, whose length is not known where vLLM reads it in chunks",
             "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
         ),
-        (model.use_mla, "this model's keys and values are one latent vector", "start without kvpatch's settings"),
-        (bool(model.attention_chunk_size), "vLLM makes several texts of one in chunks", "start without kvpatch's settings"),
-        (model.is_hybrid, "some layers of this model keep a state in place of keys", "use kvpatch.patched() in transformers"),
     )
     for found, why, instead in refused:
         if found:
             raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")
+    facts = {"latent": model.use_mla, "chunks": bool(model.attention_chunk_size), "mixed": model.is_hybrid}
+    refuse("a model in vLLM", Combination(terms.policy, **facts))

@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import KVPatchError, suggest
 from ...policies import Policy, get_policy
 from ...policies.budgets import Rule, is_list, parse_k
+from ...policies.served import Combination, refuse
 from .versions import KEY, VARIABLE, find_misspelt_key
 
 NAMES = ("policy", "k", "schedule", "seed", "positions")
@@ -99,51 +100,13 @@ def terms_of(given: object) -> Terms:
         if any(repr(one) in near for one in NAMES):
             raise KVPatchError(f"kvpatch has no setting {name!r}.{near}")
     chosen = chosen.with_options(schedule, **settings)
-    if positions not in (None, "original"):
-        raise KVPatchError(f"positions={positions!r} is not served in vLLM, which rotates keys itself: use 'original'.")
+    if positions not in (None, "original", "renumbered"):
+        raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise KVPatchError(f"seed={seed!r} must be an int.")
-    return _served(Terms(chosen, _k(k), seed or 0))
-
-
-def _k(k: Any) -> int | float | str:
-    if is_list(k):
-        raise KVPatchError(f"k={k!r}: in vLLM all layers have one budget: give tokens, such as 1024, a share or a size.")
-    if isinstance(k, Rule):
-        raise KVPatchError(f"k={k} is not served in vLLM, which claims its pages at once: give tokens, a share or a size.")
-    one = parse_k(k)
-    if one == 1.0 and isinstance(one, float):
-        raise KVPatchError("k=1.0 keeps everything, as vLLM does without kvpatch: leave its settings out.")
-    return one
-
-
-def _served(terms: Terms) -> Terms:
-    """Raise KVPatchError for a policy that does not hold equally many tokens in each head, at all times."""
-    policy = terms.policy
-    instead = next((instead for served, instead in _unserved(policy) if served), None)
-    if instead is not None:
-        raise KVPatchError(f"Policy {policy.name!r} is not served in vLLM: {instead}.")
-    if policy.over_layers is not None and terms.of_the_prompt:
-        raise KVPatchError(
-            f"k={terms.k} of policy {policy.name!r} is not served in vLLM, where layers that hold different numbers have "
-            "pages for the longest prompt: give k as a number of tokens or a size."
-        )
-    if policy.schedule == "decode":
-        raise KVPatchError(
-            "schedule='decode' is not served in vLLM: a request claims its pages before the length of its prompt is known. "
-            'Give "schedule": "both".'
-        )
+    listed, varied = is_list(k), str(k) if isinstance(k, Rule) else None
+    one: Any = k if listed or varied else parse_k(k)
+    terms = Terms(chosen, one, seed or 0)
+    facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
+    refuse("vllm", Combination(chosen, k=one, **facts))
     return terms
-
-
-def _unserved(policy: Policy) -> tuple[tuple[bool, str], ...]:
-    """Reasons why a policy may not be served, and what to use."""
-    return (
-        (not policy.evicts, "it evicts nothing, as vLLM does without kvpatch"),
-        (policy.over_heads is not None, "its heads hold different numbers of tokens, and a page has one: use 'snapkv'"),
-        (policy.over_model, "its layers share one budget by their scores, and a page has one size: use 'snapkv'"),
-        (policy.merging is not None, "it changes values, which vLLM's pages then hold: use the policy inside merged(...)"),
-        (policy.needs.refusal("vllm") is not None, policy.needs.refusal("vllm") or ""),
-        (policy.every > 1, "every= lets tokens wait, and a request's pages are claimed for its budget: give every=1"),
-        (policy.scope.turns != "all", "turns= tells prompts of a chat apart, and vLLM has one text: leave it out"),
-    )

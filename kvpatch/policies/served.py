@@ -1,0 +1,350 @@
+"""Features that do not go together: for each feature that is asked for, those that it cannot go with, and the words.
+
+`REFUSED` is the table. A gate says what it is asked for (`Combination`) and calls `refuse`, or `why_not` where the same is done
+in another way without an error. `refuse_pairs` is for all that one call brings together: a policy, or arguments of `patched`.
+What a need cannot go with is its own to say (`Need.refuses`): it brings its words, and changes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import KVPatchError, suggest
+from .needs import SecondReading
+from .scopes import protect_tensor
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Features that are asked for together. A gate gives those that it knows; the others count as not asked for."""
+
+    policy: Any  # a Policy, which may be in the making
+    acts: bool = True  # it evicts from some layer
+    # of a call; block, bits, renumbered, record and strict as in patched()
+    block: int | None = None
+    bits: int = 16
+    renumbered: bool = False
+    record: bool = False
+    strict: bool = False
+    k: Any = None  # as messages show it
+    listed: bool = False  # k is a list
+    varied: str | None = None  # a budget that gives heads numbers of their own, in words
+    of_the_prompt: bool = False  # k is a share of the prompt
+    least: int | None = None  # the fewest tokens of a budget in tokens
+    whole: int | None = None  # a layer that keeps every token
+    drafts: int = 0  # generated tokens in one pass
+    past: str = ""  # class of a cache that was filled outside
+    unknown: bool = False  # the ids of the tokens are not known
+    crop: int = 0  # tokens to be taken back
+    # of a model
+    latent: bool = False  # values are a part of their keys
+    windows: bool = False  # some layers have windows of their own
+    chunks: bool = False  # some layers attend in chunks
+    states: str = ""  # numbers of the layers with a state
+    recurrent: bool = False  # nothing takes back such a state
+    borrows: bool = False  # some layers use the keys of others
+    mixed: bool = False  # some layers are not on the budget: they have a state, or use the keys of others
+    sharded: bool = False  # processes share its heads
+    alibi: str = ""  # name of an adapter with ALiBi's slopes
+    untold: str | None = None  # why its decoder cannot be told positions
+    adapter: str = ""  # name of the adapter that has an obstacle, or is automatic
+    obstacle: str | None = None
+    row: str | None = None  # to be registered in place of an automatic one
+
+    @property
+    def unweighed(self) -> str:
+        """Policies that do not weigh values, in place of this one."""
+        other = "'streaming_llm'" if self.policy.needs.find(SecondReading) is None else "'kvzip'"
+        return "the policy without critical" if self.policy.weighs_values else other
+
+
+def refuse(path: str, asked: Combination) -> None:
+    """Raise KVPatchError if something that is asked for does not go with `path`, a feature of REFUSED."""
+    if (why := why_not(path, asked)) is not None:
+        raise KVPatchError(why)
+
+
+def refuse_pairs(asked: Combination) -> None:
+    """Raise KVPatchError if two features that are asked for do not go together, whether or not the budget evicts anything."""
+    known = {*FEATURES, *REFUSED}
+    for need in asked.policy.needs:
+        for name in need.refuses.keys() - known:
+            raise KVPatchError(f"{type(need).__name__}.refuses names {name!r}, no feature of served.py.{suggest(name, known)}")
+    for path, is_asked in FEATURES.items():
+        if is_asked(asked) and (why := why_not(path, asked, always=True)) is not None:
+            raise KVPatchError(why)
+
+
+def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
+    """Return why something that is asked for does not go with `path`, or None.
+
+    always: needs are asked also where nothing is evicted, so that nothing reads them.
+    """
+    name, need = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
+    for feature, words in REFUSED.get(path, {}).items():
+        if need is not None if feature == NEED else FEATURES[feature](asked):
+            return words.format(it=asked, name=name, why=need)
+    return None if need is None else f"Policy {name} does not go with {path}: {need}"
+
+
+NEED = "a need of the policy"  # that refuses the path by its name; {why} is what it says
+
+FEATURES: dict[str, Callable[[Combination], object]] = {
+    # of a policy
+    "adaptive budgets": lambda it: it.policy.over_heads is not None,
+    "critical": lambda it: it.acts and it.policy.weighs_values,
+    "every": lambda it: it.policy.every > 1,
+    "merging": lambda it: it.policy.merging is not None,
+    "no eviction": lambda it: not it.policy.evicts,
+    "one budget for all layers": lambda it: it.policy.over_model,
+    "output projection": lambda it: it.policy.projects,
+    "protect=": lambda it: it.policy.scope.protect is not None,
+    "protect= as a mask": lambda it: _protects(it, masked=True),
+    "protect= by token ids": lambda it: _protects(it, masked=False),
+    "pyramid": lambda it: it.policy.over_layers is not None,
+    "rotations undone": lambda it: it.policy.needs.lookahead is not None,
+    "schedule='decode'": lambda it: it.policy.schedule == "decode",
+    "schedule='prompt'": lambda it: it.policy.schedule == "prompt",
+    "eviction by steps": lambda it: it.policy.schedule != "prompt",
+    "eviction layer by layer": lambda it: it.policy.needs.alone,
+    "scores of the prompt's rows": lambda it: it.acts and any(need.is_read for need in it.policy.needs),
+    "scores that are no weights": lambda it: not it.policy.score.is_weight,
+    "second reading of unknown tokens": lambda it: it.acts and it.unknown and it.policy.needs.find(SecondReading) is not None,
+    "shared sums": lambda it: it.acts and it.policy.needs.across_layers,
+    "turns": lambda it: it.policy.scope.turns != "all",
+    # of a call
+    "block": lambda it: it.block is not None,
+    "bits": lambda it: it.bits != 16,
+    "renumbered": lambda it: it.renumbered,
+    "record": lambda it: it.record,
+    "strict": lambda it: it.strict,
+    "budgets by head": lambda it: it.varied is not None,
+    "budget below every": lambda it: it.least is not None and it.least < it.policy.every,
+    "k as a list": lambda it: it.listed,
+    "k=1.0": lambda it: isinstance(it.k, float) and it.k == 1.0,
+    "pyramid of a share": lambda it: it.policy.over_layers is not None and it.of_the_prompt,
+    "layer that keeps everything": lambda it: it.whole is not None,
+    # of a model
+    "ALiBi": lambda it: bool(it.alibi),
+    "attention in chunks": lambda it: it.chunks,
+    "automatic row": lambda it: it.row is not None,
+    "keys of other layers": lambda it: it.borrows,
+    "latent attention": lambda it: it.latent,
+    "layers without a budget": lambda it: it.mixed,
+    "obstacle": lambda it: it.obstacle is not None,
+    "positions by columns": lambda it: it.untold is not None,
+    "recurrence": lambda it: it.recurrent,
+    "sliding windows": lambda it: it.windows,
+    "states": lambda it: it.states,
+    "tensor parallel": lambda it: it.sharded,
+}
+
+
+def _protects(it: Combination, masked: bool) -> bool:
+    protect = it.policy.scope.protect
+    return it.acts and protect is not None and masked is (protect_tensor(protect).dtype == torch.bool)
+
+
+REFUSED: dict[str, dict[str, str]] = {
+    # two features that one call brings together
+    "block": {
+        "schedule='decode'": "block={it.block} evicts while the prompt is read, but schedule='decode' keeps the prompt whole: "
+        "use schedule='prompt' or 'both', or leave block out.",
+        NEED: "block={it.block}: {why}",
+        "one budget for all layers": "block={it.block}: policy {name} has one budget for all layers, but a layer reads all "
+        "blocks before the next layer runs. Use adaptive() in place of global_topk(), or feed the blocks one by one.",
+        "keys of other layers": "block={it.block}: in this model layers use the keys of layers before them, which read all "
+        "blocks before the next layer runs. Leave block out, or feed the text in pieces.",
+    },
+    "k as a list": {
+        "pyramid": "k is a list, but policy {name} divides one budget over the layers itself: give one k, or use a policy "
+        "without the pyramid.",
+    },
+    "merging": {
+        "latent attention": "policy {name} changes the values of kept tokens, but in this model a token's value is the latent "
+        "in its key: use the policy inside merged(...).",
+    },
+    "renumbered": {
+        "obstacle": "positions='renumbered' does not work for {it.adapter}: {it.obstacle}. Use positions='original'.",
+        NEED: "positions='renumbered' does not go with policy {name}, {why}: use positions='original'.",
+    },
+    "shared sums": {
+        "layer that keeps everything": "k={it.k}: with shared=True each layer adds to one score, but layer {it.whole} keeps "
+        "everything and scores nothing. Give it a share below 1.0, or use shared=False.",
+    },
+    "tensor parallel": {
+        "budgets by head": "k={it.varied} gives heads budgets of their own, which processes that share a model's heads do not "
+        "agree on: give one k for all heads, or load the model on one device.",
+        "ALiBi": "{it.alibi} has an ALiBi slope for each head, which kvpatch does not share out over processes: load the "
+        "model without a tp_plan.",
+    },
+    "every": {
+        "no eviction": "every={it.policy.every}: policy {name} never evicts. Leave every out, or use another policy.",
+        "schedule='prompt'": "every={it.policy.every} is for policies that evict while decoding, but policy {name} does so "
+        "only where a prompt ends (schedule='prompt'): leave every out, or use schedule='both' with a policy that has it, such "
+        "as 'h2o'.",
+        "budget below every": "every={it.policy.every} evicts more tokens at once than the budget of {it.least} keeps: give "
+        "every={it.least} or less, or k={it.policy.every} or more.",
+    },
+    "turns": {
+        "eviction by steps": "turns={it.policy.scope.turns!r} says what later prompts of a chat count, which "
+        "schedule={it.policy.schedule!r} does not allow, for its budget holds all the time; use schedule='prompt'.",
+    },
+    "critical": {
+        "scores that are no weights": "Two-stage selection multiplies scores with norms, but the score of policy {name} is no "
+        "weight: it may be negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv.",
+    },
+    "record": {
+        "renumbered": "record=True does not go with positions='renumbered', where a key's position changes with "
+        "every eviction: use positions='original'.",
+        "bits": "record=True does not go with bits={it.bits}: a replay attends to unrounded keys. Use bits=16.",
+        "merging": "record=True does not go with policy {name}, which changes the values of kept tokens: use the policy inside "
+        "merged(...).",
+    },
+    # of a model's attention module
+    "rotations undone": {
+        "obstacle": "policy {name} reads queries or keys without their rotation, but in {it.adapter} {it.obstacle}: use "
+        "another policy, such as 'key_diff' or 'snapkv'.",
+    },
+    "output projection": {
+        "automatic row": "Policy {name} weighs values by the output projection, which the automatic row of {it.adapter} does "
+        "not name: register a row, {it.row}, where o_proj is that projection, or use {it.unweighed}.",
+        "obstacle": "Policy {name} weighs values by the output projection, but in {it.adapter} more than that stands between "
+        "attention and its output: use {it.unweighed}.",
+    },
+    "adapter_names=": {
+        "output projection": "Policy {name} weighs values by the output projection, and adapter_names= gives each row another "
+        "one: generate the rows of each adapter by themselves, after set_adapter(name), or use {it.unweighed}.",
+    },
+    # passes
+    "drafts": {
+        NEED: "{it.drafts} generated tokens in one pass (assisted decoding, prompt lookup): {why}",
+    },
+    "drafts with the prompt": {
+        NEED: "{it.drafts} generated tokens in one pass with the prompt (assisted decoding, prompt lookup): policy {name} "
+        "{why}.",
+        "one budget for all layers": "{it.drafts} generated tokens in one pass with the prompt (assisted decoding, prompt "
+        "lookup): policy {name} divides its budget once all layers have read the prompt. Use adaptive() in place of "
+        "global_topk(), or feed the prompt first.",
+    },
+    "inputs_embeds": {
+        NEED: "Policy {name} {why}. Use another policy.",
+        "record": "record=True knows a text by its token ids: give input_ids, not inputs_embeds, or leave record out.",
+        "protect= by token ids": "protect= by token ids needs input_ids; with inputs_embeds give a boolean mask.",
+    },
+    "prompt of joined rows": {NEED: "Policy {name} {why}. Use another policy."},
+    "joined rows": {
+        "positions by columns": "Rows of a concatenated cache are at different places of their texts, which this model's "
+        "decoder cannot be told, for {it.untold}: continue the caches one by one.",
+    },
+    "replay": {
+        "positions by columns": "A replay gives each token the position that it had, which this model's decoder cannot be "
+        "told, for {it.untold}: compute logits in the rollout.",
+    },
+    # caches
+    "a filled cache": {
+        "second reading of unknown tokens": "A {it.past} cannot be taken over under policy {name}, which reads the prompt's "
+        "tokens a second time: give them, as in patch.compress(past, ids), or run the prompt inside the block.",
+        "scores of the prompt's rows": "A {it.past} cannot be taken over under policy {name}: it scores tokens by the "
+        "attention or the queries of the prompt's rows, which that cache does not hold. Run the prompt inside the block.",
+        "critical": "A {it.past} cannot be taken over under policy {name}: its selection weighs values as they are read. Run "
+        "the prompt inside the block.",
+        "renumbered": "A {it.past} holds keys at their original positions; with positions='renumbered' run the "
+        "prompt inside the block.",
+        "protect=": "protect= marks prompt tokens as they are read: run the prompt inside the block.",
+        "states": "A {it.past} of a hybrid, whose layers {it.states} keep a state of their own, is not taken over: run the "
+        "prompt inside the block.",
+    },
+    "compress()": {
+        "block": "block={it.block} evicts while a prompt is read, but this one is read already: leave block out.",
+    },
+    "roll-back": {
+        "recurrence": "Cannot roll back {it.crop} tokens: layers {it.states} of this hybrid keep a recurrent state, in which "
+        "earlier ones are gone. Call cache.clone() before generating and go on from the copy.",
+    },
+    # decode steps
+    "compile_config": {
+        "layers without a budget": "The decode step of a hybrid, or of layers that use others' keys, is not compiled under a "
+        "budget: leave compile_config out.",
+    },
+    "trace": {
+        "tensor parallel": "heads on other processes may take part",
+        "strict": "numbers are read back and checked",
+        "record": "evictions are noted on the host",
+        "states": "transformers' own layers change, too",
+        "keys of other layers": "later layers use what a layer held before it evicted",
+        NEED: "{why}",
+    },
+    "graph()": {
+        "layers without a budget": "Steps of a hybrid, or of layers that use others' keys, are not captured, for not all of it "
+        "is the cache's own: call the model itself.",
+        "positions by columns": "Steps of this model are not captured, for its decoder counts positions on the host "
+        "({it.untold}): call the model itself.",
+    },
+    "stack": {
+        "layer that keeps everything": "a layer keeps everything",
+        "eviction layer by layer": "each layer's score reads what it holds",
+        NEED: "{why}",
+        "sliding windows": "layers have windows of their own",
+    },
+    "kernels": {NEED: "{why}"},
+    # engines
+    "continuous batching": {
+        "record": "record=True does not follow requests of continuous batching: use generate(), or leave it out.",
+        "layers without a budget": "Continuous batching packs the tokens of all requests into one row, which the recurrent "
+        "states of a hybrid, or layers that use others' keys, cannot be read from: use generate().",
+        "positions by columns": "Continuous batching packs requests that are at different places of their texts, which this "
+        "model's decoder cannot be told, for {it.untold}: use generate().",
+        "attention in chunks": "transformers' continuous batching knows no layers that attend in chunks, in this model's own "
+        "code either: use generate().",
+        NEED: "Continuous batching packs prompts, and policy {name} {why}: use generate(), or another policy.",
+        "protect= as a mask": "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or "
+        "use generate().",
+        "budgets by head": "k={it.varied}: continuous batching claims a request's blocks when it is admitted, so all heads of "
+        "a layer need one size: give k as tokens, a share of the prompt or bytes, or use generate().",
+        "every": "every={it.policy.every}: in continuous batching requests come and go between the steps that would evict. "
+        "Give every=1, or use generate().",
+        "tensor parallel": "Continuous batching of a model under tensor parallelism (tp_plan) is not on a budget yet: use "
+        "generate(), or load the model on one device.",
+    },
+    "blocks of an engine": {
+        "schedule='decode'": "schedule='decode' keeps the prompt whole",
+        NEED: "{why}",
+        "one budget for all layers": "layers share a budget",
+    },
+    "vllm": {
+        "renumbered": "positions='renumbered' is not served in vLLM, which rotates keys itself: use 'original'.",
+        "k as a list": "k={it.k!r}: in vLLM all layers have one budget: give tokens, such as 1024, a share or a size.",
+        "budgets by head": "k={it.varied} is not served in vLLM, which claims its pages at once: give tokens, a share or "
+        "a size.",
+        "k=1.0": "k=1.0 keeps everything, as vLLM does without kvpatch: leave its settings out.",
+        "no eviction": "Policy {name} is not served in vLLM: it evicts nothing, as vLLM does without kvpatch.",
+        "adaptive budgets": "Policy {name} is not served in vLLM: its heads hold different numbers of tokens, and a page has "
+        "one: use 'snapkv'.",
+        "merging": "Policy {name} is not served in vLLM: it changes values, which vLLM's pages then hold: use the policy "
+        "inside merged(...).",
+        NEED: "Policy {name} is not served in vLLM: {why}.",
+        "every": "Policy {name} is not served in vLLM: every= lets tokens wait, and a request's pages are claimed for its "
+        "budget: give every=1.",
+        "turns": "Policy {name} is not served in vLLM: turns= tells prompts of a chat apart, and vLLM has one text: leave it "
+        "out.",
+        "pyramid of a share": "k={it.k} of policy {name} is not served in vLLM, where layers that hold different numbers have "
+        "pages for the longest prompt: give k as a number of tokens or a size.",
+        "schedule='decode'": "schedule='decode' is not served in vLLM: a request claims its pages before the length of its "
+        "prompt is known. Give \"schedule\": \"both\".",
+    },
+    "a model in vLLM": {
+        "latent attention": "kvpatch in vLLM: this model's keys and values are one latent vector. Start without kvpatch's "
+        "settings.",
+        "attention in chunks": "kvpatch in vLLM: vLLM makes several texts of one in chunks. Start without kvpatch's settings.",
+        "layers without a budget": "kvpatch in vLLM: some layers of this model keep a state in place of keys. Use "
+        "kvpatch.patched() in transformers.",
+    },
+}
+"""By feature (or path), the features that it does not go with, in the order in which they are asked, and what a user reads."""
+QUIET = ("trace", "stack", "kernels", "blocks of an engine")
+"""Paths that are left for another one without an error; their words are for reports and for readers."""
