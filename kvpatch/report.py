@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from . import plotting
 from . import report_text as text
 from .cache.cache import EvictingCache
+from .cache.holding import keeps_new
 from .cache.recurrent import Stack
 from .cache.settings import CacheSettings
 from .cache.snapshot import Snapshot
@@ -327,7 +328,7 @@ def _answers(snapshot: Snapshot) -> int:
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
         return 0
-    kept = (part.token_nbytes for index, part in snapshot.parts.items() if settings.bounds[index] is None)
+    kept = (part.token_nbytes for index, part in snapshot.parts.items() if keeps_new(settings, index))
     return snapshot.steps * sum(kept)
 
 

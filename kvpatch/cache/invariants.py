@@ -12,6 +12,7 @@ from torch import Tensor
 from ..backends.entries import codecs
 from ..errors import InvalidError
 from .growth import slack
+from .holding import count_held
 from .layer import SlotLayer
 from .modes import Evicting, Filling, Growing, Moving, Reading
 from .state import TextState
@@ -91,33 +92,36 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
     given, most = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
     for index in layers:
         layer = cache.layers[index]
-        given += layer.own_budget_BH1[..., 0].sum(-1).to(given.device)
-        most += _most(cache, index, layer, seen_B).sum(-1).to(given.device)
+        given += (layer.own_budget_BH1[..., 0] + layer.every - 1).sum(-1).to(given.device)
+        most += _most(cache, index, layer, seen_B, ever=True).sum(-1).to(given.device)
     must(given <= most * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
 
 
-def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> Tensor:
-    """Return the most tokens [B,H] of each head, on average over those that share."""
-    settings, policy, H = cache.settings, cache.settings.policies[index], layer.positions.shape[1]
-    rule = settings.rules[index] if policy.over_layers is None else settings.budget.rules[index]
-    budgets = [[rule.bound(most) for most in rule.heads(n, H)] for n in seen_B.tolist()]
-    # a pyramid gives a layer at most twice the mean
-    most_BH = torch.tensor(budgets, device=layer.device) * (1 if policy.over_layers is None else 2)
-    return most_BH + layer.own_limits.prompt[..., 0]
+def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
+    """Return the most tokens [B,H] of each head now, or ever; on average over heads that share."""
+    settings, H = cache.settings, layer.positions.shape[1]
+    known = settings.policies[index].schedule == "decode"  # else the prompt's length is not
+    prompt_B = layer.own_limits.prompt.flatten() if known else seen_B
+    new_B = [None] * len(seen_B) if ever else (seen_B - prompt_B).tolist()
+    rows = zip(prompt_B.tolist(), new_B, strict=True)
+    held = [count_held(settings, index, n, new, heads=H, longest=not known).heads for n, new in rows]
+    return torch.tensor(held, device=layer.device)
 
 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
-    """Raise InvalidError for a head's budget that the policy cannot have given."""
+    """Raise InvalidError for a head's budget that the policy cannot have given, and for tokens beyond it."""
     keep_BH, policy = layer.own_budget_BH1[..., 0], cache.settings.policies[index]
     must(layer.own_limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
     shared = policy.over_heads is not None
     must(keep_BH >= (0 if shared else 1), "keep_BH1 is below one token")
     if index in cache.settings.together:  # see _check_common_budget
         return
-    most_BH = _most(cache, index, layer, seen_B)
-    if shared:
-        keep_BH, most_BH = keep_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
-    must(keep_BH <= most_BH, "keep_BH1 is over the budget")
+    held_BH = (layer.positions >= 0).sum(-1)
+    for ever, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
+        most_BH = _most(cache, index, layer, seen_B, ever)
+        if shared:
+            count_BH, most_BH = count_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
+        must(count_BH <= most_BH, f"{name} over the budget")
 
 
 class _LayerState:

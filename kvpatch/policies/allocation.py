@@ -79,6 +79,10 @@ class Sloped(Rule):
         most = n if self.bounded else None
         return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
+    def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
+        """Layers differ least after the shortest prompt and most after the longest; rounding adds a token at most between."""
+        return [max(self.tokens(1), self.tokens(n)) + 1] * H
+
 
 @functools.lru_cache(maxsize=1024)
 def _split(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:

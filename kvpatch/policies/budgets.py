@@ -151,13 +151,17 @@ class Rule:
         """Return the fewest tokens that may be left of a prompt of `n`."""
         return self.tokens(n)
 
-    def most(self, n: int) -> int:
-        """Return the most tokens that a head may hold after a prompt of `n`."""
+    def most(self, n: int, new: int | None = 0) -> int:
+        """Return the most tokens that a head may hold after a prompt of `n` and `new` generated tokens; None: at any time."""
         return self.tokens(n)
 
-    def heads(self, n: int, H: int) -> list[int]:
-        """Return the most tokens that each of H heads may hold after a prompt of `n`."""
-        return [self.most(n)] * H
+    def heads(self, n: int, H: int, new: int | None = 0) -> list[int]:
+        """Return the most tokens that each of H heads may hold; see `most`."""
+        return [self.most(n, new)] * H
+
+    def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
+        """Return the most tokens that each of H heads may hold after any prompt of at most `n`; see `most`."""
+        return self.heads(n, H, new)
 
     def bound(self, most: int) -> int:
         """Return the most tokens that a head may hold while decoding, if it was `most` where the prompt ended."""
@@ -220,10 +224,10 @@ class HeadSizes(Rule):
     def tokens(self, n: int) -> int:
         return min(size.tokens(n) for size in self._each)
 
-    def most(self, n: int) -> int:
+    def most(self, n: int, new: int | None = 0) -> int:
         return max(self.heads(n, len(self.sizes)))
 
-    def heads(self, n: int, H: int) -> list[int]:
+    def heads(self, n: int, H: int, new: int | None = 0) -> list[int]:
         return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._each]
 
     def check(self, policy: Any, heads: int) -> None:

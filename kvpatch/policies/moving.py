@@ -60,6 +60,9 @@ class Share(Rule):
     def tokens(self, n: int) -> int:
         return max(1, share(float(self.part), n))
 
+    def most(self, n: int, new: int | None = 0) -> int:
+        return MAX_POSITION if new is None else self.tokens(n + new)
+
     def bound(self, most: int) -> int:
         return MAX_POSITION
 

@@ -20,7 +20,7 @@ from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.served import why_not
 from .packed import PackedPass, Part
-from .request import Request, tokens_held
+from .request import Request, count_claimed
 from .rows import RowPool
 
 
@@ -81,8 +81,8 @@ class RequestPool:
             KVPatchError: its text has no limit, and what it holds grows with it.
         """
         read = 0 if prefix is None else len(prefix)
-        blockwise = prompt - read <= self.chunk or self._blockwise is not None
-        return -(-tokens_held(self.settings, prompt, new, blockwise, read) // self.page)
+        whole = prompt - read > self.chunk and self._blockwise is None
+        return -(-count_claimed(self.settings, prompt, new, whole, read) // self.page)
 
     def check(self, prompt: int, new: int | None, prefix: Prefix | None = None) -> None:
         """Raise KVPatchError for a request that could never be served."""

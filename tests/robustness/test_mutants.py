@@ -24,6 +24,7 @@ REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 BUDGETS = "tests/oracle/test_oracle_budgets.py::test_kept_tokens_and_logits"
+SAID = "tests/invariants/test_settings_say_what_is_held.py::test_the_settings_say_what"
 RHYTHM = "tests/attention/test_rhythm.py"
 OWN = "tests/arch/test_own_attention.py::test"
 CHUNKS = "tests/arch/test_chunks.py::test"
@@ -215,7 +216,7 @@ MUTANTS = {
         "serving/admission.py", "state.remaining_prefill_tokens[len(prefix) :]", "state.remaining_prefill_tokens",
         "tests/serving/test_prefixes.py::test_requests_that_come_and_are_cancelled"),
     "what is kept beside a prompt claims no blocks": (
-        "serving/request.py", 'own if turns == "first"', '0 if turns == "first"',
+        "cache/holding.py", "else prompt - read + new)", "else new)",
         "tests/serving/test_prefixes.py::test_blocks_of_what_is_kept_beside_a_prompt"),
     "a replayed token seen by the query that no longer saw it": (
         "backends/torch_backend.py", "(rows < keys.deaths_BHT", "(rows <= keys.deaths_BHT", f"{REPLAY}[gptj-h2o]"),
@@ -295,8 +296,15 @@ MUTANTS = {
     "a block ended before the sequences of a prompt part": (
         "serving/packed.py", "self.cache.running.blocks[-1].ends_prompt = False", "pass",
         "tests/serving/test_generate_batch.py::test_several_sequences_of_a_prompt[options1]"),
+    "tokens that wait for their eviction are not counted": (
+        "cache/holding.py", "outside + most + every - 1", "outside + most", f"{SAID}_heads_hold_and_allocate"),
+    "the slot of the token that is written is not counted": (
+        "cache/holding.py", "max(count(prompt, None)) + 1 + waste", "max(count(prompt, None)) + waste",
+        f"{SAID}_heads_hold_and_allocate"),
+    "a share of all tokens is counted as one of the prompt": (
+        "policies/moving.py", "else self.tokens(n + new)", "else self.tokens(n)", f"{SAID}_heads_hold_and_allocate"),
     "blocks claimed for the whole text": (
-        "serving/request.py", "return budget if new is None else min(budget, prompt + new)", "return prompt + (new or 0)",
+        "cache/holding.py", "return [min(limit, (prompt if longest", "return [max(limit, (prompt if longest",
         "tests/serving/test_generate_batch.py::test_memory_of_a_request_is_constant"),
     "a hybrid's states left where rows were": (
         "cache/cache.py", "            self.states.map_rows(change)\n", "",

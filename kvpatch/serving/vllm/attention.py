@@ -28,6 +28,7 @@ from ...arch.adapter import Adapter
 from ...arch.bound import BoundAdapter
 from ...attention.attend import attend
 from ...cache.cache import EvictingCache
+from ...cache.holding import keeps_new
 from ...cache.settings import CacheSettings
 from ...errors import KVPatchError
 from ...policies.budgets import Budget, Size
@@ -210,21 +211,11 @@ class Worker:
 
     @functools.cached_property
     def held(self) -> list[Held]:
-        """The budget of each layer: the most that a prompt of any length gives it, if layers differ.
-
-        Layers differ least at the shortest prompt and most at the longest; rounding adds one token at most between them.
-        """
+        """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
         settings, longest = self.settings, self.config.model_config.max_model_len
-        grows = self.terms.policy.schedule == "prompt"
-        if self.terms.policy.over_layers is None:
-            return [
-                Held(rule.k, grows and bound is None)
-                for rule, bound in zip(settings.rules, settings.bounds, strict=True)
-                if isinstance(rule, Size)  # which all are: see terms.py
-            ]
         return [
-            Held(max(settings.tokens(layer, n) for n in (1, longest)) + 1, grows and settings.bounds[layer] is None)
-            for layer in range(len(self.layers))
+            Held(rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0], keeps_new(settings, layer))
+            for layer, rule in enumerate(settings.rules)
         ]
 
     def spec(self, spec: AttentionSpec) -> BudgetSpec:

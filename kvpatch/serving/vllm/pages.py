@@ -17,7 +17,8 @@ from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ...policies.budgets import Budget
+from ...cache.holding import count_tokens
+from ...policies.budgets import Size
 
 
 class Held(NamedTuple):
@@ -56,9 +57,9 @@ class BudgetSpec(CircularBufferSpec):
 
         A share is of the whole prompt: it is then read in one pass.
         """
-        budget = min(Budget((self.budget,)).tokens(0, prompt), self.longest)
-        held = min(budget, prompt) + max(self.longest - prompt, 0) if self.grows else budget
-        return cdiv(held + 1, self.block_size)
+        schedule = "prompt" if self.grows else "both"
+        (held,) = count_tokens(Size(self.budget), schedule, prompt, max(self.longest - prompt, 0))
+        return cdiv(min(held, self.longest) + 1, self.block_size)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Tell if all layers have one block table."""

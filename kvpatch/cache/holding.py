@@ -1,0 +1,89 @@
+"""What a KV head holds after a prompt and new tokens, and the slots allocated for it: a function of the settings alone.
+
+Engines claim memory by it, and the invariants compare each cache with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..backends.head_offsets import SPARE
+from ..policies.budgets import Rule
+from ..policies.selection import MAX_POSITION
+from .growth import LEAST, slack
+from .settings import CacheSettings
+
+
+class Holding(NamedTuple):
+    """Size of a layer for one text.
+
+    heads: the most tokens of each head between steps; where heads share a budget by their scores, the mean of those that share.
+    slots: the most slots that are allocated for a head, on average.
+    """
+
+    heads: list[int]
+    slots: int
+
+
+def count_held(
+    settings: CacheSettings,
+    layer: int,
+    prompt: int,
+    new: int | None,
+    *,
+    heads: int = 1,
+    read: int = 0,
+    room: int = 0,
+    longest: bool = False,
+) -> Holding:
+    """Count what a layer of so many KV heads holds after a prompt of `prompt` tokens and `new` ones fed one by one.
+
+    Tokens are exact where k is a number or a share and every=1. A prompt read in blocks, or in an engine's pieces, leaves at
+    most as many after each. Slots are these tokens and the slack of growth.py, or all that the budget can ever fill; where
+    heads share a budget, 16 and 1/50 more. A row beside longer ones may have as many slots as these.
+
+    new: None for any number; MAX_POSITION or more tokens then mean that the layer grows with the text. read: tokens at the
+    beginning of the prompt that were a prompt of their own, such as a prefix. room: as in `Patch.new_cache`. longest: `prompt`
+    is the length of the longest one, and the most after any is counted.
+
+    Example:
+        >>> count_held(patch.settings, 0, prompt=1000, new=200)  # of k=0.25, schedule "both"
+        Holding(heads=[250], slots=251)
+    """
+    policy, rule = settings.policies[layer], settings.rules[layer]
+    schedule = policy.schedule if settings.evicts[layer] else None
+
+    def count(prompt: int, new: int | None) -> list[int]:
+        return count_tokens(rule, schedule, prompt, new, heads=heads, every=policy.every, longest=longest)
+
+    if read and policy.scope.turns == "each":
+        held = list(map(sum, zip(count(read, 0), count(prompt - read, new), strict=True)))
+    elif read and policy.scope.turns == "first":  # what follows is kept whole, as new tokens are
+        held = count(read, None if new is None else prompt - read + new)
+    else:
+        held = count(prompt, new)
+    most = max(held)
+    waste = 0 if policy.over_heads is None else 2 * LEAST + most // SPARE
+    slots = most + waste + max(slack(most + waste), room, policy.every)
+    return Holding(held, slots if keeps_new(settings, layer) else min(slots, max(count(prompt, None)) + 1 + waste))
+
+
+def count_tokens(
+    rule: Rule, schedule: str | None, prompt: int, new: int | None, *, heads: int = 1, every: int = 1, longest: bool = False
+) -> list[int]:
+    """Count the tokens of each head as `count_held` does, under one rule. schedule: None if nothing is ever evicted."""
+    grown = MAX_POSITION if new is None else new
+    if schedule is None:
+        return [prompt + grown] * heads
+    budgets = rule.highest if longest else rule.heads
+    kept = [min(most, prompt) for most in budgets(prompt, heads, 0)]
+    if schedule == "prompt":
+        return [n + grown for n in kept]
+    outside = prompt if schedule == "decode" else 0  # of the budget
+    limits = [outside + most + every - 1 for most in budgets(prompt, heads, new)]
+    return [min(limit, (prompt if longest or outside else n) + grown) for limit, n in zip(limits, kept, strict=True)]
+
+
+def keeps_new(settings: CacheSettings, layer: int) -> bool:
+    """Tell if a layer keeps all tokens that are generated, so that it grows with the text."""
+    return not settings.evicts[layer] or settings.policies[layer].schedule == "prompt"
