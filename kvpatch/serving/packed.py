@@ -16,7 +16,7 @@ Core = Callable[[EvictingCache, Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(NamedTuple):
-    """Columns of a packed pass that go through one cache: [B] of a decode step of B rows, or [Q] of one row's prompt.
+    """Columns of a packed pass that go through one cache: [B] of a decode step of B rows, [Q] of one row's prompt, or [B,Q].
 
     open: further pieces of the prompt follow, and nothing is evicted before the last.
     """
@@ -29,13 +29,19 @@ class Part(NamedTuple):
     def leave_open(self) -> None:
         """Leave the prompt's last block open, for the tokens that follow, unless it is a whole one."""
         block = self.cache.settings.block
-        if block is not None and len(self.columns) % block:
+        if block is not None and self.columns.shape[-1] % block:
             self.cache.running.blocks[-1].ends_prompt = False
 
     def of(self, packed: Tensor) -> Tensor:
         """Take this part's columns, [B,Q,...]."""
-        taken = packed[self.columns]
-        return taken[:, None] if self.decodes else taken[None]
+        return packed[self.columns_BQ]
+
+    @property
+    def columns_BQ(self) -> Tensor:
+        """The columns by row."""
+        if self.columns.ndim == 2:
+            return self.columns
+        return self.columns[:, None] if self.decodes else self.columns[None]
 
 
 class PackedPass:
@@ -47,7 +53,7 @@ class PackedPass:
     def begin(self, input_ids_Q: Tensor | None, table: Callable[[int], object] | None) -> None:
         """Begin the pass in each part's cache. table: makes the rotary table, if keys are cached without positions."""
         for part in self.parts:
-            B, Q = (len(part.columns), 1) if part.decodes else (1, len(part.columns))
+            B, Q = part.columns_BQ.shape
             ids_BQ = None if input_ids_Q is None else part.of(input_ids_Q)
             passes.begin(part.cache, B, Q, None, ids_BQ, part.columns.device, table)
             if part.open:
@@ -60,7 +66,7 @@ class PackedPass:
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run a layer's core part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]."""
-        if len(self.parts) == 1 and not self.parts[0].decodes:
+        if len(self.parts) == 1 and len(self.parts[0].columns_BQ) == 1:
             return core(self.parts[0].cache, q, k, v)
         outs = list[Tensor]()
         for part in self.parts:
@@ -70,5 +76,5 @@ class PackedPass:
 
     def _in_order(self, parts: list[Tensor]) -> Tensor:
         """Join what each part has for its columns, in the order of the columns of the pass."""
-        columns, values = torch.cat([part.columns for part in self.parts]), torch.cat(parts)
+        columns, values = torch.cat([part.columns.flatten() for part in self.parts]), torch.cat(parts)
         return torch.empty_like(values).index_copy_(0, columns, values)

@@ -613,6 +613,9 @@ MUTANTS = {
     "slots that were added for a graph's class hold a token": (
         "hooks/capacity.py", "fitted(layer.positions[:, :, :used], C, -1)", "fitted(layer.positions[:, :, :used], C, 0)",
         "tests/hooks/test_capacity.py::test_prompts_of_different_lengths_share_one_graph[llama_gqa-h2o-{}]"),
+    "prompts that were read together are all given the first one's row": (
+        "serving/vllm/requests.py", "rows.cache.select_rows(rows.names.index(name))", "rows.cache.select_rows(0)",
+        "tests/serving/test_prompts_together.py::test_each_prompt_gives_what_it_gives_alone[h2o---some wait-32]"),
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),

@@ -7,7 +7,7 @@ so the first is its name; a request that begins there drops what an ended one le
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from ...cache.cache import EvictingCache
 from ...cache.paged import PromptSlots, first_prompt
 from ...cache.settings import CacheSettings
+from ...policies.numbers import on_device
 from ..packed import PackedPass, Part
-from ..rows import RowPool
+from ..rows import RowPool, Rows
 
 
 class Scheduled(NamedTuple):
@@ -32,63 +33,94 @@ class Scheduled(NamedTuple):
     past: int
     prompt: bool
 
+    @property
+    def name(self) -> str:
+        """Its name: the number of its first page."""
+        return str(self.pages[0])
+
 
 class Requests:
     """Caches of requests.
 
     pools: the pages of each layer, [N,H,2,P,D], once the layer has seen them. now: the newest pass, as each layer is told it:
-    layers that hold different numbers of tokens have different pages.
+    layers that hold different numbers of tokens have different pages. reading: the rows of each request that has not decoded
+    yet; prompts that began together are rows of one cache.
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
-        self.reading: dict[str, EvictingCache] = {}
+        self.reading: dict[str, Rows] = {}
         self.rows = RowPool(order=int)  # by their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
-        """Begin a pass: each piece of a prompt as a part of its own, and the requests that decode as one."""
-        parts, decoding = list[Part](), dict[str, int]()
+        """Begin a pass in parts: prompts of one length that begin, each further piece of a prompt, requests that decode."""
+        begin, further, decoding = dict[int, list[Scheduled]](), list[Scheduled](), dict[str, int]()
         for one in scheduled:
-            name = str(one.pages[0])
             if one.past == 0:
-                self._forget(name)
-            if one.past == 0 or one.prompt or one.columns > 1:
-                parts.append(Part(self._prompt(name, one), self._columns(one), decodes=False))
+                self._forget(one.name)
+                begin.setdefault(one.columns, []).append(one)
+            elif one.prompt or one.columns > 1:
+                further.append(one)
             else:
-                decoding[name] = one.first
+                decoding[one.name] = one.first
+        self._split_rows(decoding.keys())
+        parts = [self._begin_prompts(together) for together in begin.values()]
+        parts += [self._continue_prompt(one) for one in further]
         if decoding:
             for name in decoding:
-                if name in self.reading:
-                    self.rows.add(name, self.reading.pop(name))
+                self._end_prompt(name)
             rows = self.rows.gather(decoding)
-            columns = torch.tensor([decoding[name] for name in rows.alive], device=self.device)
+            columns = on_device([decoding[name] for name in rows.alive], self.device)
             parts.insert(0, Part(rows.cache, columns, decodes=True))
         packed = PackedPass(parts, self.settings)
         packed.begin(None, None)
         return packed
 
-    def _columns(self, one: Scheduled) -> Tensor:
-        return torch.arange(one.first, one.first + one.columns, device=self.device)
+    def _columns(self, together: Sequence[Scheduled]) -> Tensor:
+        """Return the columns of requests that bring equally many [B,Q]."""
+        first_B1 = on_device([[one.first] for one in together], self.device)
+        return first_B1 + torch.arange(together[0].columns, device=self.device)
 
-    def _prompt(self, name: str, one: Scheduled) -> EvictingCache:
-        """Return the cache that reads a piece of a prompt; the piece is compressed like a prompt."""
-        if name not in self.reading:
-            assert one.past == 0, "a request begins with its first token"
-            cache = self.reading[name] = EvictingCache(self.settings)
-            for layer, slots in enumerate(cache.layers):
-                slots.storage = functools.partial(self._stored, layer, one.first)
-        cache = self.reading[name]
+    def _begin_prompts(self, together: list[Scheduled]) -> Part:
+        """Read first pieces of one length as rows of one cache, which lie in it as their pages do."""
+        together.sort(key=lambda one: one.pages[0])
+        cache = EvictingCache(self.settings)
+        for layer, slots in enumerate(cache.layers):
+            slots.storage = functools.partial(self._stored, layer, [one.first for one in together])
+        cache.request.prompt_len = together[0].columns
+        rows = Rows([one.name for one in together], cache)
+        self.reading |= dict.fromkeys(rows.alive, rows)
+        return Part(cache, self._columns(together), decodes=False)
+
+    def _continue_prompt(self, one: Scheduled) -> Part:
+        """Read a further piece of a prompt; each piece is compressed like a prompt."""
+        cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
-        return cache
+        return Part(cache, self._columns([one]), decodes=False)
 
-    def _stored(self, layer: int, first: int, keys: Tensor, values: Tensor) -> PromptSlots:
-        """Make a layer's slots for a request whose columns begin at `first`, with its pages of that layer."""
-        pool, (pages,) = self.pools[layer], [one.pages for one in self.now[layer] if one.first == first]
+    def _stored(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
+        """Make a layer's slots for requests whose columns begin at `firsts`, with their pages of that layer."""
+        pool, pages = self.pools[layer], {one.first: one.pages for one in self.now[layer]}
         assert pool is not None
-        return first_prompt(keys, values, pool, torch.tensor([pages], device=self.device))
+        return first_prompt(keys, values, pool, on_device([pages[first] for first in firsts], self.device))
+
+    def _split_rows(self, decoding: Set[str]) -> None:
+        """Give requests that began together caches of their own, unless all of them decode now."""
+        for name, rows in list(self.reading.items()):
+            if len(rows.names) > 1 and not decoding >= set(rows.names):
+                self.reading[name] = Rows([name], rows.cache.select_rows(rows.names.index(name)))
+
+    def _end_prompt(self, name: str) -> None:
+        """Let a request, and those that it shares a cache with, be among the rows that decode."""
+        rows = self.reading.get(name)
+        if rows is not None:
+            for one in rows.alive:
+                del self.reading[one]
+            self.rows.parts.append(rows)
 
     def _forget(self, name: str) -> None:
+        """Drop an ended request, whose first page is a new one's."""
         self.reading.pop(name, None)
         self.rows.drop(name)
