@@ -15,7 +15,7 @@ from ..backends.entries import FULL
 from ..errors import KVPatchError
 from ..policies import Policy, get_policy
 from ..policies.allocation import Sloped
-from ..policies.budgets import Budget, Rule, Size
+from ..policies.budgets import Budget, HeadSizes, Rule, Size
 from ..policies.measures import Calibration
 from ..policies.needs import SecondReading
 from ..policies.parallel import WHOLE, Parallel
@@ -86,6 +86,7 @@ class CacheSettings:
             record=self.record,
             strict=bool(self.strict),
             k=self.budget.described(),
+            table=any(isinstance(rule, HeadSizes) for rule in self.budget.rules),
             varied=next((str(self.budget.rules[i]) for i in self.budgeted if not self.budget.rules[i].constant), None),
             whole=next((i for i, evicts in enumerate(self.evicts) if not evicts), None),
             latent=any(self.latent),

@@ -236,11 +236,6 @@ class HeadSizes(Rule):
                 f"k={self}: a list of length {len(self.sizes)} for a layer that has {heads} KV heads: give k[layer][head], one "
                 "number for each, or one number for the whole layer."
             )
-        if policy.over_heads is not None:
-            raise KVPatchError(
-                f"k is a table, but policy {policy.name!r} divides a budget over the heads itself: give one k, or use a policy "
-                "without adaptive() and global_topk()."
-            )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from .context import EvictionContext
 from .needs import Sums
 from .numbers import running_sum
 from .selection import FIRST, LAST, MAX_POSITION
+from .served import Combination, refuse
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,9 @@ class Share(Rule):
         return MAX_POSITION
 
     def check(self, policy: Any, heads: int) -> None:
-        _check(self, policy)
-        if policy.schedule == "decode":
-            raise KVPatchError(
-                f"k={self} counts the prompt too, but schedule='decode' keeps the prompt whole: give schedule='both', or k as "
-                "tokens, which are then of the generated text."
-            )
+        if policy.schedule != "prompt":
+            refuse("moving budget", Combination(policy, k=self))
+        refuse("Share", Combination(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         seen = (context.newest_B11 + 1).to(torch.float64)  # exact, as on the host
@@ -141,15 +139,11 @@ class Mass(Rule):
         return min(max(1, share(self.floor, n)), self.tokens(n))
 
     def check(self, policy: Any, heads: int) -> None:
-        _check(self, policy)
-        _check_weights(self, policy)
+        refuse("moving budget", Combination(policy, k=self))
+        refuse("weighed budget", Combination(policy, k=self))
         if self.ceiling is None:
             _check_sizes(self, policy, "add a ceiling, which it is then a share of: k=Mass(0.95, ceiling=0.5)")
-        if policy.schedule != "prompt" and not _sums(policy.score):
-            raise KVPatchError(
-                f"k={self} keeps a share of what scores sum to over the text, but those of policy {policy.name!r} are measured "
-                "anew at each step: use schedule='prompt', a policy such as 'h2o' or 'roco', or Threshold."
-            )
+        refuse("Mass", Combination(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         weight = _weights(score, context, keys_BHT)
@@ -201,8 +195,8 @@ class Threshold(Rule):
         return 1
 
     def check(self, policy: Any, heads: int) -> None:
-        _check(self, policy)
-        _check_weights(self, policy)
+        refuse("moving budget", Combination(policy, k=self))
+        refuse("weighed budget", Combination(policy, k=self))
         _check_sizes(self, policy)
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -234,32 +228,6 @@ def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
 
 
 # ---- policies that go with these budgets ----
-
-
-def _check(rule: Rule, policy: Any) -> None:
-    """Raise KVPatchError for a policy whose parts need one number of tokens."""
-    if not rule.weighs and policy.schedule == "prompt":
-        return
-    if policy.over_layers is not None or policy.over_heads is not None:
-        raise KVPatchError(
-            f"k={rule}: policy {policy.name!r} divides one number of tokens over layers or heads, which this budget does not "
-            "have: use a policy without pyramid(), adaptive() and global_topk(), or give k as a share or tokens."
-        )
-    if policy.selection is not None:
-        raise KVPatchError(
-            f"k={rule}: policy {policy.name!r} selects by more than its score, which needs a number of tokens: use it without "
-            "critical() and chunked(), or give k as a share or tokens."
-        )
-    if policy.every > 1:
-        raise KVPatchError(f"k={rule} evicts what it can at every step: leave every={policy.every} out.")
-
-
-def _check_weights(rule: Rule, policy: Any) -> None:
-    if policy.evicts and not policy.score.is_weight:
-        raise KVPatchError(
-            f"k={rule} takes scores for weights, but the score of policy {policy.name!r} is none: it may be negative or only "
-            "ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv, or give k as a share or tokens."
-        )
 
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import KVPatchError, suggest
-from .needs import SecondReading
+from .needs import SecondReading, Sums
 from .scopes import protect_tensor
 
 
@@ -32,6 +32,7 @@ class Combination:
     strict: bool = False
     k: Any = None  # as messages show it
     listed: bool = False  # k is a list
+    table: bool = False  # k has a number for each head
     varied: str | None = None  # a budget that gives heads numbers of their own, in words
     of_the_prompt: bool = False  # k is a share of the prompt
     least: int | None = None  # the fewest tokens of a budget in tokens
@@ -88,7 +89,7 @@ def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
     for feature, words in REFUSED.get(path, {}).items():
         if need is not None if feature == NEED else FEATURES[feature](asked):
             return words.format(it=asked, name=name, why=need)
-    return None if need is None else f"Policy {name} does not go with {path}: {need}"
+    return None if need is None else f"Policy {name} does not go with {path}: {need}."
 
 
 NEED = "a need of the policy"  # that refuses the path by its name; {why} is what it says
@@ -96,6 +97,7 @@ NEED = "a need of the policy"  # that refuses the path by its name; {why} is wha
 FEATURES: dict[str, Callable[[Combination], object]] = {
     # of a policy
     "adaptive budgets": lambda it: it.policy.over_heads is not None,
+    "divided budget": lambda it: it.policy.over_layers is not None or it.policy.over_heads is not None,
     "critical": lambda it: it.acts and it.policy.weighs_values,
     "every": lambda it: it.policy.every > 1,
     "merging": lambda it: it.policy.merging is not None,
@@ -112,7 +114,9 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "eviction by steps": lambda it: it.policy.schedule != "prompt",
     "eviction layer by layer": lambda it: it.policy.needs.alone,
     "scores of the prompt's rows": lambda it: it.acts and any(need.is_read for need in it.policy.needs),
-    "scores that are no weights": lambda it: not it.policy.score.is_weight,
+    "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not _adds_up(it.policy),
+    "scores that are no weights": lambda it: it.policy.evicts and not it.policy.score.is_weight,
+    "selection": lambda it: it.policy.selection is not None,
     "second reading of unknown tokens": lambda it: it.acts and it.unknown and it.policy.needs.find(SecondReading) is not None,
     "shared sums": lambda it: it.acts and it.policy.needs.across_layers,
     "turns": lambda it: it.policy.scope.turns != "all",
@@ -127,6 +131,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "k as a list": lambda it: it.listed,
     "k=1.0": lambda it: isinstance(it.k, float) and it.k == 1.0,
     "pyramid of a share": lambda it: it.policy.over_layers is not None and it.of_the_prompt,
+    "k as a table": lambda it: it.table,
     "layer that keeps everything": lambda it: it.whole is not None,
     # of a model
     "ALiBi": lambda it: bool(it.alibi),
@@ -142,6 +147,10 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "states": lambda it: it.states,
     "tensor parallel": lambda it: it.sharded,
 }
+
+
+def _adds_up(policy: Any) -> bool:
+    return any(isinstance(need, Sums) for need in policy.score.needs)
 
 
 def _protects(it: Combination, masked: bool) -> bool:
@@ -163,6 +172,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "k as a list": {
         "pyramid": "k is a list, but policy {name} divides one budget over the layers itself: give one k, or use a policy "
         "without the pyramid.",
+    },
+    "k as a table": {
+        "adaptive budgets": "k is a table, but policy {name} divides a budget over the heads itself: give one k, or use a "
+        "policy without adaptive() and global_topk().",
     },
     "merging": {
         "latent attention": "policy {name} changes the values of kept tokens, but in this model a token's value is the latent "
@@ -204,6 +217,27 @@ REFUSED: dict[str, dict[str, str]] = {
         "bits": "record=True does not go with bits={it.bits}: a replay attends to unrounded keys. Use bits=16.",
         "merging": "record=True does not go with policy {name}, which changes the values of kept tokens: use the policy inside "
         "merged(...).",
+    },
+    # budgets that follow the text
+    "moving budget": {
+        "divided budget": "k={it.k}: policy {name} divides one number of tokens over layers or heads, which this budget does "
+        "not have: use a policy without pyramid(), adaptive() and global_topk(), or give k as a share or tokens.",
+        "selection": "k={it.k}: policy {name} selects by more than its score, which needs a number of tokens: use it without "
+        "critical() and chunked(), or give k as a share or tokens.",
+        "every": "k={it.k} evicts what it can at every step: leave every={it.policy.every} out.",
+    },
+    "weighed budget": {
+        "scores that are no weights": "k={it.k} takes scores for weights, but the score of policy {name} is none: it may be "
+        "negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv, or give k as a "
+        "share or tokens.",
+    },
+    "Mass": {
+        "scores measured anew by steps": "k={it.k} keeps a share of what scores sum to over the text, but those of policy "
+        "{name} are measured anew at each step: use schedule='prompt', a policy such as 'h2o' or 'roco', or Threshold.",
+    },
+    "Share": {
+        "schedule='decode'": "k={it.k} counts the prompt too, but schedule='decode' keeps the prompt whole: give "
+        "schedule='both', or k as tokens, which are then of the generated text.",
     },
     # of a model's attention module
     "rotations undone": {

@@ -16,6 +16,7 @@ EVERY = replace(H2O, every=4)
 FOUND = {
     "adaptive budgets": {"policy": get_policy("adakv")},
     "critical": {"policy": get_policy("critical(h2o)")},
+    "divided budget": {"policy": get_policy("pyramidkv")},
     "every": {"policy": EVERY},
     "merging": {"policy": get_policy("merged(h2o)")},
     "no eviction": {"policy": get_policy("full")},
@@ -31,6 +32,8 @@ FOUND = {
     "eviction by steps": {"policy": H2O},
     "eviction layer by layer": {"policy": get_policy("r_kv")},
     "scores of the prompt's rows": {"policy": H2O},
+    "scores measured anew by steps": {"policy": get_policy("streaming_llm")},
+    "selection": {"policy": get_policy("critical(h2o)")},
     "scores that are no weights": {"policy": get_policy("key_diff")},
     "second reading of unknown tokens": {"policy": get_policy("kvzip"), "unknown": True},
     "turns": {"policy": get_policy("snapkv").with_options(turns="first")},
@@ -41,6 +44,7 @@ FOUND = {
     "strict": {"strict": True},
     "budgets by head": {"varied": "Mass(0.9)"},
     "budget below every": {"policy": EVERY, "least": 3},
+    "k as a table": {"table": True},
     "k as a list": {"listed": True, "k": [1, 2]},
     "k=1.0": {"k": 1.0},
     "layer that keeps everything": {"whole": 0},
@@ -70,7 +74,7 @@ def test_every_cell_is_met_by_its_feature_and_by_nothing_else(path, feature):
     with pytest.raises(kvpatch.KVPatchError) as refused:
         refuse(path, asked)
     assert str(refused.value) == words
-    usual = {"policy": plain.with_options("prompt") if feature == "eviction by steps" else plain}
+    usual = {"policy": plain.with_options("prompt") if feature.endswith("by steps") else plain}
     assert feature == "scores that are no weights" or why_not(path, Combination(**usual)) is None
 
 

@@ -185,7 +185,7 @@ class Need(Generic[View]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features that it cannot go with: the sentence that a user gets, which begins with the policy."""
+        """Features that it cannot go with, by their names in served.py: what a user reads, after the policy's name."""
         return {}
 
     def check(self) -> None:
