@@ -18,6 +18,7 @@ from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix, Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.numbers import on_device
 from ..policies.served import why_not
 from .packed import PackedPass, Part
 from .request import Request, count_claimed
@@ -205,7 +206,7 @@ class RequestPool:
         if first:
             self._join(first)
             rows = self.rows.gather(first)
-            columns = torch.tensor([first[name] for name in rows.alive], device=self.device)
+            columns = on_device([first[name] for name in rows.alive], self.device)
             parts.insert(0, Part(rows.cache, columns, decodes=True))
         return PackedPass(parts, self.settings)
 

@@ -287,8 +287,8 @@ MUTANTS = {
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
         "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),
     "packed rows in the order of requests": (
-        "serving/pool.py", "columns = torch.tensor([first[name] for name in rows.alive]",
-        "columns = torch.tensor([first[name] for name in reversed(rows.alive)]",
+        "serving/pool.py", "columns = on_device([first[name] for name in rows.alive]",
+        "columns = on_device([first[name] for name in reversed(rows.alive)]",
         "tests/serving/test_generate_batch.py::test_every_policy[24-h2o]"),
     "a prompt cut where the pass is full": (
         "serving/pool.py", "if request_len < min(waiting, self.chunk):", "if not request_len:",

@@ -4,17 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
 from kvpatch.hooks import graph
 from kvpatch.hooks.capacity import round_capacity
+from tools.bench import counts as bench_counts
+from tools.bench.__main__ import app
 from tools.bench.counts import LONGEST, SHORTEST, STEPS, WAITS, cells, compiled_graphs, engine_waits, kept_by_graphs
 from tools.bench.launches import Figure, counted
 from tools.bench.lines import COUNT_POLICIES, latest
 
 FILE = Path(__file__).parents[2] / "benchmarks/counts.jsonl"
 LINES = {line["policy"]: line for line in latest([json.loads(line) for line in FILE.read_text().splitlines()])}
+OWN = (*(f"waits_{name}" for name in WAITS), "graphs", "compiled")
 SHARING = ("adakv",)  # heads share a budget by score, which the host must know
 
 
@@ -31,7 +35,7 @@ def test_waits(policy):
     }
     assert found["step"] == Figure(0, 0), "no step waits"
     assert policy in SHARING or (found["prompt"] == Figure(0, 0) and found["mask"] == Figure(0, 1)), "a mask is read once"
-    assert found["engine_decode"].per_layer == 0
+    assert found["engine_decode"] == Figure(0, 0), "requests that go on wait for nothing"
 
 
 @pytest.mark.parametrize("policy", COUNT_POLICIES)
@@ -66,3 +70,13 @@ def test_prompts_of_one_class_in_turn_are_captured_once(monkeypatch):
     monkeypatch.setattr("tools.bench.counts.SHORTEST", 242)  # half of 242 to 256 tokens, and one, are 122 to 129 slots
     assert kept_by_graphs("h2o", prompts=14)["captures"] == 2
     assert kept_by_graphs("h2o", k=32, prompts=14)["captures"] == 1
+
+
+def test_the_command_prints_the_table_and_keeps_the_line(monkeypatch, tmp_path):
+    """A line without times is in no table of times."""
+    monkeypatch.setattr(bench_counts, "counts", lambda policy: {name: LINES[policy][name] for name in OWN})
+    done = CliRunner().invoke(app, ["--case", "counts", "--policies", "h2o", "--json", str(tmp_path / "lines.jsonl")])
+    assert done.exit_code == 0, done.output
+    assert " | ".join(cells(LINES["h2o"])) in done.output and "requests join" in done.output
+    (line,) = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert cells(line) == cells(LINES["h2o"])

@@ -204,6 +204,13 @@ def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
     return kept
 
 
+def show_times(lines: list[Line]) -> list[Line]:
+    """Show the lines that have times on the terminal; return the others."""
+    if timed := [line for line in lines if "ms" in line]:
+        show(timed)
+    return [line for line in lines if "ms" not in line]
+
+
 # ---- command line ----
 
 
@@ -259,8 +266,7 @@ def main(
                 torch.set_num_threads(count)
                 every = (line for row in plan(case, policies, sizes, path) for line in measure(*row, repeats, tiny))
                 lines += keep(every, json_file)
-            show(lines)
-            return
+            lines = show_times(lines)
     print(tables(lines))
 
 
