@@ -86,6 +86,7 @@ def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
     always: needs are asked also where nothing is evicted, so that nothing reads them.
     """
     name, need = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
+    need = need and need.replace("{name}", name)
     for feature, words in REFUSED.get(path, {}).items():
         if need is not None if feature == NEED else FEATURES[feature](asked):
             return words.format(it=asked, name=name, why=need)
