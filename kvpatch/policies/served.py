@@ -156,7 +156,9 @@ def _adds_up(policy: Any) -> bool:
 
 def _protects(it: Combination, masked: bool) -> bool:
     protect = it.policy.scope.protect
-    return it.acts and protect is not None and masked is (protect_tensor(protect).dtype == torch.bool)
+    if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
+        return False
+    return it.acts and masked is (protect_tensor(protect).dtype == torch.bool)
 
 
 REFUSED: dict[str, dict[str, str]] = {

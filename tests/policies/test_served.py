@@ -94,6 +94,11 @@ def test_rows_name_features_and_needs_name_rows():
     assert set(served.QUIET) <= set(REFUSED)
 
 
+def test_a_kind_of_tokens_is_neither_ids_nor_a_mask():
+    policy = H2O.with_options(protect="image")
+    assert why_not("continuous batching", Combination(policy)) is why_not("inputs_embeds", Combination(policy)) is None
+
+
 @pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "kvzip", "critical_snapkv"])
 def test_what_no_gate_asks_for_is_not_refused(name):
     refuse_pairs(Combination(get_policy(name)))
