@@ -86,6 +86,7 @@ def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
     always: needs are asked also where nothing is evicted, so that nothing reads them.
     """
     name, need = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
+    need = need and need.replace("{name}", name)
     for feature, words in REFUSED.get(path, {}).items():
         if need is not None if feature == NEED else FEATURES[feature](asked):
             return words.format(it=asked, name=name, why=need)
@@ -155,7 +156,9 @@ def _adds_up(policy: Any) -> bool:
 
 def _protects(it: Combination, masked: bool) -> bool:
     protect = it.policy.scope.protect
-    return it.acts and protect is not None and masked is (protect_tensor(protect).dtype == torch.bool)
+    if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
+        return False
+    return it.acts and masked is (protect_tensor(protect).dtype == torch.bool)
 
 
 REFUSED: dict[str, dict[str, str]] = {

@@ -78,12 +78,25 @@ def test_every_cell_is_met_by_its_feature_and_by_nothing_else(path, feature):
     assert feature == "scores that are no weights" or why_not(path, Combination(**usual)) is None
 
 
+def test_a_need_refuses_a_pass_or_an_engine_only_where_something_is_evicted():
+    kvzip = get_policy("kvzip")
+    assert "reads each a second time" in why_not("continuous batching", Combination(kvzip))
+    assert why_not("continuous batching", Combination(kvzip, acts=False)) is None
+    with pytest.raises(kvpatch.KVPatchError, match="block=8: policy 'kvzip' evicts after a second reading"):
+        refuse_pairs(Combination(kvzip, acts=False, block=8))
+
+
 def test_rows_name_features_and_needs_name_rows():
     assert {feature for _, feature in CELLS} <= set(FEATURES) == set(FOUND) | {"rotations undone", "shared sums"}
     for policy in (*POLICIES.values(), POLICIES["keyformer"].with_options(shared=True)):
         for need in policy.needs:
             assert need.refuses.keys() <= {*REFUSED, *FEATURES}
     assert set(served.QUIET) <= set(REFUSED)
+
+
+def test_a_kind_of_tokens_is_neither_ids_nor_a_mask():
+    policy = H2O.with_options(protect="image")
+    assert why_not("continuous batching", Combination(policy)) is why_not("inputs_embeds", Combination(policy)) is None
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "kvzip", "critical_snapkv"])

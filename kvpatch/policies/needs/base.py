@@ -185,7 +185,7 @@ class Need(Generic[View]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features that it cannot go with, by their names in served.py: what a user reads, after the policy's name."""
+        """Features that it cannot go with, by their names in served.py: what a user reads; {name} is the policy's."""
         return {}
 
     def check(self) -> None:

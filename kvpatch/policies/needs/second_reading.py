@@ -44,7 +44,8 @@ class SecondReading(Need[Tensor]):
     @property
     def refuses(self) -> Mapping[str, str]:
         return {
-            "block": "the policy evicts after a second reading of the whole prompt. Leave it out, or feed the text in pieces.",
+            "block": "policy {name} evicts after a second reading of the whole prompt. Leave it out, or feed the text in "
+            "pieces.",
             "renumbered": "which reads a prompt a second time behind itself",
             "drafts with the prompt": "evicts after a second reading of the whole prompt: feed the prompt first",
             "inputs_embeds": "reads a prompt a second time: it needs input_ids, not inputs_embeds",
