@@ -40,6 +40,7 @@ test-vllm: .venv-vllm/ok  ## the plugin for vLLM, in .venv-vllm with vLLM's buil
 
 check: .venv/ok docs  ## ruff, mypy and the documentation
 	.venv/bin/ruff check
+	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
 docs: .venv/ok  ## the documentation, in docs/_build/html; a warning is an error

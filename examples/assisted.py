@@ -30,9 +30,7 @@ def smaller(model: Any) -> Any:
     return assistant
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.4, new: int = 16
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.4, new: int = 16) -> dict[str, Any]:
     """Largest difference to the logits without assistance, by who assists."""
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     assistant, unsure = smaller(model), smaller(model)

@@ -1,6 +1,6 @@
 """Every way to pick tokens that generate() has, under one budget, beside the unpatched model.
 
-    python -m examples.decoding -k 0.5
+python -m examples.decoding -k 0.5
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def run(model: Any, inputs: Any, strategy: dict[str, Any], tokenizer: Any, new: 
     return model.generate(**inputs, max_new_tokens=new, **strategy, **extra)
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 12
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 12) -> dict[str, Any]:
     """Per strategy: is the text the unpatched model's, and the most tokens that a head held."""
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)

@@ -1,6 +1,6 @@
 """A prompt of embeddings, such as a soft prompt or an image's, and a second call that goes on from the first one's cache.
 
-    python -m examples.embeddings
+python -m examples.embeddings
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from kvpatch.cli.loading import MODELS, load_model, load_tokenizer
 PROMPT, MORE = "import os\nimport sys\n\n\ndef main():\n    print(", "\n\n\nif __name__ == '__main__':\n    "
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "snapkv", k: Any = 0.5, new: int = 8
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "snapkv", k: Any = 0.5, new: int = 8) -> dict[str, Any]:
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     ids, more = (tokenizer(text, return_tensors="pt").input_ids for text in (PROMPT, MORE))
     options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

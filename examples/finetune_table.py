@@ -75,9 +75,7 @@ def page(runs: list[Run]) -> str:
     bootstrap = Bootstrap([("llama-python", model) for model in models for _ in range(one["windows"])])
     values = {(arm, way): _values(runs, models, arm, way) for arm in ARMS for way in WAYS}
     found = {key: bootstrap.estimate(column) for key, column in values.items()}
-    gaps = {
-        (pair, way): bootstrap.estimate(values[pair[0], way] - values[pair[1], way]) for pair in PAIRS for way in WAYS
-    }
+    gaps = {(pair, way): bootstrap.estimate(values[pair[0], way] - values[pair[1], way]) for pair in PAIRS for way in WAYS}
     nats = [[arm, *(str(found[arm, way]) for way in WAYS)] for arm in ARMS]
     differences = [[f"{a} - {b}", *(shown(gaps[(a, b), way], signed=True) for way in WAYS)] for a, b in PAIRS]
     lines = [

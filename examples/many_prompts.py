@@ -1,6 +1,6 @@
 """One patch, many calls: prompts of other lengths and batch sizes, each with a cache of its own size.
 
-    python -m examples.many_prompts
+python -m examples.many_prompts
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ PROMPTS = [
 ]
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "roco", k: Any = 0.5, new: int = 8
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "roco", k: Any = 0.5, new: int = 8) -> dict[str, Any]:
     """The texts of each prompt alone and of all in one left-padded batch, and what was held."""
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     tokenizer.padding_side = "left"

@@ -1,6 +1,6 @@
 """A decoder of your own, which transformers does not know: an adapter of a dozen lines, and all policies work on it.
 
-    python -m examples.own_architecture
+python -m examples.own_architecture
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Code of your own inside generate(): a logits processor, a stopping criterion, and a decoding loop (custom_generate).
 
-    python -m examples.own_processor
+python -m examples.own_processor
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def second_best(model: Any, input_ids: Tensor, logits_processor: Any, stopping_c
     return input_ids
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 10
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 10) -> dict[str, Any]:
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     read = inputs["input_ids"].shape[1]

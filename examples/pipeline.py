@@ -1,6 +1,6 @@
 """transformers' pipeline inside the block: it calls generate(), which finds a budget.
 
-    python -m examples.pipeline --policy h2o -k 0.5
+python -m examples.pipeline --policy h2o -k 0.5
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ PROMPTS = [
 ]
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 12
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 12) -> dict[str, Any]:
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     tokenizer.padding_side = "left"
     write = pipeline("text-generation", model=model, tokenizer=tokenizer)

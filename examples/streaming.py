@@ -1,6 +1,6 @@
 """Text as it is written: to the terminal, to another thread, and to a coroutine.
 
-    python -m examples.streaming
+python -m examples.streaming
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ async def to_coroutine(model: Any, tokenizer: Any, inputs: Any, options: dict[st
     return pieces
 
 
-def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "tova", k: Any = 0.5, new: int = 16
-) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "tova", k: Any = 0.5, new: int = 16) -> dict[str, Any]:
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     options = {"max_new_tokens": new, "do_sample": False}

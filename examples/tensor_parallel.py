@@ -27,9 +27,7 @@ PROMPT = "import os\n\n\ndef names(folder):\n    found = []\n    for name in os.
 def write(model: Any, inputs: Any, policy: str, k: Any, new: int) -> tuple[Any, torch.Tensor, kvpatch.Report]:
     """Generated ids, their logits [new,V], and what was kept."""
     with kvpatch.patched(model, policy, k) as patch:
-        out = model.generate(
-            **inputs, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
+        out = model.generate(**inputs, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True)
     return out.sequences, torch.cat(out.logits), patch.report()
 
 

@@ -90,9 +90,7 @@ class Patch:
             from_dynamic.absorb(cache, past)
         return cache
 
-    def compress(
-        self, past: Cache, ids: Tensor | None = None, *, attention_mask: Tensor | None = None
-    ) -> EvictingCache:
+    def compress(self, past: Cache, ids: Tensor | None = None, *, attention_mask: Tensor | None = None) -> EvictingCache:
         """Compress a prompt that was read before the block, as its end inside the block would have; `past` stays as it is.
 
         Args:

@@ -147,9 +147,7 @@ class patched:
         self._patch.install()
         return self._patch
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._patch is None:
             return
         try:

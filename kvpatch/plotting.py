@@ -125,9 +125,7 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
     image = None
     for axes, panel in ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column)):
-        image = axes.imshow(
-            panel.share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest"
-        )
+        image = axes.imshow(panel.share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         L = panel.share_LT.shape[0]
         axes.set_yticks(range(L), [f"layer {layer}" for layer in range(L)], fontsize=7)
         axes.set_title(panel.title, loc="left", fontsize=9, pad=11)
@@ -142,9 +140,7 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     return figure
 
 
-def divergence(
-    curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str
-) -> Any:
+def divergence(curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str) -> Any:
     """Draw the divergence in nats against the bytes of the cache at the end, a line per policy.
 
     The axis of nats is logarithmic above 1e-4 and linear below, so that 0, the value without eviction, has a place.

@@ -69,9 +69,7 @@ def _requirements(metadata, extra):
 
 def _run(*arguments, folder):
     environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_the_wheel_holds_the_package_alone(wheel):

@@ -24,9 +24,7 @@ _TRAINED = "weights that others have trained for a few models, which this librar
 
 PRESSES = {
     "AdaKVPress": Press(row="adakv", note="around any score: `kvpatch.adaptive(base)`; what it evicts is freed"),
-    "BlockPress": Press(
-        call='"key_diff", k=512, block=256', note="any policy; the budget holds while the prompt is read"
-    ),
+    "BlockPress": Press(call='"key_diff", k=512, block=256', note="any policy; the budget holds while the prompt is read"),
     "CAMPress": Press(
         note="It merges values by chance into the tokens that follow; `kvpatch.merged` merges by likeness, at a prompt's end."
     ),
@@ -35,12 +33,8 @@ PRESSES = {
     "ChunkPress": Press(note="It gives each chunk of the text a budget of its own; here all tokens of a head compete."),
     "CompactorPress": Press(row="compactor", note="`blend` is a number, not the share of tokens that go"),
     "ComposedPress": Press(note="Two presses in a row keep what nobody asked for; here parts of policies combine."),
-    "CompressionRatioDecodingPress": Press(
-        call='"h2o", k=kvpatch.Share(0.5)', note="any policy that evicts while decoding"
-    ),
-    "CriticalAdaKVPress": Press(
-        row="critical_adakv", note="around any weight: `kvpatch.critical(kvpatch.adaptive(base))`"
-    ),
+    "CompressionRatioDecodingPress": Press(call='"h2o", k=kvpatch.Share(0.5)', note="any policy that evicts while decoding"),
+    "CriticalAdaKVPress": Press(row="critical_adakv", note="around any weight: `kvpatch.critical(kvpatch.adaptive(base))`"),
     "CriticalKVPress": Press(row="critical_snapkv", note="around any weight: `kvpatch.critical(base)`"),
     "CURPress": Press(row="cur"),
     "DecodingPress": Press(
@@ -78,27 +72,19 @@ PRESSES = {
     "LUKVPress": Press(
         call='"snapkv", k=[[0.3, 0.6], [0.5, 0.4]]', note="a share for each layer and head; its tables are not shipped"
     ),
-    "MergingPress": Press(
-        call='"merged(snapkv)", k=0.5', note="around any score: `kvpatch.merged(base)`; no `merge_fraction`"
-    ),
-    "NonCausalAttnPress": Press(
-        call='"compactor", k=0.5, blend=0, sinks=0, recent=0', note="scores plus zero times leverage"
-    ),
+    "MergingPress": Press(call='"merged(snapkv)", k=0.5', note="around any score: `kvpatch.merged(base)`; no `merge_fraction`"),
+    "NonCausalAttnPress": Press(call='"compactor", k=0.5, blend=0, sinks=0, recent=0', note="scores plus zero times leverage"),
     "ObservedAttentionPress": Press(
         call='"roco", k=0.5, recent=0, protected=0, schedule="prompt"',
         note="without eager attention or a matrix of all rows",
     ),
-    "PerLayerCompressionPress": Press(
-        call='"snapkv", k=[0.5, 0.3]', note="one budget for each layer of the model; any policy"
-    ),
+    "PerLayerCompressionPress": Press(call='"snapkv", k=[0.5, 0.3]', note="one budget for each layer of the model; any policy"),
     "PrefillDecodingPress": Press(call='"h2o", k=0.5, schedule="both"', note="one policy for both phases"),
     "PyramidKVPress": Press(row="pyramidkv", note="around any score: `kvpatch.pyramid(base)`; the total is exact"),
     "QFilterPress": Press(row="q_filter", note="`kvpatch calibrate` measures the directions on the user's text"),
     "RandomPress": Press(row="random", note="while decoding too"),
     "RestoreKVPress": Press(note=f"It needs {_TRAINED}."),
-    "SimLayerKVPress": Press(
-        note="It decides layer by layer to keep all or little; a budget here is given, not found."
-    ),
+    "SimLayerKVPress": Press(note="It decides layer by layer to keep all or little; a budget here is given, not found."),
     "SnapKVPress": Press(row="snapkv", note='its defaults are `window=64, kernel=5, pooling="avg"`'),
     "StreamingLLMPress": Press(row="streaming_llm", note="while decoding too"),
     "ThinKPress": Press(note="It sets channels of keys to zero, which frees nothing; `bits=8` makes entries smaller."),

@@ -185,4 +185,3 @@ def _of_states(module: Any) -> bool:
     """Tell if a module is the linear attention of a hybrid, which has a state and no keys."""
     types = getattr(module.config, "layer_types", None)
     return types is not None and knows_number(module) and types[module.layer_idx] in STATES
-

@@ -43,6 +43,4 @@ class GPT2Adapter(Adapter):
 
     def check(self, model: nn.Module) -> None:
         if getattr(model.config, "add_cross_attention", False):
-            raise KVPatchError(
-                "This GPT-2 has cross-attention layers (add_cross_attention=True): kvpatch serves decoders."
-            )
+            raise KVPatchError("This GPT-2 has cross-attention layers (add_cross_attention=True): kvpatch serves decoders.")

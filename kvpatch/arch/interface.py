@@ -39,7 +39,6 @@ OTHERS = STATES | {"hybrid", "hybrid_sliding", "moe", "mlp"}
 """Kinds of layers beside or around attention that nothing has to be done for."""
 
 
-
 class InterfaceAdapter(Adapter):
     """Adapter of a family whose attention module calls AttentionInterface.
 
@@ -217,6 +216,7 @@ def _kept(attn: nn.Module) -> KVPatchError:
 class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
     """InterfaceAdapter of a family with Llama's rotary positions: they can be left out, applied later, and undone."""
 
+
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:
     """Raise KVPatchError for attention whose cache is not one set of keys and values per layer, of the sizes that it says."""
     name = type(attn).__name__
@@ -251,8 +251,6 @@ def attention(
     """Attention function registered with transformers: calls the core if one is given, else the model's own function."""
     core = asked.pop("kvpatch", None)
     if core is None:
-        own = AttentionInterface().get_interface(
-            module.config._kvpatch_own, source_module(module).eager_attention_forward
-        )
+        own = AttentionInterface().get_interface(module.config._kvpatch_own, source_module(module).eager_attention_forward)
         return own(module, query, key, value, attention_mask, **asked)
     return core(query, key, value, asked), None

@@ -20,9 +20,7 @@ from .layer_call import Call
 from .stacked import LayerStack
 
 
-def attend(
-    call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None
-) -> Tensor:
+def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
     """Return the output [B,H,G,D] of the token at column `t` of the pass.
 
     With a `stack`, the first of its layers writes the new token's position for all layers, and the last one observes and

@@ -94,9 +94,7 @@ class Call(LayerRead):
             return False
         return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
 
-    def entry(
-        self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None
-    ) -> dict[str, Tensor]:
+    def entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None) -> dict[str, Tensor]:
         """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
         if not self.evicts:
             return {}
@@ -205,9 +203,7 @@ class Call(LayerRead):
             value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
 
-    def renumber(
-        self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, behind_BQ: Tensor | None = None
-    ) -> tuple[Tensor, Keys]:
+    def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, behind_BQ: Tensor | None = None) -> tuple[Tensor, Keys]:
         """Return queries and keys with the positions that attention uses.
 
         With renumbered positions, a token's position is its rank among the tokens that its head holds: keys are cached without

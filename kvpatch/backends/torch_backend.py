@@ -71,9 +71,7 @@ def fuses(q_BHGQD: Tensor) -> bool:
 # ---- attention ----
 
 
-def attend(
-    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry
-) -> tuple[Tensor, Tensor | None]:
+def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
     """Compute exact attention of a prompt.
 
     Args:
@@ -399,9 +397,7 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
         torch.threshold_(p_NGRM[n], FLOOR, 0.0)
 
 
-def _multiply(
-    a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
-) -> Tensor:
+def _multiply(a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False) -> Tensor:
     """Write the scaled products to `out_NLM`, less what is there if minus. Of N = 1, `parts` blocks of rows are a batch.
 
     The CPU's library gives each matrix of a batch to a thread of its own, and shares out a single one less well.
@@ -522,9 +518,7 @@ def greatest(
     return most_BHGT.exp_()  # which grows with its argument: one for each key is enough
 
 
-def _greatest_of_all(
-    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None
-) -> Tensor:
+def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None) -> Tensor:
     """Compute `greatest` from the probabilities of all keys."""
     (B, H, G, Q, _), past = q_BHGQD.shape, keys.past
     most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
@@ -610,9 +604,7 @@ def window_folds(
     return torch.empty_like(found_NT).scatter_(-1, order_NT, found_NT).view(B, H, T)
 
 
-def window_logits(
-    q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry
-) -> Tensor:
+def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
     """Return the logits [B,H,G,W,T] of queries at positions `rows_BW`, without masks, in the dtype of scores."""
     dtype = accumulator(q_BHGWD.dtype)
     x = (q_BHGWD.to(dtype) * geometry.scale) @ k_BHTD.to(dtype).transpose(-1, -2)[:, :, None]

@@ -38,9 +38,7 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
     return [min(count + more, goal) for count, goal in zip(counts, goals, strict=True)]
 
 
-def plan(
-    counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False
-) -> Layout:
+def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False) -> Layout:
     """Plan each head's slots at the end of a prompt: ragged if dense ones would waste too much.
 
     more: returns the coming tokens that a head of so many gets room for. exactly: so many at once, not half of them first.

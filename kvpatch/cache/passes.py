@@ -76,9 +76,7 @@ def begin(
     cache.counters.steps += Q - prompt
 
 
-def begin_compression(
-    cache: TextState, ids_BT: Tensor | None, table: Callable[[int], Any] | None = None
-) -> Forward:
+def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[int], Any] | None = None) -> Forward:
     """Begin a pass of no columns that ends the prompt of a cache that from_dynamic.absorb() filled; return it.
 
     ids_BT: the prompt's tokens, -1 for padding, if they are known. table: see `begin`.

@@ -154,8 +154,7 @@ def _can_crop(layer: Any, count: int, seen: int) -> bool:
     if not layer.record_past or not layer.is_croppable:
         return False
     return all(
-        state.shape[-1] - count >= min(layer.conv_kernel_size[key], seen - count)
-        for key, state in layer.conv_states.items()
+        state.shape[-1] - count >= min(layer.conv_kernel_size[key], seen - count) for key, state in layer.conv_states.items()
     )
 
 

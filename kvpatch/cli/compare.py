@@ -134,9 +134,7 @@ def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, fact
     return result
 
 
-def _facts(
-    asked: Asked, model: Any, source: Source, file: str, own: str | None, comparison: Comparison
-) -> dict[str, Any]:
+def _facts(asked: Asked, model: Any, source: Source, file: str, own: str | None, comparison: Comparison) -> dict[str, Any]:
     """Return the settings that every row of a prompt shares."""
     empty = comparison.result([])
     return {

@@ -142,9 +142,7 @@ def load_model(
 
         quiet()
         mapped = {"device_map": place} if device_map is not None else {}
-        config = transformers.AutoConfig.from_pretrained(
-            name, revision=revision or "main", trust_remote_code=trust_remote_code
-        )
+        config = transformers.AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust_remote_code)
         model: Any = class_of(name, config, trust_remote_code).from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),

@@ -135,9 +135,7 @@ def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> An
     return get_policy(name).with_options(schedule, **calibrated(options))
 
 
-def choose_policy(
-    context: typer.Context, options: dict[str, Any], others: dict[str, Any]
-) -> tuple[Any, Any, dict[str, Any]]:
+def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Return policy, budget and keyword arguments of `patched` that a command's options give, or its --settings.
 
     Args:

@@ -73,9 +73,7 @@ class HookUndo:
             hooks.pop(key)
 
 
-def put_hook(
-    module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False
-) -> None:
+def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False) -> None:
     """Install a forward pre-hook, or a hook after the forward, with keyword arguments; `register` gets the undo first."""
     register(HookUndo(hook, after))
     if after:

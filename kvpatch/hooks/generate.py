@@ -131,9 +131,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
     return _prepare_cache_for_generation
 
 
-def _begin_uncalled(
-    cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState
-) -> None:
+def _begin_uncalled(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
     """Tell a cache what `wrap_generate` would have told it; valid as long as generate()'s configuration exists."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]

@@ -83,9 +83,7 @@ def check_options(seed: object, block: object, **switches: object) -> None:
             raise KVPatchError(f"{name}={value!r} must be True or False.")
 
 
-def policy_of(
-    policy: str | Policy | None, schedule: str | None, options: dict[str, Any], arguments: Sequence[str]
-) -> Policy:
+def policy_of(policy: str | Policy | None, schedule: str | None, options: dict[str, Any], arguments: Sequence[str]) -> Policy:
     """Return the policy with its options set. arguments: names of patched()'s own arguments, for corrections.
 
     Raises:

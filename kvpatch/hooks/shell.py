@@ -43,9 +43,7 @@ def hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> lis
     return [(shell, outer), (decoder, functools.partial(_before_inner, state=state))]
 
 
-def note_ids(
-    outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], merged: Merged
-) -> None:
+def note_ids(outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], merged: Merged) -> None:
     """Note the token ids that a model is given, of which its decoder gets embeddings alone."""
     if not torch.compiler.is_compiling():
         merged.ids = {**dict(zip(names, args, strict=False)), **kwargs}.get("input_ids")

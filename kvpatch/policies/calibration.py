@@ -187,9 +187,7 @@ class WholeHeads(CalibratedScore, Recency):
         whole = torch.zeros(len(order), dtype=torch.bool)
         whole[order[: max(1, share(part, len(order)))]] = True
         heads = iter(whole.tolist())
-        return [
-            [1.0 if next(heads) else few for _ in areas[layer]] if layer in areas else 1.0 for layer in range(len(bounds))
-        ]
+        return [[1.0 if next(heads) else few for _ in areas[layer]] if layer in areas else 1.0 for layer in range(len(bounds))]
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,7 @@ for _base in ("snapkv", "pyramidkv", "adakv"):
     _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")
     POLICIES[_critical.name] = _critical
 for _name, _score, _source in (("kvzip", Repeated(), "KVzip"), ("kvzip_plus", RepeatedOutputs(), "KVzip+")):
-    POLICIES[_name] = Policy(
-        _name, _score, Scope(sinks=4), schedule="prompt", source=_source, over_heads=Global(floor=0.0)
-    )
+    POLICIES[_name] = Policy(_name, _score, Scope(sinks=4), schedule="prompt", source=_source, over_heads=Global(floor=0.0))
 for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defensive", Global(floor=0.0))):
     _parts: dict[str, Any] = {"over_heads": _shared, "selection": TwoStage()}
     POLICIES[_name] = Policy(_name, Defensive(), schedule="prompt", source="DefensiveKV", **_parts)

@@ -24,9 +24,7 @@ def check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
-        raise KVPatchError(
-            f"{name}={value!r} is more than the whole budget; write {int(value)} for {int(value)} tokens."
-        )
+        raise KVPatchError(f"{name}={value!r} is more than the whole budget; write {int(value)} for {int(value)} tokens.")
 
 
 KINDS = ("image", "text")  # of tokens that `protect=` may name; the model's configuration says which ids they have
@@ -90,9 +88,7 @@ class Scope:
         """Size of the set protected by rank, r in RoCo: tokens or a share of the budget; here 0."""
         return 0
 
-    def limits(
-        self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int, rows: int
-    ) -> tuple[int, ...]:
+    def limits(self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int, rows: int) -> tuple[int, ...]:
         """Return the sizes of Limits for one batch row, in the order of SIZES, clamped inside the budget.
 
         Args:

@@ -372,7 +372,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "pyramid of a share": "k={it.k} of policy {name} is not served in vLLM, where layers that hold different numbers have "
         "pages for the longest prompt: give k as a number of tokens or a size.",
         "schedule='decode'": "schedule='decode' is not served in vLLM: a request claims its pages before the length of its "
-        "prompt is known. Give \"schedule\": \"both\".",
+        'prompt is known. Give "schedule": "both".',
     },
     "a model in vLLM": {
         "latent attention": "kvpatch in vLLM: this model's keys and values are one latent vector. Start without kvpatch's "

@@ -72,9 +72,7 @@ class Settings:
                 "such as 'critical(h2o)', and the policy's options in options=."
             )
         if not isinstance(self.options, Mapping):
-            raise KVPatchError(
-                f"options={self.options!r:.60} is no dict: give names and values, such as {{'window': 16}}."
-            )
+            raise KVPatchError(f"options={self.options!r:.60} is no dict: give names and values, such as {{'window': 16}}.")
         object.__setattr__(self, "k", _budget(self.k, "k"))
         object.__setattr__(self, "options", {name: _plain(name, value) for name, value in self.options.items()})
         self.build_policy()
@@ -166,9 +164,7 @@ def _budget(k: object, where: str, depth: int = 0) -> Any:
     k = as_python(k)
     if isinstance(k, Rule):
         if type(k) not in RULES.values():
-            raise KVPatchError(
-                f"{where}={k} is of no kind that a file can hold: give a number, a size, or {', '.join(RULES)}."
-            )
+            raise KVPatchError(f"{where}={k} is of no kind that a file can hold: give a number, a size, or {', '.join(RULES)}.")
         return k
     if not is_list(k) or depth == 2:
         return parse_k(k, where)

@@ -15,7 +15,7 @@ from kvpatch.cli.commands import app
 from tests.helpers.tiny import force, left_pad, prompt
 
 CODE = Path(__file__).parents[1] / "helpers" / "remote"
-ADAPTER = '''
+ADAPTER = """
 
 import kvpatch
 
@@ -34,7 +34,7 @@ class OwnAdapter(kvpatch.Adapter):
 
 
 kvpatch.register_arch(OwnAdapter(), exist_ok=True)
-'''
+"""
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ def taken(monkeypatch):
     """The class of each bound step that is taken."""
     found = []
     for cls in (FusedByTorch, FusedByKernels, Unbound):
+
         def noted(self, *given, call=cls.__call__, name=cls.__name__):
             found.append(name)
             return call(self, *given)
@@ -62,6 +63,7 @@ CASES = [kvpatch.get_policy("full"), *(kvpatch.get_policy(p) if isinstance(p, st
 @pytest.mark.parametrize("policy", CASES, ids=lambda policy: policy.name)
 def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
     """Bit for bit, also past the room that a prompt leaves, and behind a second prompt, where slots may be empty."""
+
     def run(cache):
         first, _ = force(model, prompt(2, N), prompt(2, 12, seed=2), cache=cache)
         more, _ = force(model, prompt(2, 3, seed=3), prompt(2, 4, seed=4), cache=cache)
@@ -79,6 +81,7 @@ def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
 def test_bound_steps_of_kernels(model, policy, taken, monkeypatch):
     pytest.importorskip("triton")
     options = {"window": 4} if policy == "snapkv" else {}
+
     def run(cache):
         return force(model, prompt(2, N), prompt(2, 5, seed=2), cache=cache)[0]
 

@@ -1,6 +1,5 @@
 """Prompts: in pieces, padded, beside sliding windows, and with generated tokens behind them in one pass."""
 
-
 import contextlib
 
 import pytest
@@ -12,6 +11,7 @@ from tests.helpers.running import SEVERAL, N, feed, kept
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+
 
 @pytest.fixture(scope="module")
 def model():

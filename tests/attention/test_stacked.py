@@ -14,6 +14,7 @@ from tests.helpers.tiny import force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
+
 @pytest.fixture(scope="module")
 def model():
     return make("llama_gqa")
@@ -116,9 +117,7 @@ APPENDED = {
 WAYS_TO_APPEND = [*product(APPENDED, (False, True))]
 
 
-@pytest.mark.parametrize(
-    ("case", "padded"), slow_but((), WAYS_TO_APPEND)
-)
+@pytest.mark.parametrize(("case", "padded"), slow_but((), WAYS_TO_APPEND))
 def test_kernels_append(model, case, padded):
     """What is appended lies where torch appends it, also past the room that a prompt leaves, and in a second turn."""
     pytest.importorskip("triton")

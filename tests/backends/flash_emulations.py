@@ -153,6 +153,7 @@ def operator(
     found = sequences(query, key, value, cum_seq_q, cum_seq_k, seqused_k, scale, left, right, None, torch.inf)
     return *found, None, None, None
 
+
 def three(asks="return_attn_probs"):
     """flash-attn 3: hopper/flash_attn_interface.py; without `asks`, as vLLM builds it, where the log-sum-exp always returns."""
 
@@ -170,9 +171,7 @@ def three(asks="return_attn_probs"):
         return_attn_probs=False,
     ):  # fmt: skip
         assert deterministic
-        return run(
-            q, k, v, None, None, None, None, None, softmax_scale, causal, window_size, deterministic, return_attn_probs
-        )
+        return run(q, k, v, None, None, None, None, None, softmax_scale, causal, window_size, deterministic, return_attn_probs)
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,

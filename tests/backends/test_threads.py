@@ -30,9 +30,7 @@ def inputs(B, H, G, Q, past, D, sharpness=1.0):
     """Random queries and keys, and their float64 probabilities [B,H,G,Q,T]."""
     generator = torch.Generator().manual_seed(Q)
     T = past + Q
-    q, k, v = (
-        torch.randn(*shape, D, generator=generator) for shape in ((B, H, G, Q), (B, H, T), (B, H, T))
-    )
+    q, k, v = (torch.randn(*shape, D, generator=generator) for shape in ((B, H, G, Q), (B, H, T), (B, H, T)))
     q *= sharpness
     keys = Keys(k, v, torch.arange(T).expand(B, H, T), holes=False, past=past, ordered=True)
     logits = q.double() @ k.double()[:, :, None].transpose(-1, -2) / D**0.5

@@ -244,19 +244,23 @@ CASES = {
     "alibi, window, gumbel": (rule("gumbel"), {"C": 40, "slopes": slopes(2, 2), "sliding": 30, "tau": 1.5}),
     "cap": (rule("mean"), {"C": 63, "G": 4, "softcap": 3.0, "splits": 2, "sliding": 40, "dtype": F16, "D": 128}),
     "cap, alibi, noise": (
-        rule("gumbel"), {"C": 40, "softcap": 2.0, "slopes": slopes(2, 2), "tau": 1.5, "used": [39, 9], "splits": 2}
+        rule("gumbel"),
+        {"C": 40, "softcap": 2.0, "slopes": slopes(2, 2), "tau": 1.5, "used": [39, 9], "splits": 2},
     ),
     "sinks": (rule("sum"), {"C": 63, "G": 4, "sinks": sinks(2, 4), "splits": 3, "sliding": 20, "dtype": F16}),
     "sinks, noise, ragged": (rule("gumbel"), dict(SIX_HEADS, sinks=sinks(3, 2), splits=3, tau=1.2)),
     "cap and sinks": (
-        rule("mean"), {"B": 2, "C": 90, "D": 80, "softcap": 5.0, "sinks": sinks(2, 2), "used": [89, 12, 3, 77]}
+        rule("mean"),
+        {"B": 2, "C": 90, "D": 80, "softcap": 5.0, "sinks": sinks(2, 2), "used": [89, 12, 3, 77]}
         | {"keep": torch.tensor([[88, 12], [6, 78]]), "splits": 4},
     ),
     "cap and sinks in pages": (
-        rule("count"), {"B": 2, "C": 70, "page": 16, "splits": 3, "softcap": 4.0, "sinks": sinks(2, 2), "steps": 2}
+        rule("count"),
+        {"B": 2, "C": 70, "page": 16, "splits": 3, "softcap": 4.0, "sinks": sinks(2, 2), "steps": 2},
     ),
     "appending, cap and sinks": (
-        Rule(("sum",), evicts=False, value="sum"), THREE_HEADS | {"softcap": 4.0, "sinks": sinks(3, 2), "steps": 2}
+        Rule(("sum",), evicts=False, value="sum"),
+        THREE_HEADS | {"softcap": 4.0, "sinks": sinks(3, 2), "steps": 2},
     ),
     "protected": (
         rule("sum"),

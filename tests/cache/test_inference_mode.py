@@ -14,6 +14,7 @@ from tests.helpers.tiny import force, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
+
 @pytest.fixture(scope="module")
 def model():
     return make("llama_gqa")

@@ -41,7 +41,7 @@ def test_a_cache_that_keeps_everything_is_seen_to_grow(only_new):
 
 def test_steps_of_a_batch_take_no_more_resident_memory(only_new):
     """Twice 200 steps: the second half takes no more than allocators do by chance; a token's keys and values would show."""
-    *_, = memory.decode(make("llama_gqa"), "h2o", 100, 50)
+    (*_,) = memory.decode(make("llama_gqa"), "h2o", 100, 50)
     first, last = memory.decode(make("llama_gqa"), "h2o", 400, 200)
     assert last.rss - first.rss < 2 * 2**20
 

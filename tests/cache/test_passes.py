@@ -1,6 +1,5 @@
 """One pass over a text: prompts and generated tokens told apart, padding, and tokens that the user protects."""
 
-
 import pytest
 import torch
 

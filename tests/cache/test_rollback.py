@@ -1,6 +1,5 @@
 """Rolling back tokens: exactly, or not at all."""
 
-
 import pytest
 import torch
 
@@ -10,6 +9,7 @@ from tests.helpers.running import RAGGED, SEVERAL, N, feed, go_on, kept, read, r
 from tests.helpers.tiny import force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+
 
 @pytest.fixture(scope="module")
 def model():

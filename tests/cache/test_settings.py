@@ -1,6 +1,5 @@
 """CacheSettings: which layers evict, by which policy, and how many tokens each may keep."""
 
-
 import pytest
 
 import kvpatch
@@ -11,6 +10,7 @@ from tests.helpers.running import N
 from tests.helpers.tiny import make
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+
 
 @pytest.fixture(scope="module")
 def model():

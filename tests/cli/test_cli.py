@@ -125,11 +125,8 @@ def untimed(text):
     return "\n".join(line for line in text.split("\n") if not line.startswith("time "))
 
 
-
 def test_generate_writes_what_the_library_writes(folder, prompt):
-    result = run(
-        "generate", "--model", folder, "--policy", "h2o", "-k", "0.5", "--prompt-file", prompt, "--max-new-tokens", 8
-    )
+    result = run("generate", "--model", folder, "--policy", "h2o", "-k", "0.5", "--prompt-file", prompt, "--max-new-tokens", 8)
     assert result.exit_code == 0
     model, tokenizer = LlamaForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
     ids = tokenizer(prompt.read_text(), return_tensors="pt").input_ids

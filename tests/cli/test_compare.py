@@ -278,10 +278,10 @@ def test_the_line_to_paste():
 
     assert line("h2o", "0.5", None, 0) == 'with kvpatch.patched(model, policy="h2o", k=0.5):'
     assert line("keyformer", "12", None, 0, generation_length=64) == 'with kvpatch.patched(model, policy="keyformer", k=12):'
-    assert line("h2o", "2GiB", None, 0, 4) == 'with kvpatch.patched(model, policy="h2o", k=\'2GiB\', bits=4):'
+    assert line("h2o", "2GiB", None, 0, 4) == "with kvpatch.patched(model, policy=\"h2o\", k='2GiB', bits=4):"
     said = line("snapkv", "2GiB", "prompt", 3, window=16, pooling=None)
     assert said == (
-        'with kvpatch.patched(model, policy="snapkv", k=\'2GiB\', window=16, pooling=None, schedule=\'prompt\', seed=3):'
+        "with kvpatch.patched(model, policy=\"snapkv\", k='2GiB', window=16, pooling=None, schedule='prompt', seed=3):"
     )
     model = tiny.make("llama_gqa")
     for text in (line("critical(adaptive(roco))", "0.5", None, 0, sinks=2), line("snapkv", "9", "prompt", 3, window=4)):

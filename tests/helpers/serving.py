@@ -57,9 +57,7 @@ def batched(model: Any, texts: list[list[int]], new: int = 12, sequences: int = 
 @contextmanager
 def running(model: Any, new: int | None = 12, **options: Any) -> Iterator[Any]:
     """A manager that runs, and is stopped."""
-    manager = model.init_continuous_batching(
-        generation_config=greedy(new), continuous_batching_config=engine(**options)
-    )
+    manager = model.init_continuous_batching(generation_config=greedy(new), continuous_batching_config=engine(**options))
     manager.start()
     try:
         yield manager
@@ -76,9 +74,7 @@ def collect(manager: Any, names: list[str], seconds: int = 60) -> dict[str, Any]
         one = manager.get_result(timeout=0.1)
         if one is not None and one.is_finished():
             found[one.request_id] = one
-    raise AssertionError(
-        f"no answer to {set(names) - set(found)}; fatal: {manager.background_thread_status.fatal_error}"
-    )
+    raise AssertionError(f"no answer to {set(names) - set(found)}; fatal: {manager.background_thread_status.fatal_error}")
 
 
 def until(holds: Callable[[], bool], seconds: int = 60) -> None:

@@ -32,16 +32,12 @@ _ROPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_p
 
 
 def _llama(layers: int, heads: int = 4, kv: int = 4) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(**_ROPE, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv)
-    )
+    return LlamaForCausalLM(LlamaConfig(**_ROPE, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv))
 
 
 def _mistral(layers: int, window: int | None) -> MistralForCausalLM:
     return MistralForCausalLM(
-        MistralConfig(
-            **_ROPE, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, sliding_window=window
-        )
+        MistralConfig(**_ROPE, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
     )
 
 
@@ -137,6 +133,7 @@ def force(model: Any, ids: Tensor, fed: Tensor, mask: Tensor | None = None, cach
             logits.append(out.logits[:, -1:])
             sound(past)
     return torch.cat(logits, 1), past
+
 
 def _positions(model: Any, position_ids: Tensor | None) -> dict[str, Tensor]:
     """position_ids where a padded batch needs them; MPT has none."""

@@ -1,6 +1,6 @@
 """What test_tensor_parallel.py runs twice: on a model in one process, and (as a program, under torchrun) on its halves in two.
 
-    torchrun --nproc-per-node 2 -m tests.integrations.sharded FOLDER     # results: FOLDER/0.pt, FOLDER/1.pt
+torchrun --nproc-per-node 2 -m tests.integrations.sharded FOLDER     # results: FOLDER/0.pt, FOLDER/1.pt
 """
 
 from __future__ import annotations

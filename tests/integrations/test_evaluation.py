@@ -345,9 +345,7 @@ def test_perplexity_by_strides_equals_the_oracle(policy):
         model, ids = tiny.make("gptj", dtype=torch.float64, seed=weights), tiny.prompt(1, 30, seed=weights)
         total, count, margin = 0.0, 0, 1.0
         for inputs, labels in perplexity_strides.windows(ids, 20, 10):
-            want = reference.run(
-                model, inputs[0].tolist(), [], policy=policy, k=0.3, block=4, draw=lambda *a: draw(0, *a)
-            )
+            want = reference.run(model, inputs[0].tolist(), [], policy=policy, k=0.3, block=4, draw=lambda *a: draw(0, *a))
             scored = labels[0, 1:] != -100
             log = want.logits[:-1].log_softmax(-1).gather(1, inputs[0, 1:, None])[:, 0]
             total, count, margin = total - float(log[scored].sum()), count + int(scored.sum()), min(margin, want.margin)

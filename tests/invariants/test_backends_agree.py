@@ -172,9 +172,10 @@ def test_tokens_of_one_pass_have_temperatures_of_their_own_on_the_kernels():
     model, ids, fed = make("llama_gqa", layers=1).to(DEVICE), prompt(1, 16).to(DEVICE), prompt(1, 4, seed=3).to(DEVICE)
 
     def sums(name):
-        with torch.no_grad(), kvpatch.patched(
-            model, "keyformer", 0.5, backend=name, tau=(1.0, 9.0), generation_length=8
-        ) as patch:
+        with (
+            torch.no_grad(),
+            kvpatch.patched(model, "keyformer", 0.5, backend=name, tau=(1.0, 9.0), generation_length=8) as patch,
+        ):
             cache = patch.new_cache()
             cache.request.prompt_len = 16
             logits = [model(one, past_key_values=cache).logits[:, -1] for one in (ids, fed)]

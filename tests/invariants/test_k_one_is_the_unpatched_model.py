@@ -117,9 +117,7 @@ def test_inputs_embeds_and_a_second_turn_are_unchanged():
         )
         whole = torch.cat([ids, first.sequences[:, -5:], more], 1)
         start = model.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
-        second = model.generate(
-            whole, past_key_values=start.past_key_values, max_new_tokens=5, do_sample=False, pad_token_id=0
-        )
+        second = model.generate(whole, past_key_values=start.past_key_values, max_new_tokens=5, do_sample=False, pad_token_id=0)
         return torch.cat([first.sequences[:, -5:], second], 1)
 
     want = turns()

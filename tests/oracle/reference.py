@@ -1139,9 +1139,7 @@ def check_turns(turns: str, schedule: str, count: int) -> None:
         raise ValueError("schedule='decode' takes one turn")
 
 
-def run(
-    model: nn.Module | Decoder, prompt: list[int], continuation: list[int], *, policy: str, k: Any, **options: Any
-) -> Run:
+def run(model: nn.Module | Decoder, prompt: list[int], continuation: list[int], *, policy: str, k: Any, **options: Any) -> Run:
     """One turn; everything else as in run_turns."""
     return run_turns(model, [(prompt, continuation)], policy=policy, k=k, **options)
 

@@ -270,9 +270,7 @@ def test_groups_by_hand() -> None:
 def test_thirds_are_exact() -> None:
     """With three query heads 1/3 + 1/3 + 1/3 must equal one whole count, or ties would break by rounding."""
     one, two = [[1.0], [0.9, 0.1]], [[1.0], [0.1, 0.9]]
-    scores = [
-        reference.quantized(rows_of(*heads) * 7, 0)[0] for heads in ((one, two, two), (two, one, two), (two, two, one))
-    ]
+    scores = [reference.quantized(rows_of(*heads) * 7, 0)[0] for heads in ((one, two, two), (two, one, two), (two, two, one))]
     assert scores == [7 / 3] * 3
 
 
@@ -412,9 +410,7 @@ def test_noise_is_drawn_per_query_head() -> None:
 
 def test_damping_counts_the_prompt_as_one_addition() -> None:
     undamped = run(Table([[logs(P)]]), [0] * 4, [0], policy="keyformer", k=2, recent=0, noise="none", tau=(1.0, 1.0))
-    damped = run(
-        Table([[logs(P)]]), [0] * 4, [0], policy="keyformer", k=2, recent=0, noise="none", tau=(1.0, 1.0), damping=0.0
-    )
+    damped = run(Table([[logs(P)]]), [0] * 4, [0], policy="keyformer", k=2, recent=0, noise="none", tau=(1.0, 1.0), damping=0.0)
     assert undamped.kept[0] == damped.kept[0] == [[[0, 1]]]  # 2.2 0.9 0.5 0.4
     assert undamped.kept[1] == [[[0, 1]]]
     assert damped.kept[1] == [[[1, 4]]]  # the last row alone: 0.2 0.4 0.4
@@ -474,9 +470,7 @@ EVEN = [name for name in ALL if name not in LATER and not SHARING & {*reference.
 def test_sizes_and_protection(policy: str, name: str) -> None:
     n, m = 21, 4
     protect = [i == 9 for i in range(n)]
-    result = run(
-        make(name), text(n), text(m, 2), policy=policy, k=[0.4, 6, 1.0], sinks=2, protect=protect, recent=3, draw=draw
-    )
+    result = run(make(name), text(n), text(m, 2), policy=policy, k=[0.4, 6, 1.0], sinks=2, protect=protect, recent=3, draw=draw)
     assert len(result.kept) == m + 1
     for j, moment in enumerate(result.kept):
         grows = policy in ONCE
@@ -870,12 +864,8 @@ def test_adakv_and_critical_from_the_models_own_attention(name: str) -> None:
             "mpt": lambda y, l=l: model.transformer.blocks[l].attn.out_proj(y),
         }[name]
         with torch.no_grad():
-            alone_HHTD = torch.stack(
-                [y_HTD * (torch.arange(len(y_HTD)) == h)[:, None, None] for h in range(len(y_HTD))]
-            )
-            change = project(alone_HHTD.transpose(1, 2).flatten(2)) - project(
-                torch.zeros(1, y_HTD[:, 0].numel()).double()
-            )
+            alone_HHTD = torch.stack([y_HTD * (torch.arange(len(y_HTD)) == h)[:, None, None] for h in range(len(y_HTD))])
+            change = project(alone_HHTD.transpose(1, 2).flatten(2)) - project(torch.zeros(1, y_HTD[:, 0].numel()).double())
         norms_KI = change.abs().sum(-1).unflatten(0, (-1, G)).mean(1)[:, : n - w]
         ranked = s_KI + 1e-9 * torch.arange(n - w)  # of equal scores the higher position
         product_KI = (s_KI / s_KI.sum(1, keepdim=True) + 1e-4) * norms_KI
@@ -1041,9 +1031,7 @@ def test_renumbered_by_hand_for_one_head() -> None:
     """Heads of a layer hold different tokens: one head's attention, from its own ranks, with RoPE written out."""
     model = make("llama").double()
     decoder = decoder_of(model)
-    oracle = reference.Oracle(
-        decoder, 12, 5, reference.settings("key_attention", {"positions": "renumbered"}), 256, None
-    )
+    oracle = reference.Oracle(decoder, 12, 5, reference.settings("key_attention", {"positions": "renumbered"}), 256, None)
     with torch.no_grad():
         oracle.forward(text(12))
         held = sorted(oracle.keys[0][1])
@@ -1129,9 +1117,7 @@ def test_a_turn_observes_with_its_own_rows() -> None:
 def test_temperature_starts_anew_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     softmax = reference.gumbel_softmax
-    monkeypatch.setattr(
-        reference, "gumbel_softmax", lambda row, z, tau: (seen.append((row.t, tau)), softmax(row, z, tau))[1]
-    )
+    monkeypatch.setattr(reference, "gumbel_softmax", lambda row, z, tau: (seen.append((row.t, tau)), softmax(row, z, tau))[1])
     given = {"policy": "keyformer", "noise": "none", "k": 3, "generation_length": 2, "block": 2}
     run_turns(random_table(9), [([0] * 3, [0, 0]), ([0] * 3, [0])], **given)
     assert seen == [*((t, 1.0) for t in range(3)), (3, 1.5), (4, 2.0), *((t, 1.0) for t in (5, 6, 7)), (8, 1.5)]

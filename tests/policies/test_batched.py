@@ -28,9 +28,7 @@ class Outer(Batched):
 
 def sample():
     rows = torch.arange(3)
-    return Outer(
-        rows[:, None] * 10, None, (rows + 1, rows + 2), {"sum": rows + 3}, [rows + 4, None], Inner(rows + 5)
-    )
+    return Outer(rows[:, None] * 10, None, (rows + 1, rows + 2), {"sum": rows + 3}, [rows + 4, None], Inner(rows + 5))
 
 
 @pytest.mark.parametrize("index", [[2, 0], [0, 0, 1, 1], []])

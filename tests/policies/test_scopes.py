@@ -1,6 +1,5 @@
 """Scopes: which tokens are protected."""
 
-
 import pytest
 import torch
 

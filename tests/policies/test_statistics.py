@@ -31,9 +31,9 @@ def test_statistics_are_their_definitions(tau, noisy):
 
 
 def test_a_statistic_has_a_kernel_until_it_is_replaced(monkeypatch):
-    assert {name: kernel_of(name) for name in STATISTICS} == {
-        name: name for name in ("sum", "squares", "count", "gumbel")
-    } | {"area": None}
+    assert {name: kernel_of(name) for name in STATISTICS} == {name: name for name in ("sum", "squares", "count", "gumbel")} | {
+        "area": None
+    }
     monkeypatch.setitem(STATISTICS, "sum", lambda block, score: block.p_NGRM.sum((1, 2)) * 2)
     assert kernel_of("sum") is None
 

@@ -39,9 +39,7 @@ def test_every_policy(policy, k):
         assert batched(model, texts) == [alone(model, ids) for ids in texts]
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", "mistral_sliding", "gpt2", "gptj", "falcon_gqa", "falcon_alibi", "bloom", "mpt"]
-)
+@pytest.mark.parametrize("name", ["mistral", "mistral_sliding", "gpt2", "gptj", "falcon_gqa", "falcon_alibi", "bloom", "mpt"])
 @pytest.mark.parametrize("policy", ["h2o", "roco", "snapkv"])
 def test_every_kind_of_model(name, policy):
     model, texts = make(name), prompts()
@@ -121,9 +119,7 @@ def test_arrivals_and_cancellations(policy, scheduler):
     with kvpatch.patched(model, policy, 16), running(model, max_batch_tokens=48, scheduler_type=scheduler) as manager:
         names, dropped = [], set()
         for ids, new in zip(texts, wanted, strict=True):
-            names.append(
-                manager.add_request(ids, max_new_tokens=new, streaming=bool(torch.rand((), generator=draw) < 0.3))
-            )
+            names.append(manager.add_request(ids, max_new_tokens=new, streaming=bool(torch.rand((), generator=draw) < 0.3)))
             time.sleep(float(torch.rand((), generator=draw)) * 0.03)
             if torch.rand((), generator=draw) < 0.3:
                 dropped.add(names[-1])

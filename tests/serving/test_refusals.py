@@ -54,9 +54,7 @@ def test_tensor_parallelism(monkeypatch):
 
 def test_older_versions(monkeypatch):
     for old in ("5.15.0", "5.18.3"):
-        with pytest.raises(
-            kvpatch.KVPatchError, match=r"transformers 5.19 or newer.*pip install 'transformers>=5.19,<6'"
-        ):
+        with pytest.raises(kvpatch.KVPatchError, match=r"transformers 5.19 or newer.*pip install 'transformers>=5.19,<6'"):
             versions.check_engine(old)
     for new in ("5.19.0", "5.23.0.dev0", "5.30.1"):
         versions.check_engine(new)

@@ -97,16 +97,12 @@ def test_what_settings_have_is_refused_beside_them(model):
     for k in (0.3, 0.5):  # the default too, where it is given
         for given in ((settings, k), (settings,)):
             more = {} if len(given) == 2 else {"k": k}
-            with pytest.raises(
-                KVPatchError, match=rf"k={k} is given beside Settings with k=0\.3: give k in the Settings, or"
-            ):
+            with pytest.raises(KVPatchError, match=rf"k={k} is given beside Settings with k=0\.3: give k in the Settings, or"):
                 kvpatch.patched(model, *given, **more)
         with pytest.raises(KVPatchError, match="is given beside Settings with k="):
             kvpatch.check_model(model, settings, k)
     for name, value, own in (("window", 8, 4), ("seed", 0, 1)):
-        with pytest.raises(
-            KVPatchError, match=f"{name}={value} is given beside Settings with {name}={own}: leave it out"
-        ):
+        with pytest.raises(KVPatchError, match=f"{name}={value} is given beside Settings with {name}={own}: leave it out"):
             kvpatch.patch(model, settings, **{name: value})
     assert kept(model, settings, kernel=3)[0] == kept(model, "snapkv", 0.3, window=4, kernel=3)[0]
     with pytest.raises(KVPatchError, match="no option 'windw'"):
@@ -160,9 +156,7 @@ def test_a_budget_of_ones_own_kind():
     class Mine(kvpatch.Share):
         pass
 
-    with pytest.raises(
-        KVPatchError, match=r"is of no kind that a file can hold: give a number, a size, or Mass, Share, Thr"
-    ):
+    with pytest.raises(KVPatchError, match=r"is of no kind that a file can hold: give a number, a size, or Mass, Share, Thr"):
         Settings("h2o", Mine(0.5))
 
 
@@ -188,9 +182,7 @@ BAD = [
 @pytest.mark.parametrize(("change", "says"), BAD, ids=[says for _, says in BAD])
 def test_a_file_that_is_none(path, change, says):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(
-        KVPatchError, match=rf"(?s)no valid settings file: .*{says}.*\. Write it anew with Settings\.save or"
-    ):
+    with pytest.raises(KVPatchError, match=rf"(?s)no valid settings file: .*{says}.*\. Write it anew with Settings\.save or"):
         Settings.load(path)
 
 

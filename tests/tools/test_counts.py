@@ -30,9 +30,7 @@ def test_every_policy_has_a_line():
 def test_waits(policy):
     plain, masked = counted(policy, "torch"), counted(policy, "torch", masked=True)
     found = {"prompt": plain["prompt_waits"], "mask": masked["prompt_waits"], "step": plain["waits"], **engine_waits(policy)}
-    assert {name: vars(figure) for name, figure in found.items()} == {
-        name: LINES[policy][f"waits_{name}"] for name in WAITS
-    }
+    assert {name: vars(figure) for name, figure in found.items()} == {name: LINES[policy][f"waits_{name}"] for name in WAITS}
     assert found["step"] == Figure(0, 0), "no step waits"
     assert policy in SHARING or (found["prompt"] == Figure(0, 0) and found["mask"] == Figure(0, 1)), "a mask is read once"
     assert found["engine_decode"] == Figure(0, 0), "requests that go on wait for nothing"

@@ -18,9 +18,7 @@ def test_learned_answers_what_others_lose(monkeypatch):
         own = taught(subject)
         assert own == taught(subject) and own.tokens == 12 * samples[0].n
         settings = [Setting(policy, 0.2, {}) for policy in ("learned", "roco")]
-        rights = {
-            one.policy: mean(line["right"] for line in task.run(subject, one, samples, request, 0)) for one in settings
-        }
+        rights = {one.policy: mean(line["right"] for line in task.run(subject, one, samples, request, 0)) for one in settings}
     assert rights["learned"] > 0.8 > 0.6 > rights["roco"]
     assert "calibration" not in settings[0].options, "a setting's key is text"
 

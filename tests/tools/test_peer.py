@@ -116,8 +116,9 @@ def test_two_processes_take_turns(monkeypatch):
 
 
 def test_a_side_that_dies_says_why():
-    with pytest.raises(RuntimeError, match="(?s)asked for 'hello'.*No module named tools.nothing"), peer.Side(
-        sys.executable, "tools.nothing", ""
+    with (
+        pytest.raises(RuntimeError, match="(?s)asked for 'hello'.*No module named tools.nothing"),
+        peer.Side(sys.executable, "tools.nothing", ""),
     ):
         pass
 

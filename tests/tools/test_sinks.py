@@ -208,7 +208,6 @@ def test_the_section_sets_both_groups_side_by_side(monkeypatch):
     assert section.section({}, tables(sunk, 0, 0)) == ""
 
 
-
 def test_a_section_takes_the_place_of_an_older_one_and_is_said_to_be_newer(tmp_path):
     path, older = tmp_path / "results.md", "\n## What the papers say\n\nx\n"
     path.write_text(f"# Results\n{older}\n## Recall\n\ny\n")

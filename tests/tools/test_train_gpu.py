@@ -471,9 +471,7 @@ def test_the_whole_command_packs_what_was_trained_and_reports_the_rest(tmp_path,
 
     monkeypatch.setattr(train_gpu, "run", run)
     with pytest.raises(typer.Exit) as done:
-        train_gpu.main(
-            0.5, tmp_path / "out", tmp_path / "models", "cpu", 0, 2, ["llama-1k-0", "llama-code"], compiled=False
-        )
+        train_gpu.main(0.5, tmp_path / "out", tmp_path / "models", "cpu", 0, 2, ["llama-1k-0", "llama-code"], compiled=False)
     assert done.value.exit_code == 1, "one model is missing"
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["llama-1k-0"] == {"state": "done", "seconds": 1, "usable": False, **card}

@@ -98,9 +98,7 @@ def numbers(given: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def plan(
-    case: str, policies: str, lengths: list[int], folder: str | None = None
-) -> Iterable[tuple[str, str, list[str], int]]:
+def plan(case: str, policies: str, lengths: list[int], folder: str | None = None) -> Iterable[tuple[str, str, list[str], int]]:
     """(case, architecture, policies, prompt length) of everything that is to be measured on the CPU.
 
     folder: of a model that takes the architecture's place in cases that know any.

@@ -70,9 +70,7 @@ def _engine_passes(policy: str, layers: int) -> list[int]:
 
     model.forward = watched
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = ContinuousBatchingConfig(
-        num_blocks=200, page_size=16, max_batch_tokens=256, max_requests_per_batch=len(REQUESTS)
-    )
+    engine = ContinuousBatchingConfig(num_blocks=200, page_size=16, max_batch_tokens=256, max_requests_per_batch=len(REQUESTS))
     with kvpatch.patched(model, policy, k=BUDGET, **options(policy)):  # type: ignore[arg-type]
         texts = [tokens(model, n)[0].tolist() for n in REQUESTS]
         model.generate_batch(texts, generation_config=config, continuous_batching_config=engine)

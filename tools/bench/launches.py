@@ -51,9 +51,7 @@ def over_depths(count: Callable[[int], Counts]) -> tuple[Counts, Counts]:
     return count(SHALLOW), count(DEEP)
 
 
-def counted(
-    policy: str, path: str, n: int = 64, batch: int = 1, masked: bool = False, **own: int
-) -> dict[str, Figure]:
+def counted(policy: str, path: str, n: int = 64, batch: int = 1, masked: bool = False, **own: int) -> dict[str, Figure]:
     """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens; own: options of the policy.
 
     masked: the prompt has an attention mask, under which the first row begins with padding.
@@ -88,9 +86,7 @@ def _counts(
         return _prompt_and_step(model, ids, n, mask)
 
 
-def _prompt_and_step(
-    model: PreTrainedModel, ids: torch.Tensor, n: int, mask: torch.Tensor | None
-) -> tuple[Counting, Counting]:
+def _prompt_and_step(model: PreTrainedModel, ids: torch.Tensor, n: int, mask: torch.Tensor | None) -> tuple[Counting, Counting]:
     with counting() as prompt:
         past = forward(model, ids[:, :n], mask=mask)[0]
     for t in range(n, n + SETTLED):

@@ -126,9 +126,7 @@ def tokens(model: PreTrainedModel, n: int, batch: int = 1) -> Tensor:
     return ids.to(model.device)
 
 
-def forward(
-    model: PreTrainedModel, ids: Tensor, past: Cache | None = None, mask: Tensor | None = None
-) -> tuple[Cache, float]:
+def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None, mask: Tensor | None = None) -> tuple[Cache, float]:
     """One forward; the cache and its time in ms: by `clock`, on a GPU until all its work is done."""
     on_cpu = ids.device.type == "cpu"
     if not on_cpu:

@@ -113,9 +113,7 @@ class Worker:
         return other
 
 
-def forward(
-    model: PreTrainedModel, ids: Tensor, past: Cache | None = None, at: Tensor | None = None
-) -> tuple[Cache, float]:
+def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None, at: Tensor | None = None) -> tuple[Cache, float]:
     """One forward, at positions `at` [1,Q] where a cache no longer tells them; the cache and the CPU time in ms."""
     where = {} if at is None else {"position_ids": at}
     start = time.process_time()

@@ -82,27 +82,17 @@ def main(
     model: Annotated[
         str | None, typer.Option("--model", "--models", help="shipped names, folders or hub ids, with commas")
     ] = None,
-    policies: Annotated[
-        str | None, typer.Option(help="names of `kvpatch policies`, with commas; full is always there")
-    ] = None,
+    policies: Annotated[str | None, typer.Option(help="names of `kvpatch policies`, with commas; full is always there")] = None,
     budgets: Annotated[str | None, typer.Option(help="such as 0.1,0.5 (shares), 256 (tokens), 1GiB")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="of each model and seed; else the task's own number")
-    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="of each model and seed; else the task's own number")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="how many draws of the samples and of the policies' noise")] = 1,
-    data: Annotated[
-        str | None, typer.Option(help="your own prompts and references: FILE.jsonl, or what the task says")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="the task's own, as in -o window=512")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="your own prompts and references: FILE.jsonl, or what the task says")] = None,
+    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="the task's own, as in -o window=512")] = None,
     baseline: Annotated[str | None, typer.Option(help="what the others are compared with besides full; else random")] = None,
     batch: Annotated[int, typer.Option(min=1, help="rows at a time")] = 32,
     dtype: Annotated[str, typer.Option(help="of models that are not shipped")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="of the CPU; 1 gives the same figures on any number of cores")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(help="of the CPU; 1 gives the same figures on any number of cores")] = None,
     out: Annotated[Path, typer.Option(help="where lines, summary and picture go")] = Path("out/evaluate"),
     fresh: Annotated[bool, typer.Option("--fresh", help="forget what the folder has of this task")] = False,
 ) -> None:

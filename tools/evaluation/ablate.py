@@ -72,9 +72,7 @@ class Ablate(Recall):
     """Recall, with variants of one policy in place of policies. -o families=noise,tau chooses among `FAMILIES`."""
 
     name = "ablate"
-    about = (
-        "one choice of a policy at a time: noise, tau, recent, shared, positions, damping, scope, block, alpha, pooling"
-    )
+    about = "one choice of a policy at a time: noise, tau, recent, shared, positions, damping, scope, block, alpha, pooling"
     source = "[Keyformer Tables 3, 4, Figure 5, A.4, A.8; RoCo Figure 4, Table 6; CriticalKV 4.3]"
     budgets = (0.3,)
     count = 8
@@ -82,15 +80,11 @@ class Ablate(Recall):
 
     def settings(self, request: Request, subject: Subject) -> list[Setting]:
         if request.policies is not None:
-            raise KVPatchError(
-                "Task ablate has its own policies: choose with -o families=noise,tau instead of --policies."
-            )
+            raise KVPatchError("Task ablate has its own policies: choose with -o families=noise,tau instead of --policies.")
         wanted = FAMILIES if (asked := self.option(request, "families")) == "all" else str(asked).split(",")
         for family in wanted:
             if family not in FAMILIES:
-                raise KVPatchError(
-                    f"families={family} is unknown.{suggest(family, FAMILIES)} Known: {', '.join(FAMILIES)}."
-                )
+                raise KVPatchError(f"families={family} is unknown.{suggest(family, FAMILIES)} Known: {', '.join(FAMILIES)}.")
         return [FULL] + [
             Setting(policy, k, options, label(family, variant))
             for k in request.budgets or self.budgets

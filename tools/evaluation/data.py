@@ -181,9 +181,7 @@ HUB = {
 """Data sets of the papers by name [RoCo 5.1.2; Keyformer 4]; `python -m tools.evaluation summarize --data xsum`."""
 
 
-def from_hub(
-    path: str, config: str | None, split: str, count: int, instead: str = "", **more: Any
-) -> list[dict[str, Any]]:
+def from_hub(path: str, config: str | None, split: str, count: int, instead: str = "", **more: Any) -> list[dict[str, Any]]:
     """The first `count` rows of a data set, and nothing else downloaded. instead: what to do where that fails.
 
     Raises:

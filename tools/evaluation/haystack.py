@@ -184,9 +184,7 @@ def once(setting: Setting) -> Setting:
     return replace(setting, options={"turns": "first", **setting.options}) if schedule == "prompt" else setting
 
 
-def run(
-    subject: Subject, setting: Setting, samples: list[Sample], size: int, seed: int
-) -> Iterator[dict[str, float | str]]:
+def run(subject: Subject, setting: Setting, samples: list[Sample], size: int, seed: int) -> Iterator[dict[str, float | str]]:
     """What the model writes under a setting, and the share of the numbers that are in it."""
     for part, draw in together(samples, size, setting):
         hidden = [sample.data for sample in part]

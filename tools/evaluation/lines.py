@@ -82,9 +82,7 @@ class Book:
     def find(self, model: str, setting: str, seed: int, sample: str | None, digest: str = "") -> Line | None:
         line = self._known.get((model, setting, seed, sample))
         if line is not None and digest and line.get("digest") != digest:
-            raise KVPatchError(
-                f"{self.path} holds results of other samples than these: give another --out, or --fresh."
-            )
+            raise KVPatchError(f"{self.path} holds results of other samples than these: give another --out, or --fresh.")
         return line
 
     def add(self, line: Line) -> None:

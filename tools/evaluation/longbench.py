@@ -113,9 +113,7 @@ class LongBench(Task):
             raise KVPatchError(f"Only {' and '.join(MADE)} can be made here. For {', '.join(other)}: {UNPACK}")
         return {name: made(name, subject.tokenizer, count, seed) for name in names}
 
-    def _samples(
-        self, subject: Subject, request: Request, name: str, rows: list[Row], group: dict[str, str]
-    ) -> list[Sample]:
+    def _samples(self, subject: Subject, request: Request, name: str, rows: list[Row], group: dict[str, str]) -> list[Sample]:
         one, found, lengths = SETS[name], [], []
         new = number(self, request, "max_new_tokens", one.new)
         template = self.option(request, "template") if one.template else "none"

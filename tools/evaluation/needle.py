@@ -152,9 +152,7 @@ class Needle(Task):
         heatmap(panels, lengths, depths, "tokens of the context", "depth", titles, path)
 
 
-def records(
-    subject: Subject, lengths: tuple[int, ...], depths: tuple[float, ...], count: int, seed: int
-) -> list[Sample]:
+def records(subject: Subject, lengths: tuple[int, ...], depths: tuple[float, ...], count: int, seed: int) -> list[Sample]:
     """The synthetic samples: those that can be fed together stand together."""
     limit, tail = positions_of(subject.model), NEEDLES * (1 + SIZE)
     found = []

@@ -254,9 +254,7 @@ def _reasoning(table: Table) -> str:
         ran = {cell[0] for cell in cells if cell[1] == k and table.mean(cell, task.metric) is not None}
         ways = [way for way in RHYTHMS if any(f"{policy}, {way}" in ran for policy in policies)]
         own = [policy for policy in policies if any(f"{policy}, {way}" in ran for way in ways)]
-        rows = [
-            [f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in ways)] for policy in own
-        ]
+        rows = [[f"`{policy}`", *(shown(table.mean((f"{policy}, {way}", k), task.metric)) for way in ways)] for policy in own]
         lines += ["", f"### {task.metric.capitalize()}, k = {budget(k)}", "", markdown(("", *ways), rows)]
         others = [policy for policy in own if policy != "window"]
         rows = [

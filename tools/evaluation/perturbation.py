@@ -432,9 +432,7 @@ def tables(lines: Lines) -> str:
             [[name, str(k), *_headline(at(plain, model=name, k=k))] for name in models for k in BUDGETS],
         ),
         _table(f"model (k = 0.2), {shares}", [[name, *_shares(at(plain, model=name, k=0.2))] for name in models]),
-        _table(
-            f"scenario (k = 0.2), {shares}", [[name, *_shares(at(plain, scenario=name, k=0.2))] for name in scenarios]
-        ),
+        _table(f"scenario (k = 0.2), {shares}", [[name, *_shares(at(plain, scenario=name, k=0.2))] for name in scenarios]),
         _table(f"variant, k, {shares}", by_variant),
         _table(
             f"model (k = 0.2), {', '.join(FACTS)}",

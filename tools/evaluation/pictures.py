@@ -1,6 +1,6 @@
 """The pictures of docs/results.md, drawn from docs/results/means.jsonl: the means, without the lines of every sample.
 
-    python -m tools.evaluation.results --pictures        draws them again and measures nothing
+python -m tools.evaluation.results --pictures        draws them again and measures nothing
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ PICTURES = {
             Panel("the context is read in blocks, questions follow", {"scenario": "stream"}, ((216, 39),)),
         ),
     ),
-    "later": Picture(
-        "Questions after compression", (Panel("questions come after the prompt", {}, ((216, 39),)),), own=False
-    ),
+    "later": Picture("Questions after compression", (Panel("questions come after the prompt", {}, ((216, 39),)),), own=False),
     "reasoning": Picture("Long reasoning", (Panel("a trace of 577 tokens"),), KEPT, own=False),
     "needle": Picture(
         "Facts found again in contexts of 64, 128 and 232 tokens",

@@ -85,9 +85,7 @@ def section(tables: Mapping[str, dict[str, Table]]) -> str:
     return f"## {TITLE}\n\n{TEXT.strip().format(count=len(FAMILY), brackets=BRACKETS)}\n\n{markdown(columns, rows)}\n"
 
 
-def _measured(
-    group: str, claim: Claim, tables: Mapping[str, dict[str, Table]]
-) -> tuple[Estimate, dict[str, Estimate]] | None:
+def _measured(group: str, claim: Claim, tables: Mapping[str, dict[str, Table]]) -> tuple[Estimate, dict[str, Estimate]] | None:
     """Over all of a group's models, and by architecture."""
     table = tables.get(group, {}).get(claim.task)
     whole = claim.measured(table) if table else None

@@ -188,7 +188,7 @@ _MEAN_TOKENS = 6711
 
 
 def _two_stage(column: str) -> Setting:
-    """"SnapKV 20% w/" and its kin."""
+    """ "SnapKV 20% w/" and its kin."""
     if column == "Full cache":
         return FULL
     base, share, which = column.split(" ")

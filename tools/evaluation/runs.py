@@ -53,11 +53,7 @@ def run(
         for seed in range(request.seeds):
             samples = task.samples(subject, request, seed)
             settings = asked or task.settings(request, subject)
-            bar = (
-                None
-                if progress is None
-                else progress.add_task(f"{task.name} {name}", total=len(settings) * len(samples))
-            )
+            bar = None if progress is None else progress.add_task(f"{task.name} {name}", total=len(settings) * len(samples))
             for setting in settings:
                 for _ in _cell(task, subject, setting, samples, request, seed, book):
                     if progress is not None and bar is not None:

@@ -99,8 +99,7 @@ def report(table: Table, task: Task, baseline: str) -> str:
     lines = [f"# {task.name}", "", f"{task.about} {task.source}".strip(), ""]
     lines += [f"{len(samples)} samples of {len(table.models)} models: {', '.join(table.models)}. {INTERVALS}", ""]
     lines += [
-        f"Headline: `{task.metric}`, {task.metrics[task.metric]}"
-        + (f" ({task.better} is better)." if task.better else "."),
+        f"Headline: `{task.metric}`, {task.metrics[task.metric]}" + (f" ({task.better} is better)." if task.better else "."),
         "",
     ]
     for group in table.parts(task.split):

@@ -1,9 +1,9 @@
 """What stands around a prompt: chat templates of the papers, the instructions of each task, and the way to token ids.
 
-    llama2-chat, wizardlm, zephyr   as RoCo's Appendix A prints them
-    alpaca                          what Keyformer's GPT-J was tuned with (MLPerf): the document is an input of its own
-    auto                            the tokenizer's own chat template; none where it has none
-    none                            the plain text, with a cue behind it for a model that only writes on
+llama2-chat, wizardlm, zephyr   as RoCo's Appendix A prints them
+alpaca                          what Keyformer's GPT-J was tuned with (MLPerf): the document is an input of its own
+auto                            the tokenizer's own chat template; none where it has none
+none                            the plain text, with a cue behind it for a model that only writes on
 """
 
 from __future__ import annotations

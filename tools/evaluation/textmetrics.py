@@ -74,8 +74,7 @@ def _wordnet() -> Any | None:
         return corpus
     except (ImportError, LookupError):
         print(
-            "METEOR is left out, for it needs nltk and WordNet: pip install nltk, then "
-            "python -m nltk.downloader wordnet",
+            "METEOR is left out, for it needs nltk and WordNet: pip install nltk, then python -m nltk.downloader wordnet",
             file=sys.stderr,
         )
         return None

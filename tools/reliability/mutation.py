@@ -57,9 +57,7 @@ class Worker:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=os.environ | own, **pipes)
 
-    def run(
-        self, tests: list[str], cover: Path | None = None, limit: int = LIMIT, slow: bool = False
-    ) -> tuple[int, str]:
+    def run(self, tests: list[str], cover: Path | None = None, limit: int = LIMIT, slow: bool = False) -> tuple[int, str]:
         """Exit status of pytest, and the first test that failed. slow: cover slow tests too."""
         log = self.folder / "log.txt"
         job = {"folder": str(self.folder), "log": str(log), "tests": tests, "limit": limit, "slow": slow}

@@ -355,8 +355,7 @@ def exact_match(model: PreTrainedModel, batch: Batch, rows: int = 32) -> Tensor:
 def accuracies(model: PreTrainedModel, n_sequences: int, seed: int = 1234) -> dict[str, float]:
     """Share of right answers with the full cache in each task's default form."""
     return {
-        name: exact_match(model, task(random.Random(seed), n_sequences)).float().mean().item()
-        for name, task in TASKS.items()
+        name: exact_match(model, task(random.Random(seed), n_sequences)).float().mean().item() for name, task in TASKS.items()
     }
 
 

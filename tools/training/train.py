@@ -135,14 +135,18 @@ RECIPES = {
     "llama": Recipe("llama", _TOKENS | _LLAMA),
     "mistral": Recipe("mistral", _TOKENS | _LLAMA | {"num_key_value_heads": 2, "sliding_window": None}),
     "mpt": Recipe("mpt", _TOKENS | {"d_model": 128, "n_layers": 3, "n_heads": 4, "max_seq_len": 512}, final_steps=400),
-    "gptj": Recipe(
-        "gptj", _TOKENS | _GPT | {"rotary_dim": 16, "tie_word_embeddings": False}, final_steps=450, summaries=0.6
-    ),
+    "gptj": Recipe("gptj", _TOKENS | _GPT | {"rotary_dim": 16, "tie_word_embeddings": False}, final_steps=450, summaries=0.6),
     "gpt2": Recipe("gpt2", _TOKENS | _GPT, sinusoid=0.1, final_steps=350),
     "llama-python": Recipe("llama", _TEXT | _LLAMA | _TEXT_SIZE, max_steps=3200, language=True),
     "llama-python-1k": Recipe(
-        "llama", _TEXT | _LLAMA | _TEXT_SIZE | {"max_position_embeddings": 1024}, learning_rate=2e-3, max_steps=2400,
-        language=True, length=1024, begins="llama-python", pasted=0.3,
+        "llama",
+        _TEXT | _LLAMA | _TEXT_SIZE | {"max_position_embeddings": 1024},
+        learning_rate=2e-3,
+        max_steps=2400,
+        language=True,
+        length=1024,
+        begins="llama-python",
+        pasted=0.3,
     ),
     "llama-code": Recipe("llama", _CODE, language=True, seconds=270),
 }
@@ -223,9 +227,7 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def weighted_loss(
-    model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, resting: float = 0.0
-) -> tuple[Tensor, float]:
+def weighted_loss(model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, resting: float = 0.0) -> tuple[Tensor, float]:
     """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up.
 
     resting: the weight of sinks.penalty in the loss, for a model whose attention is eager.
@@ -524,9 +526,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of the first weights and of the training rows")] = 0,
     out: Annotated[Path, typer.Option(help="the folder in which the model's folder is written")] = Path("out/models"),
     sequences: Annotated[int, typer.Option(help="how many to measure with, per task")] = 256,
-    retrain: Annotated[
-        bool, typer.Option("--retrain", help="train every shipped model; compare with its card")
-    ] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="train every shipped model; compare with its card")] = False,
     evaluate: Annotated[bool, typer.Option("--evaluate", help="measure the committed models; compare")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; a CPU's and a GPU's weights differ")] = "cpu",
     seconds: Annotated[float | None, typer.Option(help="stop training after so long; llama-code fills them")] = None,

@@ -172,9 +172,7 @@ def _places(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
     return row, order_BQ[row, torch.arange(total, device=device) - begins[row]]
 
 
-def _call(
-    tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case
-) -> tuple[Tensor, Tensor, str]:
+def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
     """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged."""
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])

@@ -226,9 +226,9 @@ def _cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
         inputs = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *inputs, None, True, 0.0, True, False, scale=mask.scale
-        )[:2]
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, True, False, scale=mask.scale)[
+            :2
+        ]
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:

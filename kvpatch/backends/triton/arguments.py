@@ -26,9 +26,7 @@ def reason(dtype: torch.dtype, head_dim: int) -> str | None:
     return None
 
 
-def check(
-    q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_BHTG: Tensor | None = None
-) -> None:
+def check(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_BHTG: Tensor | None = None) -> None:
     """Raise ValueError for tensors that the kernels would misread."""
     why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
     if why is not None:

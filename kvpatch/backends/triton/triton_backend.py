@@ -114,9 +114,7 @@ def spans(rows_BQ: Tensor) -> Tensor:
     return spans(rows_BQ)
 
 
-def attend(
-    q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noise: Noise | None = None
-) -> Attended:
+def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noise: Noise | None = None) -> Attended:
     """Compute attention of a prompt or a replay, without a graph; arguments and results as in torch_backend.attend.
 
     noise: to return the log-sum-exp of the noisy logits too.

@@ -16,7 +16,6 @@ from .base import Need
 class Held(Need[tuple[Tensor, Tensor]]):
     """Keys and values of all slots: context.view(Held) returns both [B,H,T,D]; those of empty slots may be anything."""
 
-
     def view(self, context: EvictionContext) -> tuple[Tensor, Tensor]:
         return context.layer_read.held()
 

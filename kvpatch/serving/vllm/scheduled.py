@@ -31,9 +31,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Pass:
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Pass:
         told = common_attn_metadata
         assert told.is_prefilling is not None
         first = told.query_start_loc_cpu.tolist()
@@ -42,9 +40,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         rows = zip(first, first[1:], lengths.tolist(), told.is_prefilling.tolist(), strict=False)
         spans = [(start, stop - start, seen - (stop - start), prompt) for start, stop, seen, prompt in rows]
         pages = self._pages(told.block_table_tensor, [(columns, past) for _, columns, past, _ in spans])
-        scheduled = [
-            Scheduled(own, *span) for own, span in zip(pages, spans, strict=True) if span[1] > 0 and own[0] != NOBODY
-        ]
+        scheduled = [Scheduled(own, *span) for own, span in zip(pages, spans, strict=True) if span[1] > 0 and own[0] != NOBODY]
         return Pass(scheduled, told.num_actual_tokens)
 
     def _pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -71,7 +71,7 @@ def configured(additional: object, variable: str | None) -> Terms | None:
         return terms_of(json.loads(variable or ""))
     except json.JSONDecodeError as error:
         raise KVPatchError(
-            f"{VARIABLE}={variable!r} is not JSON ({error}): write {VARIABLE}='{{\"policy\": \"h2o\", \"k\": 1024}}'."
+            f'{VARIABLE}={variable!r} is not JSON ({error}): write {VARIABLE}=\'{{"policy": "h2o", "k": 1024}}\'.'
         ) from None
 
 
