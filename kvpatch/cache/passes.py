@@ -206,8 +206,10 @@ def _read(
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
     prompt = _prompt_columns(cache, seen, Q)
-    if Q > 1 and prompt < Q and settings.acts:
-        refuse("drafts with the prompt" if prompt else "drafts", settings.combine(drafts=Q - prompt))
+    if settings.acts and 0 < prompt < Q:
+        refuse("drafts with the prompt", settings.combine(drafts=Q - prompt))
+    if settings.acts and Q - prompt > 1:
+        refuse("drafts", settings.combine(drafts=Q - prompt))
     if input_ids is None:
         asked = {"acts": settings.acts and prompt > 0, "record": cache.lifetimes is not None, "unknown": merged_ids is None}
         refuse("inputs_embeds", settings.combine(**asked))

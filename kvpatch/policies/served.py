@@ -107,7 +107,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "output projection": lambda it: it.policy.projects,
     "protect=": lambda it: it.policy.scope.protect is not None,
     "protect= as a mask": lambda it: _protects(it, masked=True),
-    "protect= by token ids": lambda it: _protects(it, masked=False),
+    "protect= by unknown token ids": lambda it: it.unknown and _protects(it, masked=False),
     "pyramid": lambda it: it.policy.over_layers is not None,
     "rotations undone": lambda it: it.policy.needs.lookahead is not None,
     "schedule='decode'": lambda it: it.policy.schedule == "decode",
@@ -271,7 +271,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "inputs_embeds": {
         NEED: "Policy {name} {why}. Use another policy.",
         "record": "record=True knows a text by its token ids: give input_ids, not inputs_embeds, or leave record out.",
-        "protect= by token ids": "protect= by token ids needs input_ids; with inputs_embeds give a boolean mask.",
+        "protect= by unknown token ids": "protect= by token ids needs input_ids; with inputs_embeds give a boolean mask.",
     },
     "prompt of joined rows": {NEED: "Policy {name} {why}. Use another policy."},
     "joined rows": {
