@@ -332,6 +332,9 @@ class _Mesh:
     def get_local_rank(self):
         return 0
 
+    def get_group(self):
+        return None
+
 
 def _sharded(name, plan):
     """A model that says of itself what one that transformers sharded says."""

@@ -24,7 +24,7 @@ FOUND = {
     "output projection": {"policy": get_policy("critical(h2o)")},
     "protect=": {"policy": H2O.with_options(protect=[1])},
     "protect= as a mask": {"policy": H2O.with_options(protect=[True])},
-    "protect= by token ids": {"policy": H2O.with_options(protect=[1]), "unknown": True},
+    "protect= by unknown token ids": {"policy": H2O.with_options(protect=[1]), "unknown": True},
     "pyramid": {"policy": get_policy("pyramidkv")},
     "pyramid of a share": {"policy": get_policy("pyramidkv"), "of_the_prompt": True},
     "schedule='decode'": {"policy": H2O.with_options("decode")},
