@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvpatch
+from kvpatch.attention import bound_step
 from kvpatch.backends import protocol, torch_backend
 from kvpatch.cli import demo
 from kvpatch.policies import needs
@@ -74,6 +75,14 @@ def test_modules_circles_and_lines():
     assert said("docs/architecture.md", r"lines of a file, at most, but for those below \| (\d+) \|") == (LINES,)
     assert said("docs/architecture.md", r"A file stays below (\d+) lines") == (LINES,)
     assert said("CONTRIBUTING.md", r"Files have at most (\d+) lines") == (LINES,)
+
+
+def test_what_a_score_is_made_of():
+    members = [name for name in vars(kvpatch.Score) if not name.startswith("_")]
+    assert said("docs/architecture.md", r"members of a score \| (\d+) \|") == (len(members),)
+    kinds = [one for one in map(needs.__dict__.get, needs.__all__) if inspect.isclass(one) and issubclass(one, needs.Need)]
+    assert said("docs/architecture.md", r"kinds of needs \| (\d+) \|") == (len(kinds) - 1,)
+    assert said("docs/architecture.md", r"run by themselves \| (\d+) \|") == (len(bound_step.Fused.__subclasses__()),)
 
 
 def test_lengths_of_functions():
