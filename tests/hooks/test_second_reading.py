@@ -173,7 +173,7 @@ def test_what_to_type_instead(model):
             kvpatch.patch(model, "kvzip", 0.5, instruction=wrong)
     with pytest.raises(kvpatch.KVPatchError, match="chunk=0 must be a number of tokens"):
         kvpatch.patch(model, "kvzip", 0.5, chunk=0)
-    with pytest.raises(kvpatch.KVPatchError, match="block=4: the policy evicts after a second reading"):
+    with pytest.raises(kvpatch.KVPatchError, match="block=4: policy 'kvzip' evicts after a second reading"):
         kvpatch.patch(model, "kvzip", 0.5, block=4)
     with pytest.raises(kvpatch.KVPatchError, match="use positions='original'"):
         kvpatch.patch(model, "kvzip", 0.5, positions="renumbered")
