@@ -1,4 +1,4 @@
-"""What a KV head holds after a prompt and new tokens, and the slots allocated for it: a function of the settings alone.
+"""Tokens that a KV head holds after a prompt and new ones, and the slots allocated for it: a function of the settings alone.
 
 Engines claim memory by it, and the invariants compare each cache with it.
 """
@@ -72,7 +72,7 @@ def count_tokens(
     rule: Rule, schedule: str | None, prompt: int, new: int | None, *, heads: int = 1, every: int = 1, longest: bool = False
 ) -> list[int]:
     """Count the tokens of each head as `count_held` does, under one rule. schedule: None if nothing is ever evicted."""
-    grown = MAX_POSITION if new is None else new
+    grown = MAX_POSITION + every if new is None else new  # a head without a budget may wait to evict, too
     if schedule is None:
         return [prompt + grown] * heads
     budgets = rule.highest if longest else rule.heads

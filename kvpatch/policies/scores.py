@@ -74,7 +74,7 @@ class Score:
 
     @property
     def needs(self) -> tuple[AnyNeed, ...]:
-        """What the score reads beside positions and its own entries; a class attribute where it depends on no option."""
+        """Needs: all that the score reads beside positions and its own entries; a class attribute if no option counts."""
         return ()
 
     @property

@@ -87,9 +87,9 @@ def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
     """
     name, need = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
     need = need and need.replace("{name}", name)
-    for feature, words in REFUSED.get(path, {}).items():
+    for feature, sentence in REFUSED.get(path, {}).items():
         if need is not None if feature == NEED else FEATURES[feature](asked):
-            return words.format(it=asked, name=name, why=need)
+            return sentence.format(it=asked, name=name, why=need)
     return None if need is None else f"Policy {name} does not go with {path}: {need}."
 
 

@@ -292,9 +292,9 @@ def test_renumbered_in_half_precision(name):
 )
 def test_any_sequence(tmp_path_factory, chosen, name, rows, n, deeds):
     _, policy, k, options = chosen
-    score = (kvpatch.get_policy(policy) if isinstance(policy, str) else policy).score
+    needs = (kvpatch.get_policy(policy) if isinstance(policy, str) else policy).needs
     turns = name in ROTARY
-    assume(turns or ("positions" not in options and getattr(score, "lookahead", None) is None))
+    assume(turns or ("positions" not in options and needs.lookahead is None))
     model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
         sequences.Texts(model, patch, rows, n, path).follow(deeds)

@@ -71,7 +71,7 @@ class WrongScope(Scope):
 
 
 MISTAKES = [
-    (Undeclared(), r"Undeclared\.value\(context\).*KeyError: 'sum'.*\[B,H,T\] = \[1, 2, 20\].*statistics = \('sum',\)"),
+    (Undeclared(), r"Undeclared\.value\(context\).*KeyError: 'sum'.*\[B,H,T\] = \[1, 2, 20\].*needs = \(Sums\('sum'\),\)"),
     (Silent(), r"Silent\.value\(context\).*returned None.*float tensor \[B,H,T\] = \[1, 2, 20\]"),
     (Flat(), r"Flat\.value\(context\).*returned a tensor of shape \[3\].*\[B,H,T\] = \[1, 2, 20\]"),
     (OneHead(), r"OneHead\.value\(context\).*returned a tensor of shape \[20\].*\[1, 2, 20\]"),

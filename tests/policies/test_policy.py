@@ -42,11 +42,16 @@ OPTIONS = [  # part, option, what is refused, what is just allowed
 
 @pytest.mark.parametrize(("part", "option", "refused", "allowed"), OPTIONS, ids=[f"{p.__name__}-{o}" for p, o, _, _ in OPTIONS])
 def test_options(part, option, refused, allowed):
+    def check(value):
+        one = part(**{option: value})
+        for checked in (one, *getattr(one, "needs", ())):  # as a policy does
+            checked.check()
+
     for value in allowed:
-        part(**{option: value}).check()
+        check(value)
     for value in refused:
         with pytest.raises(KVPatchError, match=f"^{option}="):
-            part(**{option: value}).check()
+            check(value)
 
 
 def test_a_share_above_one_advises_a_number_of_tokens():

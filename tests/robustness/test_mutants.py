@@ -504,7 +504,7 @@ MUTANTS = {
         f"{LATENT}_values_cannot_be_merged"),
     "a need's refusal counts for nothing where the table has no row": (
         "policies/served.py", "return None if need is None else", "return None if True else",
-        "tests/policies/test_served.py::test_a_need_brings_its_refusals_with_it[bits"),
+        "tests/policies/test_served.py::test_a_need_brings_its_refusals_with_it"),
     "latents: entries without a cache of the caller's are expanded": (
         "arch/interface.py", "call[cache_argument(type(attn).forward)] = Entries()", "pass",
         f"{LATENT}_a_pass_without_a_cache_of_the_caller_s"),

@@ -1,4 +1,4 @@
-"""What a need is: the one life that all of them have, and what attention/ offers them.
+"""The one life that all needs have, and the layers that attention/ lets them read.
 
 Layers are asked through the protocol `LayerRead`, so that policies/ knows neither caches nor kernels.
 """
@@ -22,7 +22,7 @@ View = TypeVar("View", covariant=True)
 
 
 class Note(Batched):
-    """What a need keeps of one layer between passes: a dataclass of tensors whose first axis is the batch.
+    """Memory of a need about one layer between passes: a dataclass of tensors whose first axis is the batch.
 
     The end of a field's name says what its axes are, as in q_BHGWD. Fields that begin with "positions" or "columns" are int64.
     """
@@ -41,7 +41,7 @@ class Note(Batched):
 
 
 class LayerRead(Protocol):
-    """What a need may ask of a layer. Tensors [B,H,T] have one entry per used slot, as in EvictionContext."""
+    """Layer, as far as a need may ask it. Tensors [B,H,T] have one entry per used slot, as in EvictionContext."""
 
     @property
     def notes(self) -> dict[str, Any]:

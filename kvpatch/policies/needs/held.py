@@ -38,4 +38,4 @@ ROTATED = {
     "renumbered": "which undoes rotations at original positions",
     "vllm": "it undoes rotations, for which vLLM has no table: use 'key_diff' or 'key_norm'",
 }
-"""What a need that undoes rotations refuses."""
+"""Refusals of needs that undo rotations."""
