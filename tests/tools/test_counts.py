@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from kvpatch.hooks import graph
 from kvpatch.hooks.capacity import round_capacity
+from tests.helpers.marks import batches
 from tools.bench import counts as bench_counts
 from tools.bench.__main__ import app
 from tools.bench.counts import LONGEST, SHORTEST, STEPS, WAITS, cells, compiled_graphs, engine_waits, kept_by_graphs
@@ -26,6 +27,7 @@ def test_every_policy_has_a_line():
     assert tuple(LINES) == COUNT_POLICIES and all(len(cells(line)) == 10 for line in LINES.values())
 
 
+@batches
 @pytest.mark.parametrize("policy", COUNT_POLICIES)
 def test_waits(policy):
     plain, masked = counted(policy, "torch"), counted(policy, "torch", masked=True)
