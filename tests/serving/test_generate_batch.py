@@ -47,6 +47,14 @@ def test_every_kind_of_model(name, policy):
         assert batched(model, texts) == [alone(model, ids) for ids in texts]
 
 
+@pytest.mark.parametrize("name", ["gptj", "mpt", "mistral"])
+def test_renumbered_positions_of_every_kind(name):
+    """GPT-J's rotations, ALiBi and Llama's, each by the rank of a token among those that its head holds."""
+    model, texts = make(name), prompts()
+    with kvpatch.patched(model, "h2o", 0.4, positions="renumbered"):
+        assert batched(model, texts) == [alone(model, ids) for ids in texts]
+
+
 @pytest.mark.parametrize(
     ("policy", "k", "options"),
     [
