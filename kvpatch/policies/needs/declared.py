@@ -48,7 +48,7 @@ class Needs(tuple[AnyNeed, ...]):
         """Return the needs that a policy's parts declare. Raises KVPatchError for anything else."""
         found: dict[Any, AnyNeed] = {}
         for part in parts:
-            for name in _FORMER & set(dir(type(part))):
+            for name in sorted(_FORMER & set(dir(type(part)))):
                 raise KVPatchError(
                     f"{type(part).__name__}.{name}: scores and scopes say what they read as needs: {_NOW[name]}, of "
                     "kvpatch.policies.needs."
