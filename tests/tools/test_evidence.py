@@ -1,0 +1,162 @@
+"""The evidence of a pretrained model: samples that ask for what was read, shared prompts, resumed runs, statistics."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tools.evidence import page, runs
+from tools.evidence.measure import Bench
+from tools.evidence.samples import Probe, Sample
+from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
+from tools.evidence.statistics import compare_with_zero, correct_holm, estimate
+from tools.evidence.tasks import TASKS, code, document, facts, instructions
+from tools.evidence.tasks.tools import DATA
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TASKS_OF_TEXTS = (
+    facts.make_samples,
+    document.make_samples,
+    code.make_samples,
+    code.make_later_samples,
+    instructions.make_samples,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tokenizer that ships with the library, with a chat template."""
+    found = AutoTokenizer.from_pretrained("kvpatch/cli/models/llama-python")
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=512, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def make_sample(name, tokens=60, turns=1, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    ids = lambda n: tuple(torch.randint(3, 300, (n,), generator=draw).tolist())  # noqa: E731
+    parts = tuple(ids(tokens) for _ in range(turns))
+    return Sample(name, parts, (Probe("fact", ids(4), ids(5)), Probe("fact", ids(3), ids(5)), Probe("rest", ids(1), ids(9))))
+
+
+@pytest.mark.parametrize("make", TASKS_OF_TEXTS, ids=lambda make: f"{make.__module__.split('.')[-1]}-{make.__name__}")
+def test_answers_stand_in_the_prompt_and_samples_share_no_text(tokenizer, make):
+    samples = make(tokenizer, 6)
+    assert len({sample.digest for sample in samples}) == 6
+    starts = set()
+    for sample in samples:
+        text = tokenizer.decode([token for turn in sample.turns for token in turn])
+        starts.add(text[300:360])
+        for probe in sample.probes:
+            if probe.kind == "next tokens":
+                continue
+            answer = tokenizer.decode(probe.answer)
+            assert answer.lower() in text.lower(), (sample.name, answer)
+    assert len(starts) == 6
+    assert make(tokenizer, 3) == samples[:3], "another number of samples changes none"
+
+
+def test_a_later_question_is_not_in_the_prompt(tokenizer):
+    for make in (document.make_samples, code.make_later_samples):
+        for sample in make(tokenizer, 4):
+            text = tokenizer.decode(sample.turns[0])
+            assert "Question:" not in text and "Repeat the whole" not in text
+    for make in (facts.make_samples, code.make_samples):
+        for sample in make(tokenizer, 4):
+            assert tokenizer.decode(sample.turns[0]).endswith("<assistant>")
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the package bfcl-eval is not in .models/bfcl")
+def test_tool_calls_are_asked_after_the_earlier_turns(tokenizer):
+    for sample in TASKS["tools"].make(tokenizer, 3):
+        assert len(sample.turns) >= 3 and sample.probes[0].answer
+
+
+@pytest.mark.parametrize("label", ["h2o", "snapkv", "adakv", "kvzip", NULL, "roco"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_shared_prompts_change_no_figure(model, label, turns):
+    sample, setting = make_sample("a", turns=turns), Setting(ROWS[label], 0.3)
+    shared, alone = (Bench(model, sample, share=share).measure(setting) for share in (True, False))
+    assert shared[1] == alone[1] < 1
+    for one, other in zip(shared[0], alone[0], strict=True):
+        assert one.nats == pytest.approx(other.nats, abs=1e-4) and one.kl == pytest.approx(other.kl, abs=1e-4)
+        assert one.kl > 1e-4, "something was evicted"
+
+
+def test_a_setting_is_measured_on_its_own_prompt(model):
+    """Outputs of another prompt of the same length are never replayed."""
+    first, second = make_sample("a", seed=1), make_sample("b", seed=2)
+    setting = Setting(ROWS["snapkv"], 0.3)
+    alone = Bench(model, second).measure(setting)
+    Bench(model, first).measure(setting)
+    assert Bench(model, second).measure(setting) == alone
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_everything_held_is_the_full_cache(model):
+    bench = Bench(model, make_sample("a"))
+    judged, share = bench.measure(Setting(ROWS["h2o"], 1.0))
+    assert share >= 1
+    for one, full in zip(judged, bench.judged, strict=True):
+        assert one.nats == pytest.approx(full.nats, abs=1e-4) and one.kl < 1e-5 and one.agree == 1
+
+
+def test_a_run_goes_on_where_it_stopped(model, tmp_path):
+    samples, path = [make_sample(f"s{i}", seed=i) for i in range(3)], tmp_path / "lines.jsonl"
+    whole = list(runs.measure(model, samples, ["h2o", NULL], [0.2, 0.5], tmp_path / "whole.jsonl"))
+    first = list(runs.measure(model, samples[:2], ["h2o"], [0.2], path))
+    path.write_text(path.read_text() + '{"sample": "cut')
+    rest = list(runs.measure(model, samples, ["h2o", NULL], [0.2, 0.5], path))
+    key = lambda line: (line["digest"], line["label"], line["k"])  # noqa: E731
+    assert sorted(map(key, first + rest)) == sorted(map(key, whole)) and len(whole) == 3 * (2 + 4)
+    assert {key(line): line for line in first + rest} == {key(line): line for line in whole}
+    assert {key(line): line for line in runs.read_lines(path)} == {key(line): line for line in whole}
+    assert not list(runs.measure(model, samples, ["h2o", NULL], [0.2, 0.5], path))
+
+
+def test_intervals_and_corrections():
+    one = estimate([1.0, 2.0, 3.0, 4.0] * 10)
+    assert one.mean == 2.5 and 2.1 < one.low < 2.3 and 2.7 < one.high < 2.9
+    assert correct_holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert compare_with_zero([0.0] * 5) == 1 and compare_with_zero([1.0] * 20) < 0.001
+    assert compare_with_zero([1.0, -1.0] * 10) == 1
+
+
+def write_lines(path, losses):
+    """losses: per label and budget a list, a figure a sample."""
+    with path.open("w") as file:
+        for (label, k), values in losses.items():
+            for i, nats in enumerate(values):
+                kinds = {"fact": {"nats": nats, "right": 0.0, "kl": 0.0, "agree": 0.0}}
+                line = {"sample": str(i), "digest": str(i), "tokens": 9, "label": label, "k": k, "bytes": k, "kinds": kinds}
+                file.write(json.dumps(line) + "\n")
+
+
+def test_a_table_marks_what_beats_the_null(tmp_path):
+    noise = [0.1 * (i % 3) for i in range(20)]
+    losses = {(FULL, 1.0): noise, (UNREAD, 0.0): [4 + x for x in noise], (NULL, 0.2): [2 + x for x in noise]}
+    losses |= {
+        ("kvzip", 0.2): [1 + 2 * x for x in noise],
+        ("random", 0.2): [3 + x for x in noise],
+        ("h2o", 0.2): [2 + x for x in noise],
+    }
+    write_lines(tmp_path / "asked.jsonl", losses)
+    use = page.USES[0]
+    results = page.Results(tmp_path / "asked.jsonl")
+    table = page.write_table(results, use).splitlines()
+    assert [line.split("`")[1] for line in table[2:]] == ["kvzip", NULL, "h2o", "random"]
+    assert "**1.10" in table[2] and "*3.00" in table[-1] and "**" not in table[-1]
+    assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)
+    assert "Full cache 0.10, text not read 4.10" in page.describe(results, use)

@@ -1,0 +1,13 @@
+"""Evidence on a pretrained language model: which policy loses least, for which use, at equal bytes.
+
+    samples.py      a sample: a prompt, and probes that are read after it
+    texts.py        the texts: prose and source code that no published model was trained on
+    tasks/          a file per use: what its prompts say and what its probes ask
+    settings.py     policies with options, each a row with a label; the nulls
+    measure.py      one sample under all settings; the prompt's products are computed once
+    runs.py         lines of JSON, resumed where a run stopped
+    statistics.py   means, intervals and p-values over samples
+    page.py         docs/results.md from the lines
+
+`python -m tools.evidence --help` runs a task, `make results` all of them and the page.
+"""

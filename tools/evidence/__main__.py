@@ -1,0 +1,78 @@
+"""Measure policies on a pretrained language model, and write docs/results.md.
+
+python -m tools.evidence                                       the tasks
+python -m tools.evidence run document --samples 60             on .models/smollm2 (`make real`)
+python -m tools.evidence run asked --model my/model --policies snapkv,kvzip --budgets 0.2
+python -m tools.evidence page                                  the tables from the lines that are there
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+
+from .page import write_section
+from .runs import run_task
+from .settings import ROWS
+from .tasks import TASKS
+
+LINES = Path("benchmarks/evidence")
+app = typer.Typer(add_completion=False, invoke_without_command=True)
+
+
+@app.callback()
+def list_tasks(context: typer.Context) -> None:
+    """List the tasks and the rows."""
+    if context.invoked_subcommand is None:
+        for task in TASKS.values():
+            print(f"{task.name:14} {task.about}")
+        print("policies:", ", ".join(ROWS))
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
+
+
+@app.command()
+def run(
+    tasks: Annotated[list[str], typer.Argument(help="names of tasks, or all")],
+    model: Annotated[str, typer.Option(help="folder or hub name")] = ".models/smollm2",
+    samples: Annotated[int, typer.Option(min=2)] = 60,
+    policies: Annotated[str, typer.Option(help="labels; separated by ; where one has a comma")] = "",
+    budgets: Annotated[str, typer.Option(help="shares of the prompt, comma-separated")] = "",
+    out: Annotated[Path, typer.Option(help="folder of the lines; what it has is not measured again")] = LINES,
+    threads: Annotated[int, typer.Option(help="of the CPU; one gives the same digits on any machine of its kind")] = 1,
+) -> None:
+    """Measure tasks and append lines."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    names = list(TASKS) if tasks == ["all"] else tasks
+    labels, shares = _split(policies), [float(part) for part in _split(budgets)]
+    for name in names:
+        if name not in TASKS:
+            raise typer.BadParameter(f"{name!r} is not a task: {', '.join(TASKS)}")
+    for label in labels:
+        if label not in ROWS:
+            raise typer.BadParameter(f"{label!r} is not a row: {', '.join(ROWS)}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for name in names:
+        start = time.monotonic()
+        new = run_task(loaded, tokenizer, name, samples, labels, shares, out)
+        print(f"{name}: {new} new lines in {time.monotonic() - start:.0f} s", flush=True)
+
+
+@app.command()
+def page(lines: Annotated[Path, typer.Option(help="folder of the lines")] = LINES) -> None:
+    """Print the tables of the lines that are there."""
+    print(write_section(lines))
+
+
+if __name__ == "__main__":
+    app()

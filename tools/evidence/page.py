@@ -1,0 +1,160 @@
+"""Tables, picture and sentences of the first part of docs/results.md, from lines of JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .runs import read_lines
+from .settings import FULL, NULL, ROWS, UNREAD
+from .statistics import Estimate, compare_with_zero, correct_holm, estimate
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Use:
+    """A table of the page: one kind of probe of a task. field: of the line; per: what one unit of the figure is."""
+
+    title: str
+    task: str
+    kind: str
+    field: str
+    per: str
+    about: str
+
+
+USES = (
+    Use("A fact, the question in the prompt", "asked", "fact", "nats", "digit",
+        "Four four-digit codes in 730 to 830 tokens of prose, one asked at the prompt's end."),
+    Use("A fact, the question after compression", "document", "fact", "nats", "digit",
+        "Such prose is read and compressed; then two of its four codes are asked, each from the same cache."),
+    Use("The text goes on", "document", "next tokens", "kl", "token",
+        "The next 63 tokens of the same prose, as far from the full cache's predictions as the table says."),
+    Use("Code, the request in the prompt", "code", "body", "nats", "token",
+        "800 to 1,300 tokens of Python; the prompt ends with the request to repeat a function, whose next 48 tokens count."),
+    Use("Code, the request after compression", "code later", "body", "nats", "token",
+        "The same functions, asked after compression."),
+    Use("Instructions of the system prompt", "instructions", "instruction", "nats", "token",
+        "Four rules in the system prompt, 560 tokens of prose, then a request for each rule's words."),
+    Use("The worst instruction", "instructions", "instruction", "worst", "token",
+        "The same, of each prompt the rule that lost most."),
+    Use("Tool calls over a conversation", "tools", "call", "nats", "token",
+        "BFCL's conversations of 480 to 1,110 tokens, the budget held over all turns; the last turn's calls are judged."),
+)  # fmt: skip
+
+
+class Results:
+    """Lines of one task, by label, budget and sample."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+        for line in read_lines(path):
+            self.lines.setdefault((line["label"], line["k"]), {})[line["digest"]] = line
+
+    @property
+    def budgets(self) -> list[float]:
+        """Budgets that were measured, lowest first."""
+        return sorted({k for label, k in self.lines if label not in (FULL, UNREAD)})
+
+    def values(self, label: str, k: float, use: Use) -> dict[str, float]:
+        """One value a sample."""
+        return {digest: line["kinds"][use.kind][use.field] for digest, line in self.lines.get((label, k), {}).items()}
+
+    def differences(self, use: Use, a: tuple[str, float], b: tuple[str, float]) -> list[float]:
+        """a's value less b's, sample by sample, for those that both have, in a fixed order."""
+        own, other = self.values(*a, use), self.values(*b, use)
+        return [own[digest] - other[digest] for digest in sorted(own.keys() & other.keys())]
+
+    def bytes(self, label: str, k: float) -> float:
+        """Mean share of the full cache's bytes."""
+        found = [line["bytes"] for line in self.lines[label, k].values()]
+        return sum(found) / len(found)
+
+    def kept(self, use: Use, label: str, k: float) -> Estimate | None:
+        """Share of the full cache's gain over not having read the text that is kept, by a bootstrap of the ratio."""
+        gained = self.differences(use, (UNREAD, 0.0), (FULL, 1.0))
+        lost = self.differences(use, (label, k), (FULL, 1.0))
+        if not lost or len(lost) != len(gained):
+            return None
+        return ratio(lost, gained)
+
+
+def ratio(lost: list[float], gained: list[float]) -> Estimate:
+    """1 - mean(lost) / mean(gained), with an interval over the same draws of samples."""
+    import numpy as np
+
+    lost_S, gained_S = np.array(lost), np.array(gained)
+    drawn = np.random.default_rng(0).integers(0, len(lost_S), (4000, len(lost_S)))
+    ratios = 1 - lost_S[drawn].mean(1) / gained_S[drawn].mean(1)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return Estimate(float(1 - lost_S.mean() / gained_S.mean()), float(low), float(high), len(lost_S))
+
+
+def beats_null(results: Results, use: Use) -> dict[tuple[str, float], int]:
+    """+1 where a row loses less than the null, -1 where it loses more, 0 where neither is sure; Holm over the table."""
+    found: dict[tuple[str, float], tuple[float, float]] = {}
+    for label in ROWS:
+        for k in results.budgets:
+            if label != NULL and (difference := results.differences(use, (label, k), (NULL, k))):
+                found[label, k] = compare_with_zero(difference), sum(difference)
+    raised = dict(zip(found, correct_holm([p for p, _ in found.values()]), strict=True))
+    return {key: 0 if raised[key] >= LEVEL else int(math.copysign(1, -total)) for key, (_, total) in found.items()}
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown, numbers to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_table(results: Results, use: Use) -> str:
+    """One use: a row for each policy, in the order of the loss at a fifth; the loss beside the full cache with its interval."""
+    budgets, sure = results.budgets, beats_null(results, use)
+    middle = 0.2 if 0.2 in budgets else budgets[0]
+
+    def loss(label: str, k: float) -> Estimate | None:
+        found = results.differences(use, (label, k), (FULL, 1.0))
+        return estimate(found) if found else None
+
+    def cell(label: str, k: float) -> str:
+        one = loss(label, k)
+        if one is None:
+            return ""
+        text = f"{one.mean:.2f} [{one.low:.2f}, {one.high:.2f}]"
+        side = sure.get((label, k), 0)
+        return f"**{text}**" if side > 0 else f"*{text}*" if side < 0 else text
+
+    order = sorted((label for label in ROWS if loss(label, middle)), key=lambda label: loss(label, middle).mean)  # type: ignore[union-attr]
+    rows = []
+    for label in order:
+        kept = results.kept(use, label, middle)
+        share = "" if kept is None else f"{100 * kept.mean:.0f}% [{100 * kept.low:.0f}, {100 * kept.high:.0f}]"
+        rows.append([f"`{label}`", *(cell(label, k) for k in budgets), f"{results.bytes(label, middle):.3f}", share])
+    return markdown(["policy", *(f"k = {k:g}" for k in budgets), f"bytes, k = {middle:g}", f"gain kept, k = {middle:g}"], rows)
+
+
+def describe(results: Results, use: Use) -> str:
+    """Title, what was measured and the two ends: the full cache and the text not read."""
+    full = estimate(list(results.values(FULL, 1.0, use).values()))
+    unread = estimate(list(results.values(UNREAD, 0.0, use).values()))
+    ends = f"Full cache {full.mean:.2f}, text not read {unread.mean:.2f} nats a {use.per}; {full.samples} samples."
+    return f"### {use.title}\n\n{use.about} {ends}"
+
+
+def each_use(folder: Path, make: Callable[[Results, Use], str]) -> list[str]:
+    """Text for each use that has lines."""
+    texts = []
+    for use in USES:
+        results = Results(folder / f"{use.task}.jsonl")
+        if results.budgets:
+            texts.append(make(results, use))
+    return texts
+
+
+def write_section(folder: Path) -> str:
+    """All tables."""
+    return "\n\n".join(each_use(folder, lambda results, use: f"{describe(results, use)}\n\n{write_table(results, use)}"))

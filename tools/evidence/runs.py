@@ -1,0 +1,78 @@
+"""Lines of JSON, one for a sample under a setting: written as they come, and not measured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .measure import Bench, Judged
+from .samples import Sample
+from .settings import BUDGETS, FULL, ROWS, UNREAD, Setting
+from .tasks import TASKS
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of lines; a last line that a stopped run left unfinished is dropped."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Remove what a stopped run left behind the last whole line."""
+    if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
+
+
+def _means(judged: list[Judged]) -> dict[str, dict[str, float]]:
+    """Mean judgement of each kind of probe; for several of a kind, the nats of the worst too."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(one.kind for one in judged):
+        own = [one for one in judged if one.kind == kind]
+        found[kind] = {
+            name: round(sum(getattr(one, name) for one in own) / len(own), 5) for name in ("nats", "right", "kl", "agree")
+        }
+        if len(own) > 1:
+            found[kind]["worst"] = round(max(one.nats for one in own), 5)
+    return found
+
+
+def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judged]) -> dict[str, Any]:
+    tokens = sum(map(len, sample.turns))
+    return {
+        "sample": sample.name, "digest": sample.digest, "tokens": tokens,
+        "label": label, "k": k, "bytes": round(share, 4), "kinds": _means(judged),
+    }  # fmt: skip
+
+
+def measure(
+    model: Any, samples: Iterable[Sample], labels: Iterable[str], budgets: Iterable[float], path: Path
+) -> Iterator[dict[str, Any]]:
+    """Measure what the file lacks, sample by sample, and append it."""
+    known = {(line["digest"], line["label"], line["k"]) for line in read_lines(path)}
+    wanted = [Setting(ROWS[label], k) for k in budgets for label in labels]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cut_unfinished_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        for sample in samples:
+            missing = [one for one in wanted if (sample.digest, one.row.label, one.k) not in known]
+            whole = (sample.digest, FULL, 1.0) not in known
+            if not missing and not whole:
+                continue
+            bench = Bench(model, sample)
+            new = [_line(sample, FULL, 1.0, 1.0, bench.judged), _line(sample, UNREAD, 0.0, 0.0, bench.unread)] if whole else []
+            for setting in missing:
+                judged, share = bench.measure(setting)
+                new.append(_line(sample, setting.row.label, setting.k, share, judged))
+            for line in new:
+                file.write(json.dumps(line) + "\n")
+                yield line
+            file.flush()
+
+
+def run_task(model: Any, tokenizer: Any, name: str, count: int, labels: list[str], budgets: list[float], folder: Path) -> int:
+    """Measure a task; return how many lines are new."""
+    samples = TASKS[name].make(tokenizer, count)
+    return sum(1 for _ in measure(model, samples, labels or list(ROWS), budgets or list(BUDGETS), folder / f"{name}.jsonl"))

@@ -1,0 +1,37 @@
+"""A sample: token ids of a prompt, and what is read after it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tokens that follow the prompt: `lead` is only read, `answer` is judged.
+
+    kind: what results are grouped by, such as "fact". Each probe starts from the cache as the prompt left it.
+    """
+
+    kind: str
+    lead: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A unit of evidence, over which intervals are drawn: independent of other samples in text and answers.
+
+    name: unique in its task. turns: the prompt's ids, one tuple a turn; the budget is enforced after each.
+    """
+
+    name: str
+    turns: tuple[tuple[int, ...], ...]
+    probes: tuple[Probe, ...]
+
+    @property
+    def digest(self) -> str:
+        """Eight characters for the ids, so that lines of another text are never taken for this one's."""
+        parts = [self.turns, [(probe.kind, probe.lead, probe.answer) for probe in self.probes]]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]

@@ -1,0 +1,58 @@
+"""Policies as they are compared: a label, a name and options. Budgets are shares of the prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+BUDGETS = (0.1, 0.2, 0.3, 0.5)
+NULL = "random, ends kept"
+"""What a policy must beat: eviction at random that spares the prompt's first four and its newest 64 tokens."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy with options, under a label."""
+
+    label: str
+    policy: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    row.label: row
+    for row in (
+        Row("random", "random"),
+        Row(NULL, "random", {"sinks": 4, "recent": 64}),
+        Row("window", "window"),
+        Row("streaming_llm", "streaming_llm"),
+        Row("h2o", "h2o"),
+        Row("tova", "tova"),
+        Row("roco", "roco"),
+        Row("roco, recent=0.5", "roco", {"recent": 0.5}),
+        Row("keyformer", "keyformer"),
+        Row("keyformer, no noise", "keyformer", {"noise": "none"}),
+        Row("snapkv", "snapkv"),
+        Row("adakv", "adakv"),
+        Row("critical_snapkv", "critical_snapkv"),
+        Row("critical_adakv", "critical_adakv"),
+        Row("expected_attention", "expected_attention"),
+        Row("leverage", "leverage"),
+        Row("kvzip", "kvzip", {"floor": 0.2}),
+    )
+}
+FULL, UNREAD = "full", "text not read"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row at a budget."""
+
+    row: Row
+    k: float
+
+    @property
+    def key(self) -> str:
+        """One string for label, policy, options and budget, by which lines are found again."""
+        return json.dumps([self.row.label, self.row.policy, self.row.options, self.k], sort_keys=True)
