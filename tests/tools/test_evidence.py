@@ -159,4 +159,4 @@ def test_a_table_marks_what_beats_the_null(tmp_path):
     assert [line.split("`")[1] for line in table[2:]] == ["kvzip", NULL, "h2o", "random"]
     assert "**1.10" in table[2] and "*3.00" in table[-1] and "**" not in table[-1]
     assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)
-    assert "Full cache 0.10, text not read 4.10" in page.describe(results, use)
+    assert "Full cache 0.10, text not read 4.09" in page.describe(results, use)
