@@ -332,7 +332,7 @@ def test_lines_are_read_back(tmp_path):
     assert lines.read(tmp_path / "none.jsonl") == []
 
 
-# ---- docs/results.md ----
+# ---- docs/small-models.md ----
 
 
 def test_every_claim_is_about_something_that_is_measured():
@@ -387,7 +387,7 @@ def test_the_page_is_made_from_lines_alone_and_again_the_same(toy, tmp_path, mon
     monkeypatch.setattr(page, "CLAIMS", {"P": [Claim("T1", "worse", "toy", "score", "window", "full", sign=-1)]})
     tables = {"toy": measured(toy, tmp_path)}
     page.write(tables, tmp_path)
-    first = (tmp_path / "results.md").read_text()
+    first = (tmp_path / "small-models.md").read_text()
     assert "| T1 | worse | `window` below `full`, score | **-0.100 [-0.100, -0.100]** | 3 of 3 | agrees |" in first
     assert "### Odd\n\n`score`: made up. Full cache: 0.200" in first
     assert "| `window` | 0.100" in first
@@ -395,7 +395,7 @@ def test_the_page_is_made_from_lines_alone_and_again_the_same(toy, tmp_path, mon
     assert (tmp_path / "results" / "toy.png").is_file()
     assert "![A toy](results/more.png)" in first
     page.write(tables, tmp_path)
-    assert (tmp_path / "results.md").read_text() == first
+    assert (tmp_path / "small-models.md").read_text() == first
 
 
 def test_an_ablation_is_shown_against_its_first_variant():

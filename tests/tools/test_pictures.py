@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md: one look per policy, drawn from the means that the page shows, against what is held."""
+"""The pictures of docs/small-models.md: one look per policy, drawn from the means that the page shows, against what is held."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tools.evaluation.table import Table
 from tools.evaluation.tasks import get_task
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "results.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "small-models.md").read_text(encoding="utf-8")
 STORED = pictures.read(DOCS / "results/means.jsonl")
 
 
@@ -62,7 +62,7 @@ def test_pictures_show_the_means_of_the_page():
 
 
 def test_the_page_opens_with_what_a_reader_came_for():
-    assert PAGE.startswith("# Results\n\n" + overview.first_screen(STORED))
+    assert PAGE.startswith("# What small models show\n\n" + overview.first_screen(STORED))
     assert PAGE.index("## What the papers say") < min(PAGE.index(f"## {one.title}\n") for one in (LATER, *SECTIONS))
     assert (DOCS / "results" / overview.FILE).is_file()
 
@@ -95,9 +95,9 @@ def test_names_in_the_first_figure_do_not_overlap(monkeypatch, tmp_path):
 
 
 def test_a_first_screen_takes_the_place_of_another(tmp_path):
-    (tmp_path / "results.md").write_text("# Results\n\nold\n\nMade by `make results` and so on\n")
+    (tmp_path / "small-models.md").write_text("# Results\n\nold\n\nMade by `make results` and so on\n")
     page.open_with(STORED, tmp_path)
-    text = (tmp_path / "results.md").read_text()
+    text = (tmp_path / "small-models.md").read_text()
     assert text == f"# Results\n\n{overview.first_screen(STORED)}\nMade by `make results` and so on\n"
 
 
@@ -147,7 +147,7 @@ def test_the_whole_page_is_written_from_lines_and_gives_the_same_means(tmp_path,
         for one in every:
             again = points[one.panel, one.name, one.k]
             assert (again.x, again.mean) == pytest.approx((one.x, one.mean), abs=1e-4), (task, one)
-    text = (tmp_path / "results.md").read_text()
+    text = (tmp_path / "small-models.md").read_text()
     assert overview.first_screen(STORED) in text and "Versions: kvpatch 1." in text
     assert all(f"## {section.title}\n" in text for section in SECTIONS if section.task in STORED)
 

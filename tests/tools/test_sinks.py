@@ -1,4 +1,4 @@
-"""Models with sinks: their training rows and penalty, what their cards report, and the section of docs/results.md."""
+"""Models with sinks: their training rows and penalty, what their cards report, and the section of docs/small-models.md."""
 
 import itertools
 import random
@@ -133,7 +133,7 @@ def test_several_seeds_and_small_files():
     assert sum(sizes.values()) < 60_000_000
 
 
-# ---- the section of docs/results.md ----
+# ---- the section of docs/small-models.md ----
 
 
 @pytest.mark.parametrize("alone", ["", *results.ALONE])
@@ -209,7 +209,7 @@ def test_the_section_sets_both_groups_side_by_side(monkeypatch):
 
 
 def test_a_section_takes_the_place_of_an_older_one_and_is_said_to_be_newer(tmp_path):
-    path, older = tmp_path / "results.md", "\n## What the papers say\n\nx\n"
+    path, older = tmp_path / "small-models.md", "\n## What the papers say\n\nx\n"
     path.write_text(f"# Results\n{older}\n## Recall\n\ny\n")
     for new in ("## A b\n\n1\n", "## A b\n\n2\n", "## A b\n\n2\n"):
         anew.replace({"A b": new}, tmp_path)
@@ -222,6 +222,6 @@ def test_a_section_takes_the_place_of_an_older_one_and_is_said_to_be_newer(tmp_p
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_page_says_of_a_model_what_its_card_says(name):
-    text = (Path(__file__).parents[2] / "docs/results.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/small-models.md").read_text()
     assert f"\n## {section.TITLE}\n\n{section.TEXT.strip()}\n\n" in text
     assert f"| {' | '.join(section.row(name, train.card_of(name)['sinks']))} |\n" in text

@@ -1,4 +1,4 @@
-"""Single sections of docs/results.md put in the place of older ones, and said to be newer than the rest."""
+"""Single sections of docs/small-models.md put in the place of older ones, and said to be newer than the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ANEW = "Made anew since this page was made whole, by the tools and intervals tha
 
 def replace(sections: Mapping[str, str], docs: Path) -> None:
     """Put each section where the one of its title is, or before the first task's; and say which are newer than the rest."""
-    path = docs / "results.md"
+    path = docs / "small-models.md"
     text = path.read_text(encoding="utf-8")
     for title, section in sections.items():
         start = text.find(f"\n## {title}\n")

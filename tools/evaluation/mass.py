@@ -114,7 +114,7 @@ class MassOfText(_Paired, Perplexity):
         return ids_T[:-1], len(ids_T) - sample.data.counted
 
 
-# ---- the section of docs/results.md ----
+# ---- the section of docs/small-models.md ----
 
 TITLE = "Budgets by mass"
 INTRODUCTION = f"""\

@@ -1,4 +1,4 @@
-"""Which of the shipped models a section of docs/results.md is about."""
+"""Which of the shipped models a section of docs/small-models.md is about."""
 
 from __future__ import annotations
 

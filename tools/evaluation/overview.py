@@ -1,4 +1,4 @@
-"""The first screen of docs/results.md: one figure, quality against bytes held in four uses, and ten sentences."""
+"""The first screen of docs/small-models.md: one figure, quality against bytes held in four uses, and ten sentences."""
 
 from __future__ import annotations
 

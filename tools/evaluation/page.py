@@ -1,4 +1,4 @@
-"""docs/results.md: every task's means and orders, and what the papers say beside what is seen."""
+"""docs/small-models.md: every task's means and orders, and what the papers say beside what is seen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .task import Task
 from .tasks import get_task
 
 INTRODUCTION = """\
-# Results
+# What small models show
 
 {first}
 Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
@@ -177,7 +177,7 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def write(tables: dict[str, Table], docs: Path, more: Mapping[str, str] | None = None) -> None:
-    """docs/results.md, docs/results/means.jsonl and docs/results/*.png; `more` are sections that no task has, by title."""
+    """docs/small-models.md, docs/results/means.jsonl and docs/results/*.png; `more` are sections that no task has, by title."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
     ranked = [one for one in SECTIONS if one.ranked and one.task in tables]
@@ -199,7 +199,7 @@ def write(tables: dict[str, Table], docs: Path, more: Mapping[str, str] | None =
         blocks.append(_bits(tables["bits"]))
     if "ablate" in tables:
         blocks.append(_ablations(tables["ablate"]))
-    (docs / "results.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+    (docs / "small-models.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
 
 
 def of_tasks(tables: Mapping[str, Table], docs: Path) -> dict[str, str]:
@@ -217,7 +217,7 @@ def draw(means: overview.Means, pictures: Path) -> None:
 
 def open_with(means: overview.Means, docs: Path) -> None:
     """Write the first screen of these means in the place of the one that is there."""
-    path = docs / "results.md"
+    path = docs / "small-models.md"
     head, made, rest = path.read_text(encoding="utf-8").partition("Made by `make results`")
     path.write_text(f"{head.splitlines()[0]}\n\n{overview.first_screen(means)}\n{made}{rest}", encoding="utf-8")
 

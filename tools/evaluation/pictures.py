@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md, drawn from docs/results/means.jsonl: the means, without the lines of every sample.
+"""The pictures of docs/small-models.md, drawn from docs/results/means.jsonl: the means, without the lines of every sample.
 
 python -m tools.evaluation.results --pictures        draws them again and measures nothing
 """

@@ -1,4 +1,4 @@
-"""Every task at the size that separates what is claimed, and docs/results.md from it.
+"""Every task at the size that separates what is claimed, and docs/small-models.md from it.
 
     make results                               all of it: two hours of a CPU core, shared by --jobs
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
@@ -171,14 +171,14 @@ def collect(out: Path, sizes: dict[str, dict[str, Any]] = SIZES) -> dict[str, Ta
 def main(
     only: Annotated[str | None, typer.Option(help="tasks, with commas")] = None,
     out: Annotated[Path, typer.Option(help="where the lines go")] = Path("out/results"),
-    docs: Annotated[Path, typer.Option(help="where results.md and its pictures go")] = Path("docs"),
+    docs: Annotated[Path, typer.Option(help="where small-models.md and its pictures go")] = Path("docs"),
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget the lines that are there")] = False,
     alone: Annotated[str, typer.Option(help=f"only one part of the page: {', '.join(ALONE)}")] = "",
     page_only: Annotated[bool, typer.Option("--page", help="measure nothing")] = False,
     pictures_only: Annotated[bool, typer.Option("--pictures", help="draw the means of docs/results again")] = False,
 ) -> None:
-    """Measure every task on the shipped models and write docs/results.md."""
+    """Measure every task on the shipped models and write docs/small-models.md."""
     if pictures_only:
         means = pictures.read(docs / "results/means.jsonl")
         page.draw(means, docs / "results")
@@ -199,7 +199,7 @@ def main(
             anew.replace(more, docs)
         else:
             page.write(tables, docs, more)
-    print(docs / "results.md")
+    print(docs / "small-models.md")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Models with sinks beside those of the same architectures without: what the papers say that needs sinks.
 
-A section of docs/results.md: `python -m tools.evaluation.results --alone sinks`.
+A section of docs/small-models.md: `python -m tools.evaluation.results --alone sinks`.
 """
 
 from __future__ import annotations

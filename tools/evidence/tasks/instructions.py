@@ -20,6 +20,7 @@ WORDS: tuple[str, ...] = ("amber lantern", "silver kettle", "quiet meadow", "cop
 WORDS += ("paper crane", "golden anchor", "winter orchard", "marble fountain", "cedar ladder", "crystal window")
 RULE = "When the user asks about {topic}, answer with the words: {words}."
 ASK = "\n\nThank you. Now a question about {topic}: what do you say?"
+LEAD = "About {topic} I answer with the words:"  # small models do not find these words by themselves
 
 
 def make_samples(tokenizer: Any, count: int) -> list[Sample]:
@@ -31,7 +32,11 @@ def make_samples(tokenizer: Any, count: int) -> list[Sample]:
         system = "You are the assistant of a shop. " + " ".join(RULE.format(topic=topic, words=words) for topic, words in rules)
         frame = Frame(tokenizer, system)
         probes = [
-            Probe("instruction", frame.encode(ASK.format(topic=topic)) + frame.after, frame.encode(words.capitalize()))
+            Probe(
+                "instruction",
+                frame.encode(ASK.format(topic=topic)) + frame.after + frame.encode(LEAD.format(topic=topic)),
+                frame.encode(" " + words),
+            )
             for topic, words in rules
         ]
         text = frame.encode("Here is a text for later.\n\n" + " ".join(parts))
