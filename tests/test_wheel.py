@@ -21,7 +21,6 @@ EXTRAS = {
     "serve": {"typer", "rich", "fastapi", "uvicorn", "pydantic", "openai"},
     "vllm": {"vllm"},
     "plot": {"matplotlib"},
-    "eval": {"kvpatch", "datasets", "nltk", "rapidfuzz", "rouge", "rouge-score", "sacrebleu"},
     "lm-eval": {"lm-eval"},
     "flash": {"flash-attn"},
     "train": {"kvpatch", "accelerate", "datasets", "trl"},

@@ -5,8 +5,7 @@ import torch
 
 import kvpatch
 from tools.evaluation import models, results, runs
-from tools.evaluation.longer import FAMILIES, TAIL, Longer, LongerText
-from tools.evaluation.perplexity import Perplexity
+from tools.evaluation.longer import FAMILIES, TAIL, Longer
 from tools.evaluation.task import FULL, Request, Setting
 
 
@@ -51,29 +50,6 @@ def test_a_context_that_has_no_positions_is_refused(subject):
         Longer().samples(runs.load("llama-python", Request()), Request(options={"context": 100}), 0)
     with pytest.raises(kvpatch.KVPatchError, match=r"scenarios=hops: they are recall in, recall after"):
         Longer().samples(subject, Request(options={"scenarios": "hops"}), 0)
-
-
-def test_source_is_read_in_windows_of_a_thousand_tokens_by_models_that_were_trained_on_so_many():
-    task = LongerText()
-    assert results.SIZES[task.name]["models"] == models.LONG_CODE
-    one = runs.load(task.models[0], Request())
-    samples = task.samples(one, Request(count=3), 0)
-    assert [sample.group["way"] for sample in samples] == ["block"] * 3 + ["token"] * 3
-    for sample in samples:
-        assert (len(sample.data.ids_T), sample.data.counted) == (1024, 256)
-        assert sample.data.ids_T[0] == one.tokenizer.bos_token_id
-    assert Perplexity().sizes(one, Request()) == (1024, 512), "what it was trained on is its usual window"
-    assert Perplexity().sizes(runs.load("llama-python", Request()), Request()) == (256, 128)
-
-
-def test_roco_also_has_as_many_recent_tokens_as_h2o():
-    one = runs.load("llama-python-1k", Request())
-    found = LongerText().settings(Request(policies=("h2o", "roco"), budgets=(0.2,)), one)
-    assert [(s.name, s.policy, s.options) for s in found[1:]] == [
-        ("h2o", "h2o", {}),
-        ("roco", "roco", {}),
-        ("roco, half recent", "roco", {"recent": 0.5}),
-    ]
 
 
 def test_the_sections_are_those_of_the_long_models(tmp_path, monkeypatch):

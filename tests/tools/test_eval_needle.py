@@ -1,14 +1,12 @@
 """What tools.evaluation says of needles and recall: where records stand, what is compressed, what counts as right."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import kvpatch
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.teacher_forcing import Fed
-from tools.evaluation import haystack, heatmap, needle, runs, together
+from tools.evaluation import heatmap, needle, runs, together
 from tools.evaluation.needle import Needle
 from tools.evaluation.recall import Recall
 from tools.evaluation.table import Table
@@ -245,125 +243,10 @@ def test_stream_is_the_context_fed_eight_at_a_time(llama, monkeypatch, policy):
     assert (calls[1][1].logits_BSV[0] - wanted).abs().max() > 0.1, "read at once, something else is kept"
 
 
-def test_recall_wants_a_model_that_knows_its_words(python):
+@pytest.mark.parametrize("task", [Recall, Needle])
+def test_synthetic_tasks_want_a_model_that_knows_their_words(python, task):
     with pytest.raises(KVPatchError, match="llama-python does not know the words of .*: give --models llama-0"):
-        of(Recall(), python)
-
-
-# ---- text ----
-
-
-def hidden(python, data, **options):
-    options = {"lengths": (150,), "max_new_tokens": 6} | options
-    return Needle().samples(python, Request(count=2, data=data, options=options), 0)
-
-
-def test_text_hides_its_numbers_where_it_says(python, text):
-    sizes, whole = set(), {}
-    for sample in hidden(python, text, depths=(0, 0.5, 1)):
-        scenario, kind, length, depth = sample.group.values()
-        ids, one = sample.data.ids, sample.data
-        context = python.tokenizer.decode(ids[:150])
-        behind = python.tokenizer.decode(ids[150:])
-        assert sample.n == (len(ids) if scenario == "regular" else 150) and length == 150
-        assert context.startswith("<bos>Some special magic numbers are hidden within the following text. Make sure")
-        assert len(one.numbers) == (1 if kind == "single" else 4) and all(len(number) == 7 for number in one.numbers)
-        sizes.add((kind, len(ids)))
-        word = behind.partition(" for ")[2].split()[0]
-        needles = [f" One of the special magic numbers for {word} is: {number}." for number in one.numbers]
-        assert all(context.count(needle) == 1 for needle in needles)
-        if kind == "multi":
-            assert behind.endswith(f" The special magic numbers for {word} mentioned in the provided text are")
-            continue
-        before, _, after = context.partition("afterwards.\n")[2].partition(needles[0])
-        assert behind.endswith(f" The special magic number for {word} mentioned in the provided text is")
-        assert (before == "") == (depth == 0) and (after == "") == (depth == 1)
-        assert not before or depth == 1 or before[-1] in ".!?", "between two sentences"
-        whole.setdefault(sample.name.rpartition("/")[2], set()).add((before + after, needles[0]))
-    assert len(sizes) == 2, "all questions of a kind have one length"
-    assert {len(found) for found in whole.values()} == {1} and len(whole) == 2
-
-
-def test_the_middle_is_the_boundary_nearest_to_it(python):
-    maker = object.__new__(haystack.Maker)
-    maker.head, maker.hay = [7], [[1, 1, 1], [2, 2], [3, 3, 3, 3], [4]]
-    rng = SimpleNamespace(randrange=lambda _: 1, choices=lambda places, k: [3, 0])
-    assert maker.context(rng, 10, [[9]], 0.6) == [7, 2, 2, 3, 3, 3, 3, 9, 4, 1]
-    assert maker.context(rng, 10, [[9]], 0.3) == [7, 2, 2, 9, 3, 3, 3, 3, 4, 1]
-    assert maker.context(rng, 10, [[8], [9]], None) == [7, 8, 2, 2, 3, 3, 3, 3, 4, 9]
-
-
-def test_numbers_count_where_they_are_written_out():
-    assert haystack.share_found(" 1234567 and 7654321.", ["1234567"]) == 1.0
-    assert haystack.share_found("1234567, 1111111", ["1234567", "7654321", "1111111", "2222222"]) == 0.5
-    assert haystack.share_found("12345678 01234567 123 4567", ["1234567"]) == 0.0
-
-
-def test_what_the_model_writes_is_searched_for_the_numbers(python, text, monkeypatch):
-    samples = [s for s in hidden(python, text) if s.group["kind"] == "multi"]
-    code = python.tokenizer.encode
-
-    calls = []
-
-    def generate(subject, prompts, new, first, patch):
-        calls.append((subject is python, new, first, patch))
-        known = next(s.data for s in samples if list(s.data.ids) == prompts[0])
-        return [code(f" {known.numbers[1]}, 0000000 and {known.numbers[3]}.")]
-
-    monkeypatch.setattr(haystack, "generate", generate)
-    found = list(Needle().run(python, FULL, samples, Request(batch=1), 0))
-    assert [one["right"] for one in found] == [0.5] * 4
-    behind = len(samples[0].data.ids) - 150
-    assert calls == [(True, 6, first, None) for first in (None, None, behind, behind)]
-    assert found[0]["text"] == f" {samples[0].data.numbers[1]}, 0000000 and {samples[0].data.numbers[3]}."
-
-
-@pytest.mark.parametrize(("policy", "grows"), [("snapkv", True), ("h2o", False)])
-def test_a_question_behind_a_text_is_not_compressed_with_it(python, text, monkeypatch, policy, grows):
-    samples = [s for s in hidden(python, text, depths=0.5) if s.name.startswith("context/single")]
-    calls, held = [], []
-    real = haystack.generate
-
-    def generate(subject, prompts, new, first, patch):
-        written = real(subject, prompts, new, first, patch)
-        calls.append(first)
-        held.append(patch.report().held())
-        return written
-
-    monkeypatch.setattr(haystack, "generate", generate)
-    list(Needle().run(python, Setting(policy, 60, SMALL.get(policy, {})), samples, Request(), 0))
-    asked = len(samples[0].data.ids) - 150
-    assert calls == [asked]
-    kept = torch.as_tensor(held[0])
-    assert (kept >= 60 + asked).all() if grows else kept.eq(60).all()
-
-
-def test_a_chat_template_closes_the_turn_before_the_answer(python, text, monkeypatch):
-    template = "{% for m in messages %}<u>{{ m['content'] }}</u>{% endfor %}<a>"
-    monkeypatch.setattr(python.tokenizer, "chat_template", template, raising=False)
-    whole = python.tokenizer.decode(hidden(python, text)[0].data.ids)
-    assert whole.startswith("<u>Some special")
-    assert "mentioned in the provided text?</u><a>The special magic number for" in whole
-    plain = python.tokenizer.decode(hidden(python, text, template="none")[0].data.ids)
-    assert "<u>" not in plain
-
-
-def test_lengths_are_those_that_fit(python, text):
-    assert {s.group["length"] for s in hidden(python, text, lengths=None)} == {
-        512 - 6 - max(len(s.data.ids) - 150 for s in hidden(python, text))
-    }
-    with pytest.raises(KVPatchError, match="llama-python has 512 positions, which leaves 4.. before question"):
-        hidden(python, text, lengths=500)
-    with pytest.raises(KVPatchError, match="length=40: head and numbers take .. tokens"):
-        hidden(python, text, lengths=40)
-
-
-def test_docstrings_are_the_haystack_where_no_text_is_given(python, monkeypatch):
-    source = '"""Opens a door."""\nx = 1\n"""Shuts\nit."""'
-    monkeypatch.setattr(haystack.train, "python_sources", lambda held_out: [source] * held_out)
-    assert haystack.docstrings() == ["Opens a door.", "Shuts\nit."]
-    context = python.tokenizer.decode(hidden(python, None)[0].data.ids)
-    assert " Opens a door. Shuts it. Opens a door." in context
+        of(task(), python)
 
 
 # ---- pictures ----

@@ -368,7 +368,7 @@ def test_claims_are_judged_by_lines_that_are_made_once(monkeypatch, tmp_path):
 def test_every_task_has_a_size_a_section_and_known_models():
     shipped = set(synthetic.shipped())
     assert set(results.SIZES) == set(TASKS)
-    own = {"ablate", "bits", "reasoning", "mass", "mass-text"}
+    own = {"ablate", "bits", "reasoning", "mass"}
     assert {section.task for section in (page.LATER, *page.SECTIONS)} | own == set(TASKS)
     for name, size in results.SIZES.items():
         assert set(size["models"]) <= shipped, name
@@ -426,7 +426,6 @@ def command():
         (["needle", "--budgets", ","], "',' names nothing"),
         (["needle", "--budgets", "0.5,lots"], "--budgets='lots' is not a size"),
         (["recall", "--models", "./nowhere"], "there is no such folder"),
-        (["perplexity", "--models", "llama-0"], "llama-0 is no language model: give --models llama-python"),
     ],
 )
 def test_mistakes_are_said_in_words(command, tmp_path, words, said):

@@ -95,10 +95,10 @@ def test_names_in_the_first_figure_do_not_overlap(monkeypatch, tmp_path):
 
 
 def test_a_first_screen_takes_the_place_of_another(tmp_path):
-    (tmp_path / "small-models.md").write_text("# Results\n\nold\n\nMade by `make results` and so on\n")
+    (tmp_path / "small-models.md").write_text("# What small models show\n\nold\n\nMade by `make small-models` and so on\n")
     page.open_with(STORED, tmp_path)
     text = (tmp_path / "small-models.md").read_text()
-    assert text == f"# Results\n\n{overview.first_screen(STORED)}\nMade by `make results` and so on\n"
+    assert text == f"# What small models show\n\n{overview.first_screen(STORED)}\nMade by `make small-models` and so on\n"
 
 
 def test_labels_are_whole(tmp_path, monkeypatch):

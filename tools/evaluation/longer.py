@@ -1,16 +1,15 @@
-"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py), and Python source.
+"""A thousand tokens: recall, needles, chains of facts and variables (tools/training/tasks.py, ruler.py).
 
     in       the question stands in the prompt and is compressed with it
     after    the context is compressed, then the question comes
 
-Both read the same context and ask the same. Source is read as perplexity.py reads it.
+Both read the same context and ask the same.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,9 +18,8 @@ from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import ruler, tasks
 
 from .greedy import number
-from .perplexity import Perplexity
 from .recall import Recall
-from .task import PYTHON_1K, Request, Sample, Setting, Subject
+from .task import Request, Sample, Subject
 
 FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
     "recall": partial(tasks.recall, questions=1),
@@ -32,9 +30,6 @@ FAMILIES: dict[str, Callable[..., tasks.Batch]] = {
 SCENARIOS = tuple(f"{family} {when}" for family in FAMILIES for when in ("in", "after"))
 CONTEXT, TAIL = 1000, 16
 """Tokens of a context, and positions behind it for a question and its answer."""
-
-
-HALF_RECENT = "roco, half recent"
 
 
 class Longer(Recall):
@@ -67,20 +62,3 @@ class Longer(Recall):
             for family, make in FAMILIES.items()
             for when in ("in", "after")
         }
-
-
-class LongerText(Perplexity):
-    name = "longer-text"
-    about = "Nats per token of a language model that reads a thousand tokens under a budget."
-    models = (PYTHON_1K,)
-    policies = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer")
-    policies += ("snapkv", "adakv")
-    budgets = (0.1, 0.2, 0.5)
-    options: ClassVar[dict[str, Any]] = Perplexity.options | {"window": 1024, "stride": 256}
-
-    def settings(self, request: Request, subject: Subject) -> list[Setting]:
-        """Each policy, and roco a second time with as many recent tokens as h2o has; published are ten."""
-        found = []
-        for one in super().settings(request, subject):
-            found += [one, replace(one, options={"recent": 0.5}, label=HALF_RECENT)] if one.policy == "roco" else [one]
-        return found

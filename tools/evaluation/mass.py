@@ -1,4 +1,4 @@
-"""Is a budget by mass a better way to spend memory? Beside each a fixed budget of as many tokens, on questions and on text.
+"""Is a budget by mass a better way to spend memory? Beside each a fixed budget of as many tokens.
 
 A setting's `k` is the mass. `snapkv, mass` holds what that takes, `snapkv, as many` in each head the mean of it over heads,
 layers and samples. Sizes that are protected are tokens, since a mass gives no size that a share could be of.
@@ -16,7 +16,6 @@ from torch import Tensor
 import kvpatch
 from kvpatch.evaluation.teacher_forcing import feed
 
-from .perplexity import Perplexity
 from .recall import Recall
 from .stats import Estimate
 from .summary import markdown, shown
@@ -100,20 +99,6 @@ class Mass(_Paired, Recall):
         return rows.tokens_BT[0, :-1], rows.prompt_length
 
 
-class MassOfText(_Paired, Perplexity):
-    name = "mass-text"
-    about = "Nats per token of a language model under budgets by mass, and under fixed ones of the same mean size."
-    metrics: ClassVar[dict[str, str]] = Perplexity.metrics | {"held": HELD}
-    policies = ("h2o", "roco")
-
-    def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
-        return [sample for sample in super().samples(subject, request, seed) if sample.group["way"] == "token"]
-
-    def text(self, sample: Sample) -> tuple[Tensor, int]:
-        ids_T = sample.data.ids_T
-        return ids_T[:-1], len(ids_T) - sample.data.counted
-
-
 # ---- the section of docs/small-models.md ----
 
 TITLE = "Budgets by mass"
@@ -128,12 +113,11 @@ def section(tables: dict[str, Table], title: Callable[[str, dict[str, Any]], str
 
     title: of a part of a task's samples.
     """
-    parts: list[tuple[Task, dict[str, Any]]] = [(Mass(), {"scenario": "in"}), (MassOfText(), {"way": "token"})]
+    parts: list[tuple[Task, dict[str, Any]]] = [(Mass(), {"scenario": "in"})]
     lines = [f"## {TITLE}", "", INTRODUCTION, ""]
     for task, part in parts:
         if task.name in tables:
-            name = title(Recall.name if isinstance(task, Recall) else Perplexity.name, part)
-            lines += _part(tables[task.name].where(**part), task, name)
+            lines += _part(tables[task.name].where(**part), task, title(Recall.name, part))
     return "\n".join(lines) if len(lines) > 4 else ""
 
 

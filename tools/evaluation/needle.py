@@ -8,11 +8,10 @@ The shipped models search for records of tools/training/tasks.py, `k v v v` amon
 answer is never the only record there is. `single` asks for one: its first token stands at the depth's share of the
 places where a whole record fits, from right behind <bos> (0) to the context's end (1). The rest of the context is the
 same at every depth, and in both scenarios. `multi` asks for all four one after another; of these questions, `regular`
-has only the first in the prompt. Other models, and a text given by --data, take the sentences of haystack.py.
+has only the first in the prompt.
 
 Questions and answers behind the prompt are fed token by token, which makes each a decode step: policies that evict
-once, after the prompt, leave them whole without turns="first" (haystack.py needs it, where generate() reads a question
-as a prompt), and under the others the budget simply holds.
+once, after the prompt, leave them whole, and under the others the budget simply holds.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.teacher_forcing import positions_of
 from tools.training import tasks
 
-from . import haystack
 from .heatmap import heatmap
 from .summary import budget
-from .task import FULL, Request, Sample, Setting, Subject, Task, digest
+from .task import FULL, Request, Sample, Setting, Subject, Task, check_vocabulary, digest
 from .together import ROWS_PER_DRAW, Known, feed_answers
 
 LENGTHS, DEPTHS = (64, 128, 232), (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -92,31 +90,24 @@ class Needle(Task):
     metrics: ClassVar[dict[str, str]] = {"right": "share of what was asked for that is given back in full"}
     budgets = (0.1, 0.3)
     count = 3  # of each scenario, kind, length and depth
-    options: ClassVar[dict[str, Any]] = {"lengths": None, "depths": DEPTHS, "template": "auto", "max_new_tokens": 64}
+    options: ClassVar[dict[str, Any]] = {"lengths": None, "depths": DEPTHS}
 
     def samples(self, subject: Subject, request: Request, seed: int) -> list[Sample]:
         """`count` per scenario, kind, length and depth.
 
         Raises:
-            KVPatchError: a length or depth that cannot be.
+            KVPatchError: a model that does not know the words, or a length or depth that cannot be.
         """
+        check_vocabulary(subject, self.models[0])
         depths = as_tuple(self.option(request, "depths"))
         if not depths or not all(isinstance(depth, int | float) and 0 <= depth <= 1 for depth in depths):
             raise KVPatchError(f"depths={depths}: give shares of the context from 0 to 1, such as -o depths=0,0.5,1.")
         lengths, count = self.option(request, "lengths"), request.count or self.count
-        if not subject.synthetic or request.data is not None:
-            return haystack.samples(
-                subject, request.data, as_tuple(lengths), depths, count, seed,
-                template=self.option(request, "template"), new=self.option(request, "max_new_tokens"),
-            )  # fmt: skip
         return records(subject, as_tuple(lengths or LENGTHS), depths, count, seed)
 
     def run(
         self, subject: Subject, setting: Setting, samples: list[Sample], request: Request, seed: int
     ) -> Iterator[dict[str, Any]]:
-        if samples and isinstance(samples[0].data, haystack.Hidden):
-            yield from haystack.run(subject, setting, samples, request.batch, seed)
-            return
         for _, right_A in feed_answers(subject, setting, samples, request.batch, seed):
             yield {self.metric: right_A.float().mean().item()}
 

@@ -1,4 +1,4 @@
-"""The first screen of docs/small-models.md: one figure, quality against bytes held in four uses, and ten sentences."""
+"""The first screen of docs/small-models.md: one figure, quality against bytes held in four uses, and nine sentences."""
 
 from __future__ import annotations
 
@@ -51,10 +51,7 @@ USES = (
 )
 
 
-TEXT = ("longer-text", "a prompt of 768 tokens, then token by token")
-"""Task and panel of what is said of language modelling."""
-
-SHOWN = {task for use in USES for task, _ in use.parts} | {TEXT[0]}
+SHOWN = {task for use in USES for task, _ in use.parts}
 """The tasks that the first screen is made from."""
 
 
@@ -151,7 +148,7 @@ def _names(axes: Any, ends: list[tuple[float, float, str, str]], gap: float = 0.
         axes.text(right, place, name, color=colour, fontsize=8.5, va="center", bbox={"fc": "white", "ec": "none", "pad": 0.6})
 
 
-# ---- ten sentences ----
+# ---- nine sentences ----
 
 SENTENCES = """\
 1. **The question is in the prompt:** `adakv` answers {in_adakv} and `snapkv` {in_snapkv} at a tenth, a fifth and two
@@ -169,15 +166,12 @@ SENTENCES = """\
 7. **Long reasoning:** with three tenths of prompt and trace `tri_attention` has {think_tri_attention_3} of the steps
    right, `roco` {think_roco_3}, `cur` {think_cur_3}, `h2o` {think_h2o_3}, a window {think_window_3} (full cache
    {think_full}); with half {think_tri_attention_5}, {think_roco_5}, {think_cur_5}, {think_h2o_5} and {think_window_5}.
-8. **Language modelling:** a window with the first four tokens is as good as any policy, in 1,024 tokens too, though the
-   models use what is 500 tokens back: {text_streaming_llm} nats there with a fifth of the text, `roco` with as many recent
-   tokens as `h2o` {text_roco, half recent}, as published {text_roco}, `h2o` {text_h2o}, full cache {text_full}.
-9. **The papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models;
+8. **The papers:** RoCo's protection by standard deviation and Keyformer's score per layer help on all fifteen models;
    Keyformer's noise and CriticalKV's second stage do not help on these models, nor do StreamingLLM's sinks help answers,
    though they keep [reading](#reading-without-the-first-token) as good as with the full cache; the tables below
    say what cannot be decided here, and why.
-10. **Read them with care:** the models are small and the texts short. What a policy drops they show exactly; how
-    policies rank on a large model they cannot tell.
+9. **Read them with care:** the models are small and the texts short. What a policy drops they show exactly; how
+   policies rank on a real model [results](results.md) tell.
 """
 
 
@@ -197,9 +191,6 @@ def first_screen(means: Means) -> str:
     for one in USES[3].points(means):
         name = policy_of(one.name)
         values["think_full" if name == plots.FULL else f"think_{name}_{round(10 * one.k)}"] = _share(one.mean)
-    for one in means[TEXT[0]]:
-        if one.panel == TEXT[1] and (one.k == 0.2 or one.name == plots.FULL):
-            values[f"text_{one.name}"] = f"{one.mean:.2f}"
     picture = f"![Quality against bytes held: the best policies in four uses](results/{FILE})"
     return f"{picture}\n\n{textwrap.dedent(SENTENCES).format(**values)}"
 

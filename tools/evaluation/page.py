@@ -27,7 +27,7 @@ INTRODUCTION = """\
 # What small models show
 
 {first}
-Made by `make results` from the lines of every run: change the tools, not this page. Every model here is small (half a
+Made by `make small-models` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
 each) look things up in some two hundred tokens; three write Python in 256 tokens, three in 1,024; one writes long traces. Nine
 have attention sinks, three look things up in a thousand tokens, and further seeds stand behind the primary comparisons. What
@@ -118,36 +118,6 @@ SECTIONS: tuple[Section, ...] = (
         tuple({"scenario": name} for name in SCENARIOS),
         ranked=False,
     ),
-    Section(
-        "longer-text",
-        "A thousand tokens of source",
-        "Windows of 1,024 tokens of held-out Python source; nats of the last 256. token: a prompt of 768, then one by one. "
-        "block: one pass that evicts every 16 tokens. These models use what is more than 500 tokens back. roco protects its "
-        "ten newest tokens, as published; half recent: half of its budget, as h2o does, so that deviations decide about "
-        "the rest.",
-        ({"way": "token"}, {"way": "block"}),
-    ),
-    Section("summarize", "Summaries", "Six marked values in a context of 216 tokens, to be listed. Evicted after the prompt."),
-    Section("reconstruct", "Reconstruction", "64 distinct tokens, to be written again. Evicted after the prompt."),
-    Section(
-        "perplexity",
-        "Perplexity",
-        "Windows of 256 tokens of held-out Python source; nats of the last 128. token: a prompt of half, then one by one. "
-        "block: one pass that evicts every 16 tokens. What a window costs says how far these models look back.",
-        ({"way": "token"}, {"way": "block"}),
-    ),
-    Section(
-        "instruct",
-        "Long answers",
-        "The code models go on from 128 tokens of held-out source for 96; only generated tokens are evicted, k of them stay.",
-    ),
-    Section(
-        "longbench",
-        "LongBench's form",
-        "Not LongBench itself: lcc and repobench-p in its format, made from held-out Python source, in two hundred tokens. "
-        "This shows that the task runs, and little else.",
-        ({"scenario": "regular"}, {"scenario": "context"}),
-    ),
     Section("jaccard", "Consistency of scores", "Kept sets beside the full cache's choice by the same score; none protected."),
     Section(
         "perturbation",
@@ -218,7 +188,7 @@ def draw(means: overview.Means, pictures: Path) -> None:
 def open_with(means: overview.Means, docs: Path) -> None:
     """Write the first screen of these means in the place of the one that is there."""
     path = docs / "small-models.md"
-    head, made, rest = path.read_text(encoding="utf-8").partition("Made by `make results`")
+    head, made, rest = path.read_text(encoding="utf-8").partition("Made by `make small-models`")
     path.write_text(f"{head.splitlines()[0]}\n\n{overview.first_screen(means)}\n{made}{rest}", encoding="utf-8")
 
 

@@ -7,15 +7,9 @@ from typing import Any
 
 from .ablate import label
 from .claims import Claim
-from .longer import HALF_RECENT
 
 SINKLESS = "answers hardly need the first token; reading does where models have sinks, see Models with sinks"
-LOCAL = "these models take little from further back than 64 tokens, so recency decides"
-SYNTHETIC = "token lists, not prose"
-ONCE = "a fact that is mentioned once draws no attention before it is asked for"
-_LOW, _LATER = (0.1, 0.2), {"scenario": "after"}
-_WAYS = ({"way": "token"}, {"way": "block"})
-_TEXTS = (("perplexity", "256 tokens", LOCAL), ("longer-text", "1,024 tokens", ""))
+_LATER = {"scenario": "after"}
 
 
 def _abl(family: str, a: str, b: str, says: str, source: str, sign: int = 1, caveat: str = "", **where: Any) -> Claim:
@@ -33,11 +27,7 @@ CLAIMS: dict[str, list[Claim]] = {
     "Keyformer": [
         Claim("Figure 3b", "90% of the attention is on 40% of the tokens or fewer", "sparsity", "tokens_for_90", "full",
               level=0.4, sign=-1),
-        *_ladder("Figure 7", "keyformer > h2o > window", "summarize", "rougeL", ("keyformer", "h2o", "window"),
-                 caveat=SYNTHETIC),
         *_ladder("Figure 7", "keyformer > h2o > window", "recall", "right", ("keyformer", "h2o", "window"), where=_LATER),
-        Claim("Table 3", "streaming_llm fails where keyformer does not", "summarize", "rougeL", "keyformer", "streaming_llm",
-              caveat=SYNTHETIC),
         _abl("positions", "keyformer, original", "keyformer, renumbered", "original positions are better", "Table 3"),
         _abl("shared", "per layer", "shared", "a score per layer is better", "Table 3"),
         _abl("noise", "gumbel", "none", "Gumbel noise is better than none", "Table 4"),
@@ -57,21 +47,6 @@ CLAIMS: dict[str, list[Claim]] = {
         Claim("Figure 3", "most tokens' deviation peaks within 50 queries", "robustness", "share_early", "full", level=0.5),
         _abl("scope", "deviation 0.5", "window 0.5", "the deviation scope is better than a window", "Figure 4"),
         _abl("scope", "deviation 0.9", "window 0.9", "the deviation scope is better than a window", "Figure 4"),
-        *(claim for task, tokens, caveat in _TEXTS for way in _WAYS for claim in (
-            Claim("Figure 5", f"roco is best at low budgets, {tokens}", task, "nats", "roco", "h2o", sign=-1, where=way,
-                  budgets=_LOW, caveat=caveat),
-            Claim("Figure 5", f"attention beats recency, {tokens}", task, "nats", "h2o", "streaming_llm", sign=-1, where=way,
-                  caveat=caveat),
-            Claim("Figure 5", f"attention beats chance, {tokens}", task, "nats", "roco", "random", sign=-1, where=way),
-        )),
-        *(Claim("Figure 5", "roco is best at low budgets, 1,024 tokens", "longer-text", "nats", HALF_RECENT, "h2o", sign=-1,
-                where=way, budgets=_LOW) for way in _WAYS),
-        *_ladder("Table 2", "roco > h2o > scissorhands > tova > random", "summarize", "rougeL",
-                 ("roco", "h2o", "scissorhands", "tova", "random"), budgets=(0.5,), caveat=ONCE),
-        *_ladder("Table 3", "roco > h2o > scissorhands > tova > random", "reconstruct", "rougeL",
-                 ("roco", "h2o", "scissorhands", "tova", "random"), budgets=(0.5,), caveat=SYNTHETIC),
-        *_ladder("Table 4", "roco > h2o > scissorhands > streaming_llm", "instruct", "rougeL",
-                 ("roco", "h2o", "scissorhands", "streaming_llm"), caveat=LOCAL),
         *_ladder("5.2", "roco > h2o > streaming_llm", "recall", "right", ("roco", "h2o", "streaming_llm"),
                  where={"scenario": "stream"}),
         _abl("block", "64", "1", "blocks of many tokens cost little", "Table 6", sign=-1),
@@ -98,9 +73,5 @@ CLAIMS: dict[str, list[Claim]] = {
         _abl("alpha", "0.5", "1", "half the budget for stage two is better than none", "4.3", scenario="in"),
         _abl("alpha", "0.5", "0", "stage one is needed", "3.4", scenario="in"),
         _abl("pooling", "max, 5", "none", "pooling keeps what stands together", "SnapKV", scenario="in"),
-        Claim("Tables 1, 2", "two-stage selection is better", "longbench", "score", "critical_snapkv", "snapkv",
-              where={"scenario": "context"}, caveat=LOCAL),
-        Claim("Figure 3", "snapkv is better than streaming_llm", "longbench", "score", "snapkv", "streaming_llm",
-              where={"scenario": "regular"}, caveat=LOCAL),
     ],
 }  # fmt: skip

@@ -108,37 +108,6 @@ PICTURES = {
             _needles("all asked, after the prompt", "context", "multi"),
         ),
     ),
-    "summarize": Picture("Marked values listed", (Panel("a context of 216 tokens", {}, ((217, 12),)),), schedule="prompt"),
-    "reconstruct": Picture("The context written again", (Panel("64 distinct tokens", {}, ((66, 63),)),), schedule="prompt"),
-    "perplexity": Picture(
-        "Language modelling of held-out Python source",
-        (
-            Panel("a prompt of 128 tokens, then token by token", {"way": "token"}),
-            Panel("256 tokens in one pass, in blocks of 16", {"way": "block"}),
-        ),
-        KEPT,
-    ),
-    "longer-text": Picture(
-        "Language modelling of a thousand tokens of held-out Python source",
-        (
-            Panel("a prompt of 768 tokens, then token by token", {"way": "token"}),
-            Panel("1,024 tokens in one pass, in blocks of 16", {"way": "block"}),
-        ),
-        KEPT,
-    ),
-    "instruct": Picture(
-        "96 tokens written behind a prompt of 128, which is kept",
-        (Panel("generated tokens are evicted", {}, ((128, 96),)),),
-        schedule="decode",
-    ),
-    "longbench": Picture(
-        "Tasks in LongBench's form, made from Python source",
-        (
-            Panel("the question is in the prompt", {"scenario": "regular"}),
-            Panel("the question comes later", {"scenario": "context"}),
-        ),
-        "budget, share of the prompt",
-    ),
     "jaccard": Picture("Consistency of scores: overlap with the full cache's choice", (Panel("nothing protected"),), KEPT),
     "perturbation": Picture(
         "How far attention's output moves",

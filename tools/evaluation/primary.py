@@ -1,6 +1,6 @@
 """The primary comparisons: a few that are named beforehand, over all training seeds, and corrected for being several.
 
-A section of docs/small-models.md: `python -m tools.evaluation.results --alone primary`. Everything else on that page is exploratory.
+A section of docs/small-models.md: `python -m tools.evaluation.results --alone primary`. The rest of that page is exploratory.
 """
 
 from __future__ import annotations

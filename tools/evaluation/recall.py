@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from kvpatch.errors import KVPatchError
 from tools.training import tasks
 
-from .task import FULL, Request, Sample, Setting, Subject, Task, digest
+from .task import FULL, Request, Sample, Setting, Subject, Task, check_vocabulary, digest
 from .together import ROWS_PER_DRAW, Known, feed_answers
 
 QUESTIONS, BLOCK = 8, 8
@@ -58,9 +58,7 @@ class Recall(Task):
         wanted = str(self.option(request, "scenarios")).split(",")
         if not set(wanted) <= set(self.scenarios):
             raise KVPatchError(f"-o scenarios={','.join(wanted)}: they are {', '.join(self.scenarios)}.")
-        if not subject.synthetic:
-            known = self.models[0]
-            raise KVPatchError(f"{subject.name} does not know the words of tools/training/tasks.py: give --models {known}.")
+        check_vocabulary(subject, self.models[0])
         made = [(i, self.sequences(request, seed, i)) for i in range(request.count or self.count)]
         return [
             Sample(

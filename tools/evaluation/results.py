@@ -1,6 +1,6 @@
 """Every task at the size that separates what is claimed, and docs/small-models.md from it.
 
-    make results                               all of it: two hours of a CPU core, shared by --jobs
+    make small-models                          all of it: two hours of a CPU core, shared by --jobs
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
     python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
@@ -30,7 +30,7 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import anew, overview, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
-from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, LONG_CODE, MORE, PLAIN, SUNK, WALKERS
+from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, MORE, PLAIN, SUNK, WALKERS
 from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, Request
@@ -47,20 +47,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "ablate": {"models": FIFTEEN, "budgets": (0.3,), "count": 24},
     "bits": {"models": FIVE},
     "mass": {"models": FIFTEEN},
-    "mass-text": {"models": CODE},
     "reasoning": {"models": WALKERS, "budgets": (0.3, 0.5), "count": 12, "policies": THINKING},
-    "perplexity": {"models": CODE, "budgets": (0.1, 0.2, 0.5), "count": 48},
     "needle": {"models": FIFTEEN, "budgets": (0.1, 0.3)},
-    "reconstruct": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},
-    "summarize": {"models": FIFTEEN, "budgets": (0.2, 0.5), "count": 20},
     "jaccard": {"models": FIFTEEN},
     "perturbation": {"models": FIFTEEN},
     "sparsity": {"models": (*FIFTEEN, *CODE)},
-    "instruct": {"models": CODE, "count": 32},
-    "longbench": {"models": CODE, "count": 8},
     "robustness": {"models": (*FIFTEEN, *CODE)},
     "longer": {"models": LONG, "count": 12, "policies": FAR},
-    "longer-text": {"models": LONG_CODE, "count": 48},
 }
 """What differs from the tasks' own defaults."""
 

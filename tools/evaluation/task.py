@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpatch
+from kvpatch.errors import KVPatchError
 
 FIVE = ("llama-0", "mistral-0", "mpt-0", "gptj-0", "gpt2-0")
 """The shipped models that learned tools/training/tasks.py, one of each architecture."""
@@ -192,3 +193,9 @@ class Task:
 def batches(samples: list[Sample], size: int) -> Iterator[list[Sample]]:
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
+
+
+def check_vocabulary(subject: Subject, known: str) -> None:
+    """Raise KVPatchError for a model that was not trained on the words of tools/training/tasks.py; `known` was."""
+    if not subject.synthetic:
+        raise KVPatchError(f"{subject.name} does not know the words of tools/training/tasks.py: give --models {known}.")

@@ -6,14 +6,11 @@ from kvpatch.errors import KVPatchError, suggest
 
 from .ablate import Ablate
 from .bits import Bits
-from .generation import Instruct, Reconstruct, Summarize
 from .jaccard import Jaccard
 from .later import Later
-from .longbench import LongBench
-from .longer import Longer, LongerText
-from .mass import Mass, MassOfText
+from .longer import Longer
+from .mass import Mass
 from .needle import Needle
-from .perplexity import Perplexity
 from .perturb import Perturbation
 from .reasoning import Reasoning
 from .recall import Recall
@@ -24,8 +21,7 @@ from .task import Task
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        Perplexity, Summarize, Reconstruct, Instruct, Needle, Recall, Later, LongBench, Reasoning,
-        Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits, Mass, MassOfText, Longer, LongerText,
+        Needle, Recall, Later, Reasoning, Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits, Mass, Longer,
     )
 }  # fmt: skip
 

@@ -7,7 +7,7 @@
     measure.py      one sample under all settings; the prompt's products are computed once
     runs.py         lines of JSON, resumed where a run stopped
     statistics.py   means, intervals and p-values over samples
-    page.py         docs/results.md from the lines
+    page.py         tables of the lines; claims.py: what papers say; picture.py; report.py: docs/results.md
 
 `python -m tools.evidence --help` runs a task, `make results` all of them and the page.
 """

@@ -17,6 +17,7 @@ import transformers
 import typer
 
 from .page import write_section
+from .report import write_page
 from .runs import run_task
 from .settings import ROWS
 from .tasks import TASKS
@@ -69,9 +70,17 @@ def run(
 
 
 @app.command()
-def page(lines: Annotated[Path, typer.Option(help="folder of the lines")] = LINES) -> None:
-    """Print the tables of the lines that are there."""
-    print(write_section(lines))
+def page(
+    lines: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
+    write: Annotated[
+        bool, typer.Option("--write", help="docs/results.md and its picture, instead of printing the tables")
+    ] = False,
+) -> None:
+    """Print the tables of the lines that are there, or write the page."""
+    if write:
+        write_page(lines, Path("docs"))
+    else:
+        print(write_section(lines))
 
 
 if __name__ == "__main__":

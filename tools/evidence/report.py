@@ -1,0 +1,84 @@
+"""docs/results.md: the first screen, the tables and the claims, from lines of JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .claims import write_claims
+from .page import USES, Results, Use, beats_null, write_section
+from .picture import draw
+from .settings import NULL, ROWS
+
+PICTURED = (USES[0], USES[1], USES[2], USES[3])
+MIDDLE = 0.2
+FILE = "real.png"
+
+HEAD = """\
+# Results
+
+![What policies keep of the full cache's gain, over the bytes that they hold](results/{file})
+
+{sentences}
+
+Made by `make results`; change `tools/evidence`, not this page. The model is [SmolLM2-135M-Instruct]({link}), a Llama of 30
+layers with 9 query and 3 KV heads, in float32; the package that brings its weights (`make real`) rounded them to 4 bits. It
+reads prose and source of this repository, which it was not trained on, in its chat template. One model of this size is one
+model: a large one remembers more, and finds more of what is left. [What small models show](small-models.md) has a page.
+
+**How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over samples
+with its 95% interval (bootstrap over samples). The answer's leading words are given, so that every judged token is predicted
+from the budget. Gain kept: 1 for the full cache, 0 for a model that has not read the text. Bytes are a share of the full
+cache's once the prompt is evicted. **Bold** loses less than the null, *slanted* more: paired over samples, p below 0.05 after
+Holm's correction over the table. The null, `{null}`, evicts at random and spares the first four and the last 64 tokens: what
+it keeps is due to the ends, not to a policy. `k` is a share of the prompt; at k = 0.1 the ends of the null fill its budget,
+which makes it a window.
+"""
+LINK = "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"
+
+CLAIMED = """\
+## What the papers say
+
+Nats that one policy loses less the other's, at k = {k:g}: below zero the paper's policy is better. **Bold** agrees and
+*slanted* contradicts, after Holm's correction over the whole table. The last column is the verdict of the
+[small models](small-models.md#what-the-papers-say).
+"""
+
+
+def best_rows(results: Results, use: Use, k: float) -> tuple[list[str], list[str]]:
+    """Labels that beat the null at a budget, best first; and those that it beats."""
+    sure = beats_null(results, use)
+    kept = {label: one.mean for label in ROWS if (one := results.kept(use, label, k))}
+    order = sorted(kept, key=lambda label: -kept[label])
+    return [label for label in order if sure.get((label, k), 0) > 0], [label for label in order if sure.get((label, k), 0) < 0]
+
+
+def describe_use(results: Results, use: Use, k: float) -> str:
+    """One sentence: what keeps how much, and what is not better than the null."""
+
+    def share(label: str) -> str:
+        one = results.kept(use, label, k)
+        return "" if one is None else f"{100 * one.mean:.0f}%"
+
+    better, worse = best_rows(results, use, k)
+    said = ", ".join(f"`{label}` {share(label)}" for label in better[:5]) or "no policy is surely above it"
+    text = f"**{use.title}:** the null keeps {share(NULL)} of the full cache's gain; {said}."
+    if more := better[5:]:
+        text += f" {len(more)} more are above the null."
+    if worse := [label for label in worse if label != "random"]:
+        text += f" Below it: {', '.join(f'`{label}` {share(label)}' for label in worse[:4])}."
+    return text
+
+
+def write_page(folder: Path, docs: Path) -> None:
+    """Write docs/results.md and its picture."""
+    (docs / "results").mkdir(parents=True, exist_ok=True)
+    draw(folder, PICTURED, docs / "results" / FILE)
+    sentences = []
+    for use in USES:
+        results = Results(folder / f"{use.task}.jsonl")
+        if MIDDLE in results.budgets:
+            sentences.append(f"{len(sentences) + 1}. {describe_use(results, use, MIDDLE)}")
+    first = "\n".join(["At a fifth of the prompt:", "", *sentences])
+    text = HEAD.format(file=FILE, sentences=first, link=LINK, null=NULL)
+    text += f"\n{CLAIMED.format(k=MIDDLE)}\n{write_claims(folder, MIDDLE)}\n\n## Tables\n\n{write_section(folder)}\n"
+    (docs / "results.md").write_text(text, encoding="utf-8")
