@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from ..policies.budgets import check_count
 from ..policies.served import refuse
-from . import checks, concat, invariants
+from . import checks, concat, editing, invariants
 from .state import TextState, writable
 
 
@@ -251,6 +251,31 @@ class EvictingCache(TextState):
             else:
                 layer.measure()
 
+    # ---- editing ----
+
+    @writable
+    def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
+        """Take tokens out of the text: all layers and heads go on as if these had been masked from now on.
+
+        Tokens behind them were computed while they were there, and stay. Positions stay, too (`positions="renumbered"` closes
+        up). The bytes are free at once; budgets stay as the prompt's end fixed them, so that new tokens fill the room. Ids and
+        `get_seq_length()` still count what was forgotten. crop() does not go back behind an edit.
+
+        Args:
+            spans: (start, stop) in positions of the text, stop left out; they may not overlap.
+            row: of the batch; None: each row.
+
+        Raises:
+            KVPatchError: a span is not of the text; the cache is empty, in the middle of a prompt, in an engine's pages, or was
+                made with room=; the model keeps a recurrent state, or other processes hold some of its heads.
+
+        Source: design of this library; what dropping a tool result costs a model is on docs/guides/agents.md.
+
+        Example:
+            cache.forget([(120, 865)])
+        """
+        editing.forget(self, spans, row)
+
     # ---- rollback ----
 
     @writable
@@ -271,6 +296,11 @@ class EvictingCache(TextState):
         if count == 0:
             return
         settings = self.settings
+        if self.seen - count < self.rows.edited:
+            raise KVPatchError(
+                f"Cannot roll back {count} tokens: forget() has edited the text after {self.rows.edited}. Take back "
+                f"{self.seen - self.rows.edited} at most, or go on from a clone() made before the edit."
+            )
         remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
         remembered = all(layer.can_crop(count, on) for layer, on in zip(self.layers, remembers, strict=True))
         if not remembered or not self.states.can_crop(count, self.seen):

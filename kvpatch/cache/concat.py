@@ -161,6 +161,15 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         _open(new, counts, goals, moved=beside is None)
 
 
+def relay(layer: SlotLayer) -> SlotLayer:
+    """Lay out a layer's tokens anew, in text order and in slots of the size that the end of a prompt would give them."""
+    new = copy.copy(layer)
+    new.reset()
+    _join_layer(new, [layer], _Limits())
+    new.seen = layer.seen
+    return new
+
+
 def _goals(parts: list[SlotLayer]) -> list[int] | None:
     """Return the slots that each head needs once it has reached its budget, if tokens are evicted."""
     goals = [part.goals() for part in parts]

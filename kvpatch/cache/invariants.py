@@ -48,12 +48,13 @@ def check_state(cache: TextState) -> None:
     _check_common_budget(cache, seen_B)
     for index, layer in enumerate(cache.layers):
         here = seen_B.to(layer.device)
-        shares = cache.settings.policies[index].over_heads is not None  # with an adaptive budget a head may get no token
+        # with an adaptive budget a head may get no token, and what a head held may have been forgotten
+        empty = cache.settings.policies[index].over_heads is not None or cache.turns.open or cache.rows.edited > 0
         with _named(index):
             if layer.mode.evicts and not cache.turns.open:
                 _check_budget(cache, index, layer, here)
             if layer.is_initialized:
-                _LayerState(layer, here).check(least=0 if shares or cache.turns.open else 1, reading=cache.turns.open)
+                _LayerState(layer, here).check(least=0 if empty else 1, reading=cache.turns.open)
 
 
 def check_bytes(cache: TextState) -> None:

@@ -98,13 +98,14 @@ class Rows:
 
     joined: rows are at different positions of their texts (EvictingCache.concatenate). padded: some prompt had padding.
     by_columns: its positions counted the padding. gaps_B: columns of padding after tokens that positions count, per row; None
-    if there are none.
+    if there are none. edited: columns seen when tokens were last forgotten, 0 if none were.
     """
 
     joined: bool = False
     padded: bool = False
     by_columns: bool = False
     gaps_B: Tensor | None = None
+    edited: int = 0
 
 
 class TextState(Unpicklable, MutationGuard, WithStates):

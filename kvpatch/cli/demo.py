@@ -40,8 +40,8 @@ _CLOSING = (
 )
 _KEYFORMER = (
     "Every fact stands there once, so nothing points at it before the question: for those asked later, to keep the newest "
-    "tokens is as good a guess as any. Where facts are mentioned more than once (docs/small-models.md, recall, fifteen such models, "
-    "k=0.1 to 0.4), roco answers 40% of later questions, keyformer 37% and the window 25%; keyformer is for "
+    "tokens is as good a guess as any. Where facts are mentioned more than once (docs/small-models.md, recall, fifteen such "
+    "models, k=0.1 to 0.4), roco answers 40% of later questions, keyformer 37% and the window 25%; keyformer is for "
     "those. With the question in the prompt keyformer answers 60%, snapkv 97%."
 )
 _CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own text before you choose: kvpatch compare MODEL FILE."

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KVPatchError
@@ -18,6 +19,7 @@ from ..hooks.target import Target
 from ..patching import patched
 from ..policies import Policy, get_policy
 from ..policies.needs import WindowAttention
+from ..policies.served import why_not
 from ..storage.settings import HALF, OF_PATCH, Settings
 from .check_table import ROUNDINGS, CheckTable, Result
 from .masked import Evictions, masked_predictions, rounding_error
@@ -87,6 +89,7 @@ class Checks:
         with patched(model, self.policy, k, seed=seed) as patch:
             pass  # a wrong option ends here, before anything is measured
         self.target = Target.find(model)
+        self.settings = patch.settings
         self.n = self._prompt_length(patch.settings)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
@@ -108,11 +111,13 @@ class Checks:
             ("k=1.0 gives the unpatched model's logits", self.full),
             ("eviction is the same as masking", self.masking),
             (f"what {self.policy.name} evicts is masked the same", self.evictions),
+            ("tokens that are forgotten are masked the same", self.forgetting),
             ("a row of a padded batch is as it is alone", self.padding),
             ("the same seed gives the same logits", self.seeded),
             ("the model is as it was after the block", self.restored),
         ]
-        return [self._judged(name, check) for name, check in checks]
+        served = why_not("forget", self.settings.combine()) is None
+        return [self._judged(name, check) for name, check in checks if served or check != self.forgetting]
 
     def _judged(self, name: str, check: Callable[[], Outcome]) -> Result:
         try:
@@ -168,6 +173,28 @@ class Checks:
         none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "
         remark = f"{count} {total} tokens evicted per head, " if many else none
         return got, self._masked(watched.seen()), remark
+
+    def forgetting(self) -> Outcome:
+        """Compare spans that are taken out of a cache with masking what it holds: of the prompt, of one row, of new tokens."""
+        edits = {
+            self.n: ([(self.n // 4, self.n // 2), (self.n - 2, self.n - 1)], None),
+            self.n + 2: ([(1, self.n // 8)], 0),
+            self.n + 4: ([(self.n + 1, self.n + 3)], 1),
+        }
+        watched, passes = Evictions(self.n, self.ids_BT.shape[1]), iter(range(self.n, self.ids_BT.shape[1] + 1))
+        wrong: list[int] = []
+
+        def watch(cache: Any) -> None:
+            if (edit := edits.get(next(passes))) is not None:
+                before = [cache.positions(layer) for layer in range(len(cache.layers))]
+                cache.forget(*edit)
+                cache.check_invariants()
+                wrong.extend(layer for layer, held in enumerate(before) if not _is_without(held, cache.positions(layer), *edit))
+            watched.note(cache)
+
+        with patched(self.model, self.policy, self.k, seed=self.seed):
+            got = feed(self.model, self.ids_BT, self.n, watch=watch).logits_BSV
+        return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._masked(watched.seen()), "")
 
     def _masked(self, seen: list[Tensor]) -> Tensor:
         return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._places())
@@ -248,3 +275,16 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and [*map(id, self.objects)] == [*map(id, other.objects)]
+
+
+def _is_without(before_BHT: Tensor, after_BHT: Tensor, spans: list[tuple[int, int]], row: int | None) -> bool:
+    """Tell if each head holds what it held before, but for these spans of one row, or of all."""
+    left = before_BHT.clone()
+    rows = slice(None) if row is None else row
+    for start, stop in spans:
+        left[rows] = left[rows].masked_fill((left[rows] >= start) & (left[rows] < stop), -1)
+    sizes = [max(left.shape[-1], after_BHT.shape[-1]) - held.shape[-1] for held in (left, after_BHT)]
+    kept, after = (
+        F.pad(held, (0, more), value=-1).sort(-1).values for held, more in zip((left, after_BHT), sizes, strict=True)
+    )
+    return torch.equal(kept, after)

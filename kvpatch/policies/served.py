@@ -299,6 +299,12 @@ REFUSED: dict[str, dict[str, str]] = {
     "compress()": {
         "block": "block={it.block} evicts while a prompt is read, but this one is read already: leave block out.",
     },
+    "forget": {
+        "states": "forget(): layers {it.states} of this hybrid keep a state of all that was read, and no token can be taken "
+        "out of it. Read the text anew without these tokens.",
+        "tensor parallel": "forget() changes how many tokens heads hold, and other processes hold some of these heads: read "
+        "the text anew without these tokens.",
+    },
     "roll-back": {
         "recurrence": "Cannot roll back {it.crop} tokens: layers {it.states} of this hybrid keep a recurrent state, in which "
         "earlier ones are gone. Call cache.clone() before generating and go on from the copy.",

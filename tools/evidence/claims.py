@@ -54,11 +54,11 @@ def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = USES) -> str:
     for i, claim in enumerate(CLAIMS):
         row = [f"{claim.paper}: {claim.says}", f"`{claim.a}` less `{claim.b}`"]
         for title in titles:
-            found = cells.get((i, title))
-            if found is None:
+            known = cells.get((i, title))
+            if known is None:
                 row.append("")
                 continue
-            one = estimate(found)
+            one = estimate(known)
             sure = raised[i, title] < LEVEL
             row.append(
                 f"**{one.mean:+.2f}**" if sure and one.mean < 0 else f"*{one.mean:+.2f}*" if sure else f"{one.mean:+.2f}"

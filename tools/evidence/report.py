@@ -73,7 +73,7 @@ def write_page(folder: Path, docs: Path) -> None:
     """Write docs/results.md and its picture."""
     (docs / "results").mkdir(parents=True, exist_ok=True)
     draw(folder, PICTURED, docs / "results" / FILE)
-    sentences = []
+    sentences: list[str] = []
     for use in USES:
         results = Results(folder / f"{use.task}.jsonl")
         if MIDDLE in results.budgets:

@@ -1,0 +1,103 @@
+"""Editing the text of a cache: tokens that are taken out of all layers and heads, wherever a policy has kept them.
+
+A layer's tokens are laid out anew without them, as joining lays out rows (concat.py): storages, statistics and modes need no
+code here. Nothing is written in place, so that a cache that shares tensors, such as a prefix, keeps its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from ..policies.served import refuse
+from . import checks
+from .concat import relay
+from .layer import SlotLayer
+from .state import TextState
+
+Span = tuple[int, int]
+
+
+def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
+    """Take spans out of a cache: see EvictingCache.forget."""
+    checks.filled(cache.seen_B is not None)
+    cache.check_finished()
+    cache.catch_up()
+    refuse("forget", cache.settings.combine())
+    _check_state(cache)
+    gone_BT = _mark(cache, spans, row)
+    with cache.changing("forget()"):
+        cache.drop_stack(due=cache.stack is not None or cache.stack_due)
+        for index, layer in enumerate(cache.layers):
+            before = layer.kv.nbytes
+            _take_out(layer, gone_BT.to(layer.device))
+            cache.meter.now += layer.kv.nbytes - before
+            if cache.lifetimes is not None:
+                cache.lifetimes.note(index, layer.positions, cache.lengths_B.to(layer.device)[:, None, None])
+        cache.rows.edited = cache.seen
+        cache.counters.device = None  # the next pass makes it anew
+
+
+def _check_state(cache: TextState) -> None:
+    if cache.turns.open:
+        raise KVPatchError("forget() in the middle of a prompt: read it to its end, then forget.")
+    if cache.request.room is not None:
+        raise KVPatchError(
+            f"forget() moves buffers, and this cache was made with room={cache.request.room} (or by a generate() that "
+            "compiles) for buffers that never change: make it without room."
+        )
+    if any(layer.storage is not None for layer in cache.layers):
+        raise KVPatchError("forget() of a cache in an engine's pages: end the request, and send the text without these tokens.")
+
+
+def _mark(cache: TextState, spans: Sequence[Span], row: int | None) -> Tensor:
+    """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
+    gaps_B = cache.rows.gaps_B
+    lengths = (cache.lengths_B if gaps_B is None else cache.lengths_B - gaps_B).tolist()
+    if row is not None and (isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < len(lengths)):
+        raise KVPatchError(f"row={row!r}: the cache has the rows 0 to {len(lengths) - 1}; give one of these, or None for all.")
+    rows = list(range(len(lengths))) if row is None else [row]
+    gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
+    known: list[Span] = []
+    for span in spans:
+        start, stop = _read_span(span)
+        for one in rows:
+            if stop > lengths[one]:
+                raise KVPatchError(
+                    f"forget() was given the span ({start}, {stop}), and row {one} has read {lengths[one]} tokens: spans end "
+                    f"there or before{'' if row is not None or len(lengths) == 1 else '; give row= where rows differ'}."
+                )
+        for other in known:
+            if start < other[1] and other[0] < stop:
+                raise KVPatchError(f"The spans {other} and ({start}, {stop}) overlap: join them into one.")
+        known.append((start, stop))
+        gone_BT[rows, start:stop] = True
+    if not known:
+        raise KVPatchError("forget() was given no span: give a list of (start, stop), such as [(12, 80)].")
+    return gone_BT
+
+
+def _read_span(span: object) -> Span:
+    wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
+    if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 2:
+        raise KVPatchError(f"{span!r} is not a span: {wanted}")
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in span) or not 0 <= span[0] < span[1]:
+        raise KVPatchError(f"The span {tuple(span)!r} has no tokens: {wanted}")
+    return int(span[0]), int(span[1])
+
+
+def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:
+    """Take these positions out of a layer."""
+    positions = layer.positions[:, :, : layer.used]
+    at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
+    gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, at_BHT) & (positions >= 0)
+    if not bool(gone_BHT.any()):
+        return
+    part = copy.copy(layer)
+    part.positions = layer.positions.clone()
+    part.positions[:, :, : layer.used].masked_fill_(gone_BHT, -1)
+    vars(layer).update(vars(relay(part)))  # bound steps hold the layer

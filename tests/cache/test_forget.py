@@ -1,0 +1,293 @@
+"""forget(): a cache goes on as if spans of its text had been masked, whatever holds them.
+
+`kvpatch.check_model` compares it with the masked unpatched model; tests/arch run that on every family.
+"""
+
+import random
+
+import pytest
+import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
+
+import kvpatch
+from kvpatch.arch.upstream import HYBRIDS
+from kvpatch.errors import KVPatchError
+from kvpatch.evaluation.check import Checks
+from tests.helpers import tiny
+from tests.helpers.tiny import left_pad, make, prompt
+
+POLICIES = (
+    "full",
+    "h2o",
+    "roco",
+    "keyformer",
+    "tova",
+    "snapkv",
+    "adakv",
+    "critical_adakv",
+    "kvzip",
+    "layer_defensive",
+)
+POLICIES += ("r_kv", "raas", "vase", "expected_attention", "cur", "pyramid(h2o)", "adaptive(roco)")
+BUDGETS = (0.4, 12, kvpatch.Share(0.5), 1.0)
+
+
+def read(model, patch, n=40, rows=2, steps=3, **options):
+    cache = patch.new_cache()
+    model(prompt(rows, n), past_key_values=cache, **options)
+    for t in range(steps):
+        model(prompt(rows, 1, seed=t), past_key_values=cache)
+    return cache
+
+
+def entries(cache, layer):
+    """Of each row and head: key, value and score state by position."""
+    one = cache.layers[layer]
+    keys, values = one.kv.numbers(one.used)
+    if one.kv.head_offsets is not None:
+        keys, values = (one.kv.offsets.unpack(t, *one.positions.shape[:2], one.kv.width) for t in (keys, values))
+    found = {}
+    for (b, h, slot), position in zip(
+        torch.cartesian_prod(*(torch.arange(n) for n in one.positions[:, :, : one.used].shape)).tolist(),
+        one.positions[:, :, : one.used].flatten().tolist(),
+        strict=True,
+    ):
+        if position >= 0:
+            state = [one.state[name][b, h, slot].clone() for name in sorted(one.state)]
+            found[b, h, position] = [keys[b, h, slot].clone(), values[b, h, slot].clone(), *state]
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(x, y) for key in a for x, y in zip(a[key], b[key], strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gpt2", "mistral_sliding"])
+def test_what_follows_is_as_if_it_were_masked(name, policy):
+    checks = Checks(make(name), kvpatch.get_policy(policy), 0.4)
+    result = checks._judged("", checks.forgetting)
+    assert result.passed, result.detail
+
+
+@pytest.mark.parametrize("k", BUDGETS, ids=str)
+@pytest.mark.parametrize("policy", ["h2o", "roco", "adakv", "snapkv"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_what_stays_is_bit_for_bit_what_it_was(policy, k, bits):
+    model, draw = make("llama_gqa"), random.Random(f"{policy} {k} {bits}")
+    with torch.no_grad(), kvpatch.patched(model, policy, k, bits=bits) as patch:
+        cache = read(model, patch)
+        for _ in range(4):
+            start = draw.randrange(40)
+            stop, row = draw.randrange(start + 1, 44), draw.choice([None, 0, 1])
+            before, copy = [entries(cache, layer) for layer in range(2)], cache.clone()
+            cache.forget([(start, stop)], row)
+            cache.check_invariants()
+            for layer in range(2):
+                left = {at: one for at, one in before[layer].items() if not (start <= at[2] < stop and row in (None, at[0]))}
+                assert same(entries(cache, layer), left)
+                assert same(entries(copy, layer), before[layer]), "a clone keeps its own"
+        for t in range(30):
+            model(prompt(2, 1, seed=50 + t), past_key_values=cache)
+            cache.check_invariants()
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_budgets_that_follow_scores(bits):
+    model = make("llama_gqa")
+    for policy, k, options in (("h2o", kvpatch.Mass(0.8), {"recent": 4}), ("snapkv", kvpatch.Mass(0.7), {"window": 4})):
+        with torch.no_grad(), kvpatch.patched(model, policy, k, bits=bits, **options) as patch:
+            cache = read(model, patch)
+            before = entries(cache, 0)
+            cache.forget([(2, 20)])
+            assert same(entries(cache, 0), {at: one for at, one in before.items() if not 2 <= at[2] < 20})
+            for t in range(30):
+                model(prompt(2, 1, seed=t), past_key_values=cache)
+                cache.check_invariants()
+
+
+def test_bytes_are_free_at_once():
+    model = make("llama_gqa")
+    for policy, k in (("full", 1.0), ("h2o", 0.5), ("snapkv", 0.5), ("adakv", 0.5)):
+        with (
+            torch.no_grad(),
+            kvpatch.patched(model, policy, k, **({"window": 8} if policy in ("snapkv", "adakv") else {})) as patch,
+        ):
+            cache = read(model, patch, n=400)
+            before, held = cache.nbytes, cache.held(0).sum().item()
+            cache.forget([(0, 300)])
+            left = cache.held(0).sum().item()
+            assert cache.nbytes <= before * left / held * 17 / 16 + 8 * 4 * 2 * 2 * 2 * 2 * 8, policy
+            assert left < held
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv"])
+def test_rows_of_a_padded_batch_are_as_alone(policy):
+    model, lengths = make("llama_gqa"), [24, 40]
+    options = {"window": 4} if policy != "h2o" else {}
+    ids, mask = prompt(2, 40), left_pad(prompt(2, 40), lengths)
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), kvpatch.patched(model, policy, 10, **options) as patch:
+        both = patch.new_cache()
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=both)
+        both.forget([(3, 7)], 0)
+        both.forget([(30, 33), (1, 2)], 1)
+        both.check_invariants()
+        for row, spans in ((0, [(3, 7)]), (1, [(30, 33), (1, 2)])):
+            alone, going = patch.new_cache(), both.clone()
+            model(ids[row : row + 1, 40 - lengths[row] :], past_key_values=alone)
+            alone.forget(spans)
+            for layer in range(2):
+                assert {at[1:] for at in entries(both, layer) if at[0] == row} == {at[1:] for at in entries(alone, layer)}
+            for t in range(12):
+                new, at = prompt(1, 1, seed=t), torch.tensor(lengths)[:, None] + t
+                full = torch.cat([mask, torch.ones(2, t + 1, dtype=torch.long)], 1)
+                logits = model(new.expand(2, 1), attention_mask=full, past_key_values=going, position_ids=at).logits[row]
+                own = model(new, past_key_values=alone, position_ids=at[row : row + 1]).logits[0]
+                torch.testing.assert_close(logits, own, atol=1e-4, rtol=0)
+
+
+def test_generate_goes_on_from_the_whole_text():
+    model, ids = make("llama_gqa"), prompt(1, 40)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 1.0) as patch:
+        cache = patch.new_cache()
+        model(ids, past_key_values=cache)
+        cache.forget([(5, 30)])
+        text = torch.cat([ids, prompt(1, 3, seed=9)], 1)
+        found = model.generate(text, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    mask = torch.ones(1, 43, dtype=torch.long)
+    out, name = model(ids, use_cache=True), kvpatch.arch.upstream.cache_argument(type(model).forward)
+    past, wanted, new = kvpatch.arch.upstream.cache_of(out), text, text[:, 40:]
+    for _ in range(6):
+        mask = torch.ones(1, wanted.shape[1], dtype=torch.long)
+        mask[:, 5:30] = 0
+        places = torch.arange(wanted.shape[1])[None, -new.shape[1] :]
+        out = model(new, attention_mask=mask, position_ids=places, **{name: past})
+        past, new = kvpatch.arch.upstream.cache_of(out), out.logits[:, -1:].argmax(-1)
+        wanted = torch.cat([wanted, new], 1)
+    assert found.tolist() == wanted.tolist()
+
+
+def test_a_later_prompt_is_read_behind_what_is_left():
+    model = make("llama_gqa")
+    for policy in ("h2o", "snapkv", "kvzip", "roco"):
+        with torch.no_grad(), kvpatch.patched(model, policy, 14) as patch:
+            cache = read(model, patch)
+            cache.forget([(0, 30)])
+            model(prompt(2, 9, seed=4), past_key_values=cache)
+            cache.check_invariants()
+            positions = cache.positions(0)
+            assert not ((positions >= 0) & (positions < 30)).any() and positions.max() == 51
+
+
+def test_a_cache_is_saved_joined_copied_and_reordered_after_an_edit(tmp_path):
+    model = make("llama_gqa")
+    for policy, spans in (("h2o", [(0, 40)]), ("adakv", [(2, 39)]), ("full", [(3, 20)])):
+        with torch.no_grad(), kvpatch.patched(model, policy, 1.0 if policy == "full" else 12) as patch:
+            cache = read(model, patch)
+            cache.forget(spans)
+            patch.save_cache(cache, tmp_path / "cache.safetensors")
+            others = {"saved": patch.load_cache(tmp_path / "cache.safetensors"), "copied": cache.clone()}
+            others["joined"] = kvpatch.EvictingCache.concatenate([cache.select_rows(0), cache.select_rows(1)])
+            for layer in range(2):
+                for what, other in others.items():
+                    assert same(entries(other, layer), entries(cache, layer)), what
+            others["joined"].reorder_cache(torch.tensor([1, 0]))
+            for other in others.values():
+                other.check_invariants()
+                model(prompt(2, 1), past_key_values=other)
+                other.check_invariants()
+
+
+def test_a_roll_back_stops_at_an_edit():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
+        cache = read(model, patch, steps=0)
+        cache.activate_past_recording()
+        for t in range(3):
+            model(prompt(2, 1, seed=t), past_key_values=cache)
+        cache.forget([(0, 10)])
+        logits = [model(prompt(2, 1, seed=t), past_key_values=cache).logits for t in range(2)]
+        before = [entries(cache, layer) for layer in range(2)]
+        with pytest.raises(
+            KVPatchError, match=r"Cannot roll back 3 tokens: forget\(\) has edited the text after 43. Take back 2"
+        ):
+            cache.crop(-3)
+        assert all(same(entries(cache, layer), before[layer]) for layer in range(2))
+        cache.crop(-2)
+        cache.check_invariants()
+        again = [model(prompt(2, 1, seed=t), past_key_values=cache).logits for t in range(2)]
+        torch.testing.assert_close(logits, again, atol=0, rtol=0)
+
+
+def test_a_record_says_when_tokens_went():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 1.0, record=True) as patch:
+        cache = read(model, patch, n=20, steps=2)
+        cache.forget([(4, 9)], 1)
+        model(prompt(2, 1), past_key_values=cache)
+        deaths = cache.lifetimes.deaths[0]
+    never = torch.iinfo(torch.int32).max
+    assert deaths[1, :, 4:9].eq(22).all() and deaths[0, :, :23].eq(never).all() and deaths[1, :, :4].eq(never).all()
+
+
+def test_a_prefix_that_others_use_keeps_its_tokens():
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 1.0) as patch:
+        prefix = patch.prefix(ids)
+        first, second = prefix.copy(), prefix.copy()
+        first.forget([(0, 20)])
+        assert same(entries(second, 0), entries(prefix.copy(), 0)) and len(entries(first, 0)) == 10 * 2
+
+
+@pytest.mark.parametrize(
+    ("spans", "row", "words"),
+    [
+        ([], None, "was given no span"),
+        ([(3, 3)], None, r"The span \(3, 3\) has no tokens"),
+        ([(5, 2)], None, "has no tokens"),
+        ([(-4, 2)], None, "has no tokens"),
+        ([(1.0, 2)], None, "has no tokens"),
+        ([(True, 2)], None, "has no tokens"),
+        ([7], None, "7 is not a span: give"),
+        ([(1, 2, 3)], None, "is not a span"),
+        (["ab"], None, "is not a span"),
+        ([(3, 44)], None, "row 0 has read 43 tokens: spans end there or before; give row= where rows differ"),
+        ([(3, 44)], 1, "row 1 has read 43 tokens: spans end there or before."),
+        ([(3, 9), (8, 12)], None, r"The spans \(3, 9\) and \(8, 12\) overlap: join them"),
+        ([(3, 9)], 2, "row=2: the cache has the rows 0 to 1"),
+        ([(3, 9)], True, "row=True: the cache has"),
+    ],
+)
+def test_a_wrong_span_changes_nothing(spans, row, words):
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
+        cache = read(model, patch)
+        before = [entries(cache, layer) for layer in range(2)]
+        with pytest.raises(KVPatchError, match=words):
+            cache.forget(spans, row)
+        assert all(same(entries(cache, layer), before[layer]) for layer in range(2))
+        model(prompt(2, 1), past_key_values=cache)
+        cache.check_invariants()
+
+
+def test_a_cache_that_cannot_forget_says_so():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
+        with pytest.raises(KVPatchError, match="The cache is empty"):
+            patch.new_cache().forget([(0, 1)])
+        roomy = patch.new_cache(room=8)
+        model(prompt(1, 20), past_key_values=roomy)
+        with pytest.raises(KVPatchError, match=r"this cache was made with room=8 .* make it without room"):
+            roomy.forget([(0, 4)])
+
+
+@pytest.mark.skipif(not HYBRIDS, reason="models of this transformers take states from the cache's layers")
+def test_a_hybrids_states_cannot_forget():
+    kinds = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "vocab_size": tiny.VOCAB, "hidden_size": 32}
+    model = Lfm2ForCausalLM(Lfm2Config(**kinds, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32)).eval()
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 8) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        with pytest.raises(KVPatchError, match="of this hybrid keep a state of all that was read"):
+            cache.forget([(0, 4)])
