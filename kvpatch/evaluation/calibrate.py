@@ -24,7 +24,7 @@ from ..policies.needs.last_queries import Recent
 from ..policies.parallel import Parallel
 from ..policies.policy import Policy
 from ..policies.repeated import repeat_instruction
-from ..storage.calibration import made
+from ..storage.calibration import make_calibration
 
 _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 
@@ -63,7 +63,7 @@ def calibrate(
         index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
         for index, own in sums.items()
     }
-    return made(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
+    return make_calibration(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
 
 
 def teacher_of(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:

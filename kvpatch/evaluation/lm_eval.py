@@ -2,11 +2,11 @@
 
     python -m kvpatch.evaluation.lm_eval run --model kvpatch --model_args pretrained=gpt2,policy=h2o,k=0.5,block=16 --tasks piqa
 
-takes every option of `lm_eval`. In generate_until tasks the budget acts as in generate(). A log-likelihood task is one
-forward pass per request, where the budget acts only with a `block=` of fewer tokens than the request has; a share `k` then
-refers to context and continuation together. The results' "config" has an entry "kvpatch" that says of each task if the budget
-acted, and a line of the log above the table says so too. --use_cache finds stored responses by the request alone, so give each
-policy and budget a file of its own.
+takes every option of `lm_eval`. settings=FILE, a file of kvpatch.Settings, takes the place of policy= and k=. In generate_until
+tasks the budget acts as in generate(). A log-likelihood task is one forward pass per request, where the budget acts only with
+a `block=` of fewer tokens than the request has; a share `k` then refers to context and continuation together. The results'
+"config" has an entry "kvpatch" that says of each task if the budget acted, and a line of the log above the table says so too.
+--use_cache finds stored responses by the request alone, so give each policy and budget a file of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import difflib
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +57,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         pretrained: name, folder or model, as HFLM takes it.
         policy: as `kvpatch.patched` takes it, Settings too; it has no default.
         k: as `kvpatch.patched` takes it.
+        settings: a file of kvpatch.Settings, in place of policy and k.
         **kwargs: bits, block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its
             `backend`, since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
 
@@ -68,8 +70,13 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         pretrained: Any,
         policy: str | Policy | Settings | None = None,
         k: Any = HALF,
+        settings: str | PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        if settings is not None:
+            if policy is not None:
+                raise KVPatchError(f"policy={policy!r:.60} and settings={settings} both name a policy: give one of them.")
+            policy = Settings.load(settings)
         if isinstance(policy, Settings):
             policy, k, kwargs = _add_settings(policy, k, kwargs)
         own = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
@@ -183,7 +190,7 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
     """Raise KVPatchError for a name that nobody has and that is near to one of ours; all others go to HFLM."""
-    ours = ["policy", "k", *_NAMES.values(), *options]
+    ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:
         if name in ours or name in theirs:

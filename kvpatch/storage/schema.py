@@ -14,16 +14,34 @@ from ..backends.entries import FULL, Rounded, codecs
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
 from ..cache.tensors import FLOATS, HEAD_TENSORS
+from ..errors import InvalidError
 from ..policies.context import SIZES, NewTokens, accumulator
-from .header import Entry, InvalidError, are_counts, is_count
+from .header import Entry, are_counts
+from .kinds import Field, check_fields
 
-CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
+HISTORY = (
+    Field.of_count("steps"),
+    Field.of_count("turns"),
+    Field("turn_from_B", are_counts, "turn_from_B is {value:.60}"),  # the next prompt sets it anew
+    Field.of_flag("joined"),
+    Field.of_flag("padded"),
+    Field.of_flag("by_columns"),
+)
 ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
-LAYER = ("used", "seen", "holes", "contiguous", "floor", "sliding")
 TENSORS = ("positions", *(one.name for one in HEAD_TENSORS))
-_COUNTS = ("used", "seen", "floor")
-_FLAGS = ("holes", "contiguous")
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
+LAYER = (
+    Field.of_count("used"),
+    Field.of_count("seen"),
+    Field.of_flag("holes"),
+    Field.of_flag("contiguous"),
+    Field.of_count("floor"),
+    Field("sliding"),
+)
+"""Attributes of a layer."""
+BESIDE = (Field("mode"), Field("dtype", list(DTYPES).__contains__, "dtype is {value:.40}"))
+SLOTS = (Field("head_offsets"), Field("limits"))
+ATTRIBUTES = tuple(one.name for one in LAYER)
 
 
 class LayerShape(NamedTuple):
@@ -46,25 +64,11 @@ class LayerShape(NamedTuple):
     latent: bool = False
 
 
-def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
-    if not isinstance(value, dict) or set(value) != set(names):
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
-    return value
-
-
-def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
+def check_header(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch."""
     left = dict(entries)
     B = _take(left, "seen_B", (torch.int64,), (None,)).shape[0]
-    of_cache, layers = table("its cache", about["cache"], CACHE), about["layers"]
-    for name in ("steps", "turns"):
-        _must(is_count(of_cache[name]), f"{name} is {of_cache[name]!r:.40}")
-    for name in ("joined", "padded", "by_columns"):
-        _must(isinstance(of_cache[name], bool), f"{name} is {of_cache[name]!r:.40}")
-    starts = of_cache["turn_from_B"]
-    _must(are_counts(starts), f"turn_from_B is {starts!r:.60}")  # the next prompt sets it anew
+    of_cache, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
     _must(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
         _Layer(cache, index, B, of_cache["turns"] > 0, shapes[index]).check(described, left)
@@ -103,13 +107,9 @@ class _Layer:
     def check(self, described: object, left: dict[str, Entry]) -> None:
         """Check the description of the layer, and remove its tensors from `left`."""
         mode = self._mode(described)
-        own = table(self.where, described, (*LAYER, "mode", "dtype", *mode.saved, "head_offsets", "limits"))
-        for name in (*_COUNTS, *mode.saved):
-            _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
-        for name in _FLAGS:
-            _must(isinstance(own[name], bool), f"{self.where}: {name} is {own[name]!r:.40}")
+        fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
+        own = check_fields(self.where, described, fields, where=f"{self.where}: ")
         _must(own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}")
-        _must(own["dtype"] in list(DTYPES), f"{self.where}: dtype is {own['dtype']!r:.40}")
         dtype = DTYPES[own["dtype"]]
         C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")

@@ -26,7 +26,7 @@ from kvpatch.policies.batched import Batched
 from kvpatch.policies.policy import Policy
 from kvpatch.policies.scopes import Scope
 from kvpatch.policies.selection import TwoStage
-from kvpatch.storage import save_load
+from kvpatch.storage import kinds, save_load
 from tests.helpers.faults import in_destructor
 
 
@@ -58,9 +58,11 @@ JOIN = [
     (concat, "check"), (concat, "_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill"),
     (concat, "_open"), (concat, "_set_steps"), (concat, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
-SAVE = [(save_load, "checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
+SAVE = [
+    (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
+]  # fmt: skip
 LOAD = [
-    (save_load, "_read"), (save_load, "verify_checksum"), (save_load, "_compare"), (save_load, "_fill"),
+    (save_load, "_read"), (kinds, "verify_checksum"), (save_load, "_compare"), (save_load, "_restore_layer"),
     (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [

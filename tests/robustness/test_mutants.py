@@ -81,7 +81,7 @@ MUTANTS = {
         "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
         "tests/cache/test_turns.py::test_a_padded_batch_has_turns_too[dropkv]"),
     "an altered calibration is read": (
-        "storage/calibration.py", 'verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)', "pass",
+        "storage/kinds.py", 'verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)', "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
     "a direction points away from the queries": (
         "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
@@ -141,7 +141,7 @@ MUTANTS = {
         "hooks/target.py", "if type(adapter).rotary_table is Adapter.rotary_table or", "if",
         "tests/policies/test_calibration.py::test_without_a_rotation[gpt2]"),
     "statistics disagree": (
-        "storage/calibration.py", "or [str(size) for size in entry.shape] != right", "",
+        "storage/kinds.py", "or [str(size) for size in entry.shape] != right", "",
         "tests/policies/test_calibration.py::test_a_file_that_is_none"),
     "areas of the first tokens": (
         "policies/measures.py", "sample.area_HT[:, FIRST:]", "sample.area_HT",
