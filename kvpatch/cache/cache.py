@@ -113,10 +113,10 @@ class EvictingCache(TextState):
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # it holds the model
-        vars(new).update(copy.deepcopy(self._copied(), memo))
+        vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
         return new
 
-    def _copied(self) -> dict[str, Any]:
+    def _copy_attributes(self) -> dict[str, Any]:
         """Return the attributes of a copy, which binds its own steps and stacks its own layers."""
         due = self.stack is not None or self.stack_due
         return {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": due}
@@ -140,7 +140,7 @@ class EvictingCache(TextState):
         index = checks.rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
         self.catch_up()
         with self.reading("select_rows()"):
-            new = self._sharing()
+            new = self._copy_sharing()
             new._map_rows("select_rows()", lambda tensor: tensor[index, ...])
         shared = {id(layer.limits): one.limits for layer, one in zip(self.layers, new.layers, strict=True)}
         for layer, one in zip(self.layers, new.layers, strict=True):
@@ -148,11 +148,11 @@ class EvictingCache(TextState):
         new.record = copy.copy(self.record)
         return new
 
-    def _sharing(self) -> EvictingCache:
+    def _copy_sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
         shared = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = copy.copy(self), {id(one): one for one in shared}
-        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
+        own = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         new.ids = self.ids
@@ -210,8 +210,8 @@ class EvictingCache(TextState):
                 for layer in self.layers:
                     layer.seen = columns
                 counters.keep_rows(columns)
-            if self._shrinks(before):
-                self._fit()
+            if self._may_shrink(before):
+                self._fit_slots()
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -237,13 +237,13 @@ class EvictingCache(TextState):
         check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def _shrinks(self, before_B: Tensor | None) -> bool:
+    def _may_shrink(self, before_B: Tensor | None) -> bool:
         """Tell if the longest row may have been dropped. before_B: previous lengths; beams of one text are equally long."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         return self.rows.joined or self.turns.count > 1 or set(before_B.tolist()) != set(self.seen_B.tolist())
 
-    def _fit(self) -> None:
+    def _fit_slots(self) -> None:
         """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
         for layer in self.layers:
             if self.request.room is None:
@@ -293,4 +293,4 @@ class EvictingCache(TextState):
             self.counters.steps = max(self.counters.steps - count, 0)
             self.counters.device = None  # the next pass makes it anew
             self.ids.crop(self.get_seq_length())
-            self._fit()
+            self._fit_slots()

@@ -97,7 +97,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         keys, values = key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1])
-        self.kv = self._stored(keys, values)
+        self.kv = self._make_slots(keys, values)
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
         self.is_initialized, self.mode = True, Reading()
 
@@ -172,9 +172,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize([max(capacities([columns], most, self.spare(columns))[0], columns)])
+            self._resize_slots([max(capacities([columns], most, self.spare(columns))[0], columns)])
 
-    def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
+    def _resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -183,14 +183,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.state = {name: fitted(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
         self.free_at = None
 
-    def _stored(self, keys: Tensor, values: Tensor) -> Slots:
+    def _make_slots(self, keys: Tensor, values: Tensor) -> Slots:
         """Return the slots of a first prompt's columns."""
         return reading(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
-        self.kv = self._stored(k_BHQD.detach(), v_BHQD.detach())
+        self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)
@@ -237,13 +237,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.used += 1
         else:
             if self.is_initialized:  # never more columns than the budget
-                self.reserve(self.used + 1, self._most())
+                self.reserve(self.used + 1, self._bound_columns())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
         """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
         start = self.used
-        self.reserve(start + 1, self._most())
+        self.reserve(start + 1, self._bound_columns())
         self.used += 1
         for name, tensor in entry.items():
             self.statistic(name, tensor)[:, :, start : self.used] = tensor
@@ -278,16 +278,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Return the free slots as indices [B*H] into the flattened slots, computed once."""
         free_BH = self.mode.free_BH
         if self.traced:
-            return free_BH.reshape(-1) + self._heads()
+            return free_BH.reshape(-1) + self._find_heads()
         if self.free_at is None or self.free_at[0] is not free_BH:
-            self.free_at = (free_BH, free_BH.reshape(-1) + self._heads())
+            self.free_at = (free_BH, free_BH.reshape(-1) + self._find_heads())
         return self.free_at[1]
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
         return self.kv.rows(self.mode.free_BH, self.free_slots())
 
-    def _heads(self) -> Tensor:
+    def _find_heads(self) -> Tensor:
         """Return the index at which each head's slots begin, flattened [B*H]."""
         shape = tuple(self.positions.shape)
         if self.traced:
@@ -320,7 +320,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
             self.round()
-            self._resize([max(*layout.capacities, self.used)])
+            self._resize_slots([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)
         with torch.no_grad():
@@ -381,7 +381,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def start_growing(self, next_BH: Tensor, counts: list[int] | None = None) -> None:
         """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure`."""
-        self._open(Growing(next_BH), counts)
+        self._open_slots(Growing(next_BH), counts)
 
     def start_evicting(
         self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
@@ -390,7 +390,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure`.
         """
-        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
+        self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """End a prompt, or pack: tokens go into empty slots, and heads evict what their budgets say.
@@ -400,9 +400,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts = self.counts() if counts is None else counts
         packed_BH = torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
         self.holes = True
-        self._open(Moving(self.empty_slots(), packed_BH=packed_BH), counts, goals)
+        self._open_slots(Moving(self.empty_slots(), packed_BH=packed_BH), counts, goals)
 
-    def _open(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
+    def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
         self.measure(counts, goals)
@@ -454,7 +454,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.unfilled = all(short)
         return short
 
-    def _most(self) -> list[int] | None:
+    def _bound_columns(self) -> list[int] | None:
         """Return an upper bound of the columns while tokens are appended, if a budget bounds them."""
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
@@ -467,7 +467,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.pack()
             return
         wanted = self.kv.wanted(self.counts(), self.goals(), self.ahead_of)
-        self._move([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
+        self._move_slots([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
             mode.free_BH = self.empty_slots()
         self.measure()
@@ -478,9 +478,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             return
         C = self.positions.shape[2]
         if not self.mode.slotted:
-            enough = capacities([self.used], self._most(), self.spare(self.used))[0]
+            enough = capacities([self.used], self._bound_columns(), self.spare(self.used))[0]
             if enough < C:
-                self._resize([enough])
+                self._resize_slots([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
         if isinstance(self.mode, Moving) and not self.undo_log:
@@ -491,7 +491,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
         if sum(old) > self.kv.allowed(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
-            self._move(fitting)
+            self._move_slots(fitting)
         self.measure()
 
     def pack(self) -> None:
@@ -512,9 +512,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.free_at = None
         self.start_moving(counts, goals)
 
-    def _move(self, capacities: list[int]) -> None:
+    def _move_slots(self, capacities: list[int]) -> None:
         """Move into slots of these capacities, all of them in use; slot indices stay."""
-        self._resize(capacities, self.goals())
+        self._resize_slots(capacities, self.goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
 
@@ -551,7 +551,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)
             with torch.enable_grad():
-                self.graph = (_straight(self.graph[0], keys), _straight(self.graph[1], values))
+                self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
         """Set the slot for the next token; in place in a traced step, since graphs know tensors by address."""
@@ -643,6 +643,6 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return shared
 
 
-def _straight(x: Tensor, rounded: Tensor) -> Tensor:
+def _pass_gradient(x: Tensor, rounded: Tensor) -> Tensor:
     """Return `rounded` with the gradient of `x`; `x` itself where a final layout holds other columns."""
     return x + (rounded - x).detach() if x.shape == rounded.shape else x

@@ -54,13 +54,13 @@ class ReadingSlots(DenseSlots):
 
     def closed(self, used: int) -> DenseSlots:
         every = torch.arange(used, device=self.keys.device)
-        return self._rounded(every.expand(*self.keys.shape[:2], used))
+        return self._round_entries(every.expand(*self.keys.shape[:2], used))
 
     def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         every = torch.arange(index_BHK.shape[-1], device=index_BHK.device).expand_as(index_BHK)
-        return self._rounded(index_BHK).compact(every, kept_BHK, layout)
+        return self._round_entries(index_BHK).compact(every, kept_BHK, layout)
 
-    def _rounded(self, index_BHK: Tensor) -> DenseSlots:
+    def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
         """Return slots of the entries at `index`."""
         entries = []
         assert self.centre is not None, "fix_centre() goes before"

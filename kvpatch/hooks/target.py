@@ -95,7 +95,7 @@ class Target:
                 raise already_patched(module)
         _refuse_prefix_tuning(model)
         inside = {id(module) for module, _ in found}
-        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains(m, inside)]
+        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains_all(m, inside)]
         decoder = holders[-1] if holders else model
         if next(decoder.parameters(), None) is None:
             raise KVPatchError(
@@ -312,7 +312,7 @@ def _image_tokens(model: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in ids if one is not None))
 
 
-def _contains(module: nn.Module, wanted: set[int]) -> bool:
+def _contains_all(module: nn.Module, wanted: set[int]) -> bool:
     return wanted <= {id(child) for child in module.modules()}
 
 

@@ -320,7 +320,7 @@ def test_stacked_steps_and_steps_layer_by_layer(own, monkeypatch):
             return logits, [cache.positions(layer).sort(-1).values for layer in range(2)]
 
     want = run()
-    monkeypatch.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
+    monkeypatch.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
     got = run()
     torch.testing.assert_close(got[0], want[0], atol=1e-6, rtol=0)
     assert same_tokens(got[1], want[1])

@@ -36,8 +36,9 @@ class Fault(Exception):
 
 # where: of each kind of call, the functions that it goes through
 PASS = [
-    (attend, "_attend"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_sum"),
-    (decode, "_evict"), (decode, "victims"), (SlotLayer, "drop"), (LayerStack, "__init__"), (LayerStack, "_open"),
+    (attend, "_attend_layer"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_add_statistics"),
+    (decode, "_evict_over_budget"), (decode, "victims"), (SlotLayer, "drop"), (LayerStack, "__init__"),
+    (LayerStack, "_open_step"),
     (LayerStack, "begin"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
     (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
@@ -45,18 +46,18 @@ PASS = [
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
-    (SlotLayer, "allocate"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
+    (SlotLayer, "allocate"), (SlotLayer, "_resize_slots"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"),
     (head_offsets.HeadOffsets, "pack"), (DeviceCounters, "advance"), (passes, "begin"),
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "finish"), (decoder, "_begin"), (decoder, "_check_positions"), (RunLog, "begin"),
+    (passes, "finish"), (decoder, "_begin_pass"), (decoder, "_check_positions"), (RunLog, "begin"),
 ]  # fmt: skip
 ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
-    (concat, "check"), (concat, "_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill"),
-    (concat, "_open"), (concat, "_set_steps"), (concat, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
+    (concat, "check"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill_segments"),
+    (concat, "_set_mode"), (concat, "_set_steps"), (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
 SAVE = [
     (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
@@ -66,8 +67,8 @@ LOAD = [
     (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
-    (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set"),
-    (install.Installation, "_mark"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
+    (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set_attribute"),
+    (install.Installation, "_mark_module"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
     (install, "wrap_prepare_cache"), (handle, "PatchState"), (handle, "Installation"),
 ]  # fmt: skip
 

@@ -171,13 +171,13 @@ MUTANTS = {
         "cache/prefix.py", "max(fit, key=len, default=None)", "min(fit, key=len, default=None)",
         "tests/serving/test_prefixes.py::test_tokens[h2o-24-{}]"),
     "another model takes a prefix": (
-        "cache/model_stamp.py", "or not _equal(self.sample, now.sample)", "",
+        "cache/model_stamp.py", "or not _are_equal(self.sample, now.sample)", "",
         "tests/hooks/test_prefix.py::test_refused"),
     "a change of weights is not noticed": (
         "cache/model_stamp.py", "same and self.versions != now.versions", "False",
         "tests/hooks/test_identity.py::test_changed_weights[one number of one weight]"),
     "a fused step is not noticed": (
-        "cache/model_stamp.py", "or not _equal(self.sample, now.sample)", "",
+        "cache/model_stamp.py", "or not _are_equal(self.sample, now.sample)", "",
         "tests/hooks/test_identity.py::test_changed_weights[a fused step, which torch does not count]"),
     "another adapter is not noticed": (
         "cache/model_stamp.py", "if one != other:", "if False:",
@@ -380,7 +380,7 @@ MUTANTS = {
     "victim chosen before scores are updated": (
         "attention/decode.py",
         "    if call.steppers:",
-        "    if call.evicting:\n        _evict(call, newest_B11, t)\n        return\n    if call.steppers:",
+        "    if call.evicting:\n        _evict_over_budget(call, newest_B11, t)\n        return\n    if call.steppers:",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "(positions < oldest(geometry.sliding, newest_B11))",
@@ -663,10 +663,10 @@ MUTANTS = {
         "attention/bound_step.py", " or step.kv is not call.slots.kv", "",
         "tests/attention/test_bound_step.py::test_whatever_happens_between_steps[full-_selected]"),
     "kernels append over the last column": (
-        "cache/layer.py", "_most())\n        self.used += 1\n", "_most())\n",
+        "cache/layer.py", "_bound_columns())\n        self.used += 1\n", "_bound_columns())\n",
         "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
     "stacked layers: victim before the scores": (
-        "attention/decode.py", "_end(stack.call, _NOTHING, stack.p_BHGT,", "_end(stack.call, _NOTHING, None,",
+        "attention/decode.py", "stack.call, _NOTHING, stack.p_BHGT,", "stack.call, _NOTHING, None,",
         f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
         "attention/stacked.py", "repeat_interleave(B)", "repeat_interleave(B) * 0", f"{ALIKE}[llama-keyformer]"),
