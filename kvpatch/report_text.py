@@ -62,7 +62,7 @@ def budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return the budgets of a policy's layers."""
     if name == "full":
         return "all tokens"
-    budgets = [_budget(k) for k in ks]
+    budgets = [_format_budget(k) for k in ks]
     if len(set(budgets)) > 1:
         return f"layer by layer: {', '.join(budgets)}"
     return budgets[0] + (", counting generated tokens only" if schedule == "decode" else "")
@@ -81,11 +81,11 @@ def sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any])
     return f"{given} for the prompt: {counted}; answers are kept beside it, now {size(answers)}"
 
 
-def _budget(k: Any) -> str:
+def _format_budget(k: Any) -> str:
     if isinstance(k, Rule):
         return str(k)
     if isinstance(k, tuple | list):  # of one layer, head by head
-        return f"[{', '.join(map(_budget, k))}]"
+        return f"[{', '.join(map(_format_budget, k))}]"
     if isinstance(k, int):
         return tokens(k)
     return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
@@ -111,28 +111,29 @@ def passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> 
     names = {"training": "training", "no_cache": "forward without a cache"}
     known = [(name, counts[kind]) for kind, name in names.items() if kind in counts]
     lines = [
-        _acted(f"{name}: {_count(count[0], 'pass')}", count) + (" (block= would make it act)" if not count[1] else "")
+        _format_acted(f"{name}: {_format_count(count[0], 'pass')}", count)
+        + (" (block= would make it act)" if not count[1] else "")
         for name, count in known
     ]
     (prompts, acted), steps = counts.get("prompt", (0, 0)), counts.get("decode", (0, 0))
     if prompts:
         unused = "" if not dropped else ", none continued" if dropped == prompts else f", {dropped:,} not continued"
-        said = f"; the budget acted in {_part(acted, prompts)}" if acted > 0 else ""
-        lines.append(f"{_count(prompts, 'prompt')}{unused}{said}")
+        said = f"; the budget acted in {_name_part(acted, prompts)}" if acted > 0 else ""
+        lines.append(f"{_format_count(prompts, 'prompt')}{unused}{said}")
     if steps[0]:
-        lines.append(_acted(_count(steps[0], "decode step"), steps))
+        lines.append(_format_acted(_format_count(steps[0], "decode step"), steps))
     return lines
 
 
-def _acted(what: str, count: tuple[int, int]) -> str:
-    return what if count[1] < 0 else f"{what}, the budget acted in {_part(count[1], count[0])}"
+def _format_acted(what: str, count: tuple[int, int]) -> str:
+    return what if count[1] < 0 else f"{what}, the budget acted in {_name_part(count[1], count[0])}"
 
 
-def _part(some: int, every: int) -> str:
+def _name_part(some: int, every: int) -> str:
     return "none" if not some else "all" if some == every else f"{some:,}"
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     ending = "" if number == 1 else "es" if what.endswith("s") else "s"
     return f"{number:,} {what}{ending}"
 
@@ -152,12 +153,12 @@ def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
 def times(seconds: Mapping[str, float]) -> str:
     """Return the time to the first token and per further token, as far as they are known."""
     if "first_token" not in seconds:
-        return f"{_time(seconds['total'])} in all"
-    further = f", {_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
-    return f"{_time(seconds['first_token'])} to the first token{further}"
+        return f"{_format_time(seconds['total'])} in all"
+    further = f", {_format_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
+    return f"{_format_time(seconds['first_token'])} to the first token{further}"
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 

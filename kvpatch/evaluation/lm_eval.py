@@ -105,17 +105,17 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score requests as HFLM does, and note of each task if the budget acted."""
         run = super().loglikelihood
-        return self._noting(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
+        return self._note_tasks(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts as HFLM does, and note of each task if the budget acted."""
         run = super().loglikelihood_rolling
-        return self._noting(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
+        return self._note_tasks(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate as HFLM does, and note of each task if the budget acted."""
         run = super().generate_until
-        return self._noting(requests, ("decode",), lambda: run(requests, disable_tqdm))
+        return self._note_tasks(requests, ("decode",), lambda: run(requests, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task."""
@@ -129,7 +129,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
             eval_logger.log(30 if none else 20, line + (": give block=, fewer tokens than a request has" if none else ""))
         return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
 
-    def _noting(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
+    def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
         """Run the requests of some tasks, and note if the budget acted in passes of these kinds; tasks share the passes."""
 
         def count() -> tuple[int, int]:
@@ -155,10 +155,10 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
         lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for text in dict.fromkeys(texts):
-            lengths[_stripped(text)].append(len(text))
+            lengths[_strip_padding(text)].append(len(text))
         calls: dict[int, list[int]] = defaultdict(list)
         for index, text in enumerate(texts):
-            calls[lengths[_stripped(text)].index(len(text))].append(index)
+            calls[lengths[_strip_padding(text)].index(len(text))].append(index)
         answers: dict[int, tuple[float, bool]] = {}
         for call, indices in sorted(calls.items()):
             some = [requests[index] for index in indices]
@@ -171,7 +171,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return logits; rows that are being scored get a padding mask."""
-        found = [self._lengths.get(_stripped(row)) for row in inps.tolist()] if self._lengths else [None]
+        found = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
         if attn_mask is not None or None in found:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
         mask_BT = torch.arange(inps.shape[1])[None] < torch.tensor(found)[:, None]
@@ -200,7 +200,7 @@ def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
             raise KVPatchError(f"model_args has no {name!r}. Did you mean {meant[0]!r}?")
 
 
-def _stripped(tokens: Sequence[int]) -> tuple[int, ...]:
+def _strip_padding(tokens: Sequence[int]) -> tuple[int, ...]:
     """Strip the zeros at the end, with which the harness pads."""
     end = len(tokens)
     while end and tokens[end - 1] == 0:

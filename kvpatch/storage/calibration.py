@@ -22,15 +22,15 @@ def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> Non
     Raises:
         KVPatchError: the file cannot be written.
     """
-    CALIBRATION.write(path, *_describe(calibration.model, calibration.layers, calibration.tokens))
+    CALIBRATION.write(path, *_describe_calibration(calibration.model, calibration.layers, calibration.tokens))
 
 
 def make_calibration(model: dict[str, Any], layers: Layers, tokens: int) -> Calibration:
     """Return the calibration of these statistics by layer and name."""
-    return Calibration(model, layers, tokens, CALIBRATION.digest(*_describe(model, layers, tokens)))
+    return Calibration(model, layers, tokens, CALIBRATION.digest(*_describe_calibration(model, layers, tokens)))
 
 
-def _describe(model: Mapping[str, Any], layers: Layers, tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _describe_calibration(model: Mapping[str, Any], layers: Layers, tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the description and the tensors of a calibration's file."""
     found = {f"{layer}.{name}": tensor.cpu().contiguous() for layer, own in layers.items() for name, tensor in own.items()}
     return CALIBRATION.describe(model=dict(model), tokens=tokens, layers=sorted(layers)), found

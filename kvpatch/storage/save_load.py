@@ -37,11 +37,11 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
     if cache.turns.open:
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
     with cache.reading("save_cache()"):
-        about, tensors = _describe(cache, model)
+        about, tensors = _describe_cache(cache, model)
     CACHE.write(path, about, tensors)
 
 
-def _describe(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _describe_cache(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the state of a cache as plain values, and all its tensors on the CPU."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
@@ -91,14 +91,14 @@ def load(
         KVPatchError: the file is missing, truncated or altered, or belongs to another model, policy, budget or seed.
     """
     with CACHE.reading(path):
-        about, tensors, _ = _read(path, cache, model, shapes)
-        _restore(cache, about, tensors, shapes, devices)
+        about, tensors, _ = _read_file(path, cache, model, shapes)
+        _restore_cache(cache, about, tensors, shapes, devices)
         contents.check(cache)
     cache.drop_stack(due=True)
     return cache
 
 
-def _restore(
+def _restore_cache(
     cache: EvictingCache,
     about: dict[str, Any],
     tensors: dict[str, Tensor],
@@ -173,23 +173,25 @@ def _restore_history(cache: EvictingCache, about: dict[str, Any]) -> None:
     cache.rows = Rows(**about)
 
 
-def _read(path: str | PathLike[str], cache: EvictingCache, model: dict[str, Any], shapes: list[schema.LayerShape]) -> Document:
+def _read_file(
+    path: str | PathLike[str], cache: EvictingCache, model: dict[str, Any], shapes: list[schema.LayerShape]
+) -> Document:
     """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
 
     def check_header(about: dict[str, Any], found: dict[str, Entry]) -> None:
-        _compare("model", about["model"], model, path)
-        _compare("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
+        _compare_tables("model", about["model"], model, path)
+        _compare_tables("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
         schema.check_header(about, found, cache, shapes)
 
     return CACHE.read(path, check_header)
 
 
-def _compare(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:
+def _compare_tables(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:
     for name in [*saved, *(name for name in mine if name not in saved)]:
         old, new = saved.get(name), mine.get(name)
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
-                _compare(f"{what}'s {name}", old, new, path)
+                _compare_tables(f"{what}'s {name}", old, new, path)
             there, here = _unite_layers(old), _unite_layers(new)
             raise KVPatchError(
                 f"{path} was saved under another {what}: {name} is {there!r} there and {here!r} here. A cache only continues "

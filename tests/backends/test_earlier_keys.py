@@ -49,7 +49,7 @@ def test_attention_to_earlier_and_own_keys_is_joined(holes):
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_greatest_probability_of_each_earlier_key(holes, cap, weighted, monkeypatch):
-    monkeypatch.setattr(torch_backend, "_spread", lambda *_: (1, 4))
+    monkeypatch.setattr(torch_backend, "_size_blocks", lambda *_: (1, 4))
     q, keys, rows = case(holes)
     factors = torch.rand(B, Q, dtype=torch.float64) + 0.5 if weighted else None
     x = logits(q, keys, cap)

@@ -16,7 +16,7 @@ from kvpatch.backends.flash import flash_backend
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
 from kvpatch.policies.needs import NoisySums, Sums, WindowAttention
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
-from kvpatch.policies.statistics import _sum as plain_sum
+from kvpatch.policies.statistics import _sum_rows as plain_sum
 from tests.backends.test_flash import install  # noqa: F401
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but

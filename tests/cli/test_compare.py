@@ -137,7 +137,7 @@ def test_predictions_that_are_no_numbers(monkeypatch):
     comparison = Comparison(model, tiny.prompt(1, 20), 16)
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    row = comparison._row("h2o", kvpatch.get_policy("h2o"), "4", 4)
+    row = comparison._make_row("h2o", kvpatch.get_policy("h2o"), "4", 4)
     assert row.figures is None and "NaN" in row.error
     with pytest.raises(KVPatchError, match="NaN"):
         Comparison(model, tiny.prompt(1, 20), 16)

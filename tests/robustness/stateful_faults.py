@@ -63,7 +63,7 @@ SAVE = [
     (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
 ]  # fmt: skip
 LOAD = [
-    (save_load, "_read"), (kinds, "verify_checksum"), (save_load, "_compare"), (save_load, "_restore_layer"),
+    (save_load, "_read_file"), (kinds, "verify_checksum"), (save_load, "_compare_tables"), (save_load, "_restore_layer"),
     (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [

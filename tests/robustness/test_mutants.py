@@ -401,11 +401,11 @@ MUTANTS = {
     "heads choose their chunks alone": (
         "policies/selection.py", "        if self.together:\n", "        if False:\n", f"{ORACLE}[llama-chunk_kv]"),
     "ALiBi from slots instead of positions": (
-        "backends/torch_backend.py", "_alibi(slopes, positions[:, :, None], newest_B11",
-        "_alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest_B11",
+        "backends/torch_backend.py", "_find_alibi(slopes, positions[:, :, None], newest_B11",
+        "_find_alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest_B11",
         f"{ORACLE}[mpt-streaming_llm]"),
     "logits not capped while decoding": (
-        "backends/torch_backend.py", "    x = _capped(x, geometry)\n    x = x if bias", "    x = x if bias",
+        "backends/torch_backend.py", "    x = _cap_logits(x, geometry)\n    x = x if bias", "    x = x if bias",
         "tests/arch/test_families.py::test_every_policy[gemma2-tova]"),
     "a sink takes no share": (
         "backends/torch_backend.py", "-1).softmax(-1)[..., :-1]", "-1)[..., :-1].softmax(-1)",
@@ -481,7 +481,7 @@ MUTANTS = {
         "cache/slots.py", "(self.keys,) if self.latent else (self.keys, self.values)", "(self.keys, self.values)",
         f"{LATENT}_bytes_are_those_of_latents[16]"),
     "latents: a scale for latent and rotary channels": (
-        "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)",
+        "backends/entries.py", "D // _choose_group(math.gcd(D, E))", "D // _choose_group(D)",
         f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
