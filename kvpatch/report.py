@@ -204,11 +204,11 @@ class Report:
         }
 
     def __repr__(self) -> str:
-        budget = text.budget(self.policy, self.schedule, self.budget)
-        return f"<Report: {self.policy}, {budget}; {text.held(self.nbytes, self.full_nbytes, 0)}>"
+        budget = text.format_budget(self.policy, self.schedule, self.budget)
+        return f"<Report: {self.policy}, {budget}; {text.format_held(self.nbytes, self.full_nbytes, 0)}>"
 
     def __str__(self) -> str:
-        return text.table(self._list_rows())
+        return text.align_rows(self._list_rows())
 
     def _repr_html_(self) -> str:
         try:
@@ -219,12 +219,12 @@ class Report:
 
     def _list_rows(self) -> list[tuple[str, str]]:
         rows = [
-            ("policy", text.policy(self.policy, self.schedule, self.budget)),
-            ("budget", text.sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
+            ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
+            ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
         ]
         if self.bits != 16:
             rows.append(("precision", f"{self.bits} bits for each key and value held"))
-        passes = text.passes(self.passes, self.dropped, text.never(self.policy, self.budget))
+        passes = text.list_passes(self.passes, self.dropped, text.never_evicts(self.policy, self.budget))
         rows += [("" if i else "passes", line) for i, line in enumerate(passes)]
         if self.passes and not self.positions:
             return [*rows, ("tokens held", "none: no pass had a cache")]
@@ -238,35 +238,35 @@ class Report:
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", kept))
         if self.seconds:
-            rows.append(("time", text.times(self.seconds)))
-        return rows + [("" if i else "attention by", line) for i, line in enumerate(text.backends(self.backends))]
+            rows.append(("time", text.format_times(self.seconds)))
+        return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
     def _list_tokens(self) -> list[tuple[str, str]]:
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
-            seen += f" columns; the rows' own: {text.span(self.lengths)}"
+            seen += f" columns; the rows' own: {text.format_span(self.lengths)}"
         rows = [("tokens seen", seen)]
         own = {layer: bound for layer, bound in enumerate(self.bounds) if bound is not None}
         if own:
             chunked = any(isinstance(bound, Chunk) for bound in own.values())
             kind, what = ("chunked", "chunks") if chunked else ("sliding", "window")
-            windows = f"{', '.join(map(str, own))} hold their own {what} of {text.span(list(own.values()))}"
+            windows = f"{', '.join(map(str, own))} hold their own {what} of {text.format_span(list(own.values()))}"
             rows.append((f"{kind} layers", f"{windows}; the policy acts on the others"))
         if self.part:
             rows.append(("counted here", self.part))
         held = [layer.flatten() for layer in self._count_held()]
         if held:
-            per_layer = [text.span(layer.tolist()) for layer in held]
-            rows.append(("tokens held per head", text.span(torch.cat(held).tolist())))
+            per_layer = [text.format_span(layer.tolist()) for layer in held]
+            rows.append(("tokens held per head", text.format_span(torch.cat(held).tolist())))
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
-            rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
+            rows.append(("KV bytes", text.format_held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
         if self.record_nbytes:
-            rows.append(("record", text.size(self.record_nbytes)))
+            rows.append(("record", text.format_size(self.record_nbytes)))
         if self.states or self.readers:
             rows.append(("layers on the budget", ", ".join(map(str, self.layers))))
         if self.states:
-            kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.size(self.state_nbytes)}"
+            kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.format_size(self.state_nbytes)}"
             rows.append(("other layers", kept))
         if self.readers:
             reading, sources = (", ".join(map(str, numbers)) for numbers in zip(*self.readers, strict=True))
@@ -311,8 +311,8 @@ class Report:
         """
         if what not in ("kept", "budgets"):
             raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
-        budget = text.budget(self.policy, self.schedule, self.budget)
-        sizes = text.held(self.nbytes, self.full_nbytes, 0)
+        budget = text.format_budget(self.policy, self.schedule, self.budget)
+        sizes = text.format_held(self.nbytes, self.full_nbytes, 0)
         drawn = "Tokens" if what == "kept" else "Number of tokens"
         title = f"{drawn} that each KV head holds\n{self.policy}, {budget}: {sizes}"
         kept = self.kept(row)

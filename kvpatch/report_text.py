@@ -21,11 +21,11 @@ def block(share: float) -> str:
     return BLOCKS[8 if share >= 1 else 0 if share <= 0 else min(max(eighths, 1), 7)]
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Return bytes in binary units.
 
     Example:
-        >>> size(264 * 1024), size(1_155_072)
+        >>> format_size(264 * 1024), format_size(1_155_072)
         ('264 KiB', '1.10 MiB')
     """
     value, unit = float(nbytes), "B"
@@ -37,28 +37,28 @@ def size(nbytes: int) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def span(numbers: Sequence[int]) -> str:
+def format_span(numbers: Sequence[int]) -> str:
     """Return the smallest and the largest of some numbers."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def tokens(count: int) -> str:
+def format_tokens(count: int) -> str:
     """Return a number of tokens."""
     return f"{count:,} token{'s' * (count != 1)}"
 
 
-def never(name: str, ks: Sequence[Any]) -> bool:
+def never_evicts(name: str, ks: Sequence[Any]) -> bool:
     """Tell if a policy never evicts under these budgets."""
     return name == "full" or not any(rule.evicts for rule in Budget(tuple(ks)).rules)
 
 
-def policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
+def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return a policy and when it evicts."""
-    return f"{name} ({'never evicts' if never(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
+    return f"{name} ({'never evicts' if never_evicts(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
 
 
-def budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
+def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return the budgets of a policy's layers."""
     if name == "full":
         return "all tokens"
@@ -68,17 +68,17 @@ def budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
     return budgets[0] + (", counting generated tokens only" if schedule == "decode" else "")
 
 
-def sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
+def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
     """Return the budget, with the size in bytes that it was given as, if it was, and what is held beside that.
 
     answers: bytes of generated tokens that are kept beside it.
     """
-    counted = budget(name, schedule, ks)
+    counted = format_budget(name, schedule, ks)
     if not given:
         return counted
     if schedule != "prompt":
         return f"{given}: {counted}"
-    return f"{given} for the prompt: {counted}; answers are kept beside it, now {size(answers)}"
+    return f"{given} for the prompt: {counted}; answers are kept beside it, now {format_size(answers)}"
 
 
 def _format_budget(k: Any) -> str:
@@ -87,20 +87,20 @@ def _format_budget(k: Any) -> str:
     if isinstance(k, tuple | list):  # of one layer, head by head
         return f"[{', '.join(map(_format_budget, k))}]"
     if isinstance(k, int):
-        return tokens(k)
+        return format_tokens(k)
     return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
 
 
-def held(nbytes: int, full: int, peak: int) -> str:
+def format_held(nbytes: int, full: int, peak: int) -> str:
     """Return the bytes of a cache, their share of a full cache's, those of free slots beyond it, and the most at any time."""
     ahead = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - ahead) / full:.0%}" if full else "nothing read"
-    beside = f", and {size(ahead)} in free slots for coming tokens" if ahead else ""
-    at_most = f"; at most {size(peak)} at a time" if peak > nbytes else ""
-    return f"{size(nbytes - ahead)} of {size(full)} in full ({share}){beside}{at_most}"
+    beside = f", and {format_size(ahead)} in free slots for coming tokens" if ahead else ""
+    at_most = f"; at most {format_size(peak)} at a time" if peak > nbytes else ""
+    return f"{format_size(nbytes - ahead)} of {format_size(full)} in full ({share}){beside}{at_most}"
 
 
-def passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
+def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
     """Return lines on the passes by kind, and in how many of them the budget acted.
 
     counts: by kind of pass, (all, those in which the budget acted). dropped: prompts that nothing went on from. never: the
@@ -138,7 +138,7 @@ def _format_count(number: int, what: str) -> str:
     return f"{number:,} {what}{ending}"
 
 
-def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
+def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
     """Return lines on the backends that ran: one where all agree, or where nothing else could be, else one per backend."""
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
@@ -150,7 +150,7 @@ def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
     return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups]
 
 
-def times(seconds: Mapping[str, float]) -> str:
+def format_times(seconds: Mapping[str, float]) -> str:
     """Return the time to the first token and per further token, as far as they are known."""
     if "first_token" not in seconds:
         return f"{_format_time(seconds['total'])} in all"
@@ -162,7 +162,7 @@ def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def table(rows: Sequence[tuple[str, str]]) -> str:
+def align_rows(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of a name and a value as aligned lines."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

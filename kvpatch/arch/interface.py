@@ -22,7 +22,7 @@ from ..policies.windows import Chunk
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
-from .kinds import attends_both_ways, crosses, encoder_refused, knows_number, position_limit
+from .kinds import attends_both_ways, encoder_refused, is_cross_attention, knows_number, position_limit
 from .rotary import Rotary
 from .upstream import attention_of, cache_argument, name_attention
 
@@ -173,7 +173,7 @@ class InterfaceAdapter(Adapter):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
-            if qualified_name(module) not in self.classes or crosses(name, module):
+            if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue
             if attends_both_ways(module):
                 raise encoder_refused(model, module)

@@ -40,7 +40,7 @@ class BoundStep:
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
         self.row, self.value_row = ((B * H, size) for size in call.slots.kv.sizes)
 
-    def takes(self, attn: Any, q: Tensor) -> bool:
+    def takes_call(self, attn: Any, q: Tensor) -> bool:
         """Tell if this call is of the layer that was bound."""
         return attn is self.attn and self.slots.mode is self.mode and q.dtype == self.dtype and not q.requires_grad
 
@@ -85,7 +85,9 @@ class FusedByTorch(Fused):
         super().__init__(call, stack)
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         self.heads = (self.row[0], call.group, self.row[1])
-        self.p_NGC = stack.buffer(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
+        self.p_NGC = (
+            stack.view_probabilities(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
+        )
         self._view_buffers()
 
     def _view_buffers(self) -> None:
@@ -104,7 +106,7 @@ class FusedByTorch(Fused):
         p_NGT, kt_NDT, v_NTV = self.p_NGC, self.kt_NDC, self.v_NCV
         if p_NGT is None:
             assert self.stack is not None
-            p_NGT = self.stack.buffer(self.call, self.dtype).flatten(0, 1)
+            p_NGT = self.stack.view_probabilities(self.call, self.dtype).flatten(0, 1)
             kt_NDT, v_NTV = kt_NDT.narrow(2, 0, T), v_NTV.narrow(1, 0, T)
         x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, kt_NDT)
         return torch.bmm(torch.softmax(x, -1, out=p_NGT), v_NTV).view(self.out)
@@ -125,7 +127,7 @@ class FusedByTorch(Fused):
         self.kv.keys.narrow(2, start, 1).copy_(k)
         self.kv.values.narrow(2, start, 1).copy_(v)
         if self.stack is None:  # which writes those of all layers
-            slots.positions.narrow(2, start, 1).copy_(cache.running.on(slots.device)[:, None])
+            slots.positions.narrow(2, start, 1).copy_(cache.running.positions_on(slots.device)[:, None])
         return start + 1
 
 
@@ -145,8 +147,8 @@ class FusedByKernels(Fused):
         if stack is not None:
             newest_B, tau = stack.newest_B, stack.tau
         else:
-            newest_B = cache.running.on(slots.device)[:, 0]
-            self.mode.free_BH = cache.running.column(slots.used, slots.positions)
+            newest_B = cache.running.positions_on(slots.device)[:, 0]
+            self.mode.free_BH = cache.running.index_column(slots.used, slots.positions)
             slots.open_column({})
         return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 

@@ -75,7 +75,7 @@ def _by_torch(
         out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
     if out is None:
         wanted = call.observes
-        buffer = None if stack is None or not wanted else stack.buffer(call, q_BHGD.dtype)
+        buffer = None if stack is None or not wanted else stack.view_probabilities(call, q_BHGD.dtype)
         out, p_BHGT = torch_backend.step(q_BHGD, keys, positions_B1[:, None], call.geometry, wanted, buffer)
     return out, p_BHGT, keys.positions_BHT
 
@@ -170,7 +170,7 @@ def _by_kernel(
     with torch.no_grad():
         evicting = call.evicting and not (appends or call.rule.moves or call.shows)
         if appends:
-            slots.mode.free_BH = call.now.column(slots.used, slots.positions)
+            slots.mode.free_BH = call.now.index_column(slots.used, slots.positions)
             slots.open_column(entry)
         else:
             slots.write_entry(entry)

@@ -65,7 +65,7 @@ class Call(LayerRead):
             # the user's policy options do not apply to a window of the layer's own
             now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.now = now
-        self.positions_BQ = now.on(self.device)
+        self.positions_BQ = now.positions_on(self.device)
         self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
 
     @property
@@ -75,7 +75,7 @@ class Call(LayerRead):
         assert cache is not None, "whoever runs a pass holds its cache"
         return cache
 
-    def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
+    def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
         """Return this call for stacked layers: `slots` has their rows, layer_B [B] the layer of each row."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
@@ -107,7 +107,9 @@ class Call(LayerRead):
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
         """Compute what the score keeps about tokens."""
         key_codec, value_codec = self.slots.kv.codecs
-        return self.policy.entry(self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
+        return self.policy.entry(
+            self._describe_tokens(key_codec.round_trip(k_BHQD), value_codec.round_trip(v_BHQD), positions_BQ)
+        )
 
     def _describe_tokens(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
         first = self.settings.parallel.first(k_BHQD.shape[1])
@@ -121,12 +123,12 @@ class Call(LayerRead):
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
-        return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
+        return {"norm": self._project_norms(self.slots.kv.codecs[1].round_trip(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
         """Write `selection_entry` of a decoded token for each query head [H*G,B]; whoever reads it takes the group's mean."""
         assert isinstance(self.policy.selection, TwoStage)
-        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
+        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].round_trip(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
         head_norms(v_BN1D[:, :, 0].transpose(0, 1), rows, self.policy.selection.norm, out_NB)
 
@@ -173,7 +175,7 @@ class Call(LayerRead):
     def keys(self, past: int, contents: bool = True) -> Keys:
         """Return the used slots in the form that a backend takes. contents: False where shapes are enough."""
         slots = self.slots
-        keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline()
+        keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
@@ -348,7 +350,7 @@ class Call(LayerRead):
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""
         slots = self.slots
-        return slots.kv.dense(*slots.positions.shape[:2]).numbers(slots.used)
+        return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
     def live(self, newest_B11: Tensor) -> Tensor:
         """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""

@@ -40,7 +40,7 @@ class LayerStack:
         self.rows = [slice(index * B, (index + 1) * B) for index in range(self.L)]
         self.slots = self._join_layers(first)
         layer_B = torch.arange(self.L, device=first.device).repeat_interleave(B)
-        self.call = call.over(self.slots, layer_B)
+        self.call = call.copy_for_stack(self.slots, layer_B)
         self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
         self.p_BHGT: Tensor | None = None
         self.buffer_N: Tensor | None = None
@@ -134,7 +134,7 @@ class LayerStack:
         self.backend = backend
         self.slots.write_position(self.call.positions_BQ)
 
-    def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
+    def view_probabilities(self, call: Call, dtype: torch.dtype) -> Tensor:
         """Return the view for a layer's probabilities [B,H,G,T]."""
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:

@@ -39,7 +39,7 @@ class Exact:
         """Return the numbers [...,D] of entries."""
         return entries
 
-    def cached(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return x
 
@@ -102,7 +102,7 @@ class Rounded:
         wide_x = codes.mul_(scale).add_(zero).flatten(-2)
         return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
 
-    def cached(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return self.decode(self.encode(x))
 
@@ -155,12 +155,12 @@ class Latent:
         """Return the numbers [...,D] of entries."""
         return self.whole.decode(entries)[..., : self.D]
 
-    def cached(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
         if isinstance(self.whole, Exact):
             return x
         whole, centre = self.whole, None if self.whole.centre is None else self.whole.centre[..., : self.D]
-        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
+        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).round_trip(x)
 
     def size(self, entries: Tensor) -> int:
         """Return D."""
@@ -188,7 +188,7 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
     return EXACT if bits == FULL else (Rounded(bits, D, D // _choose_group(D), dtype), Rounded(bits, E, 1, dtype))
 
 
-def centred(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
+def centre_codecs(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
     """Return the codecs of keys around a centre; codecs in full precision have none."""
     key, value = codecs
     if isinstance(key, Exact):
@@ -205,10 +205,10 @@ def centre_of(codecs: Codecs) -> Tensor | None:
 def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
     """Return the codecs after `change` of the centre."""
     centre = centre_of(codecs)
-    return codecs if centre is None else centred(codecs, change(centre))
+    return codecs if centre is None else centre_codecs(codecs, change(centre))
 
 
-def midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
+def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
     """Return the number midway between the least and the greatest of each channel [B,H,1,D], over the keys that are `real`.
 
     It is the same in any order of the keys, whatever padding lies beside them. Where it is no number, 0 takes its place.

@@ -51,7 +51,7 @@ class Blocks:
     at_S: Tensor
 
 
-def wasteful(needs: list[int], least: int = 0) -> bool:
+def is_wasteful(needs: list[int], least: int = 0) -> bool:
     """Tell whether dense slots would waste too much for heads that need these numbers of slots.
 
     Wasting at most `least` slots per head is never too much.
@@ -123,7 +123,7 @@ class HeadOffsets:
         inner = same_P.nonzero().flatten()
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
-    def products(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
+    def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
         """Return the products of each head's queries with its keys [N,G,width]; behind a head's end anything."""
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
@@ -132,7 +132,7 @@ class HeadOffsets:
         every = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
         return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
-    def mixed(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
+    def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
         """Return the values of each head [N,G,D], summed with the weights p."""
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
@@ -153,7 +153,7 @@ class HeadOffsets:
         edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
         return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
-    def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+    def view_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the segments in the form that variable-length attention kernels take.
 
         Returns:

@@ -117,7 +117,7 @@ def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor,
     if keys.holes:  # the kernel gives 0 for a row that sees no key
         unseen = ((own.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // own.k_BHTD.shape[1], 1)
         lse = lse.masked_fill(unseen, -torch.inf)
-    return joined((out, lse), _call_flash(q_BNQD, before, geometry, causal=False))
+    return join_parts((out, lse), _call_flash(q_BNQD, before, geometry, causal=False))
 
 
 def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
@@ -132,7 +132,7 @@ def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tens
     return rearrange(out, "b (h g) q d -> b h g q d", h=H), rearrange(lse, "b (h g) q -> b h g q", h=H)
 
 
-def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Join outputs [...,D] and log-sum-exps [...] of the same rows over different keys."""
     (out, lse), (more, its_lse) = one, other
     total = torch.logaddexp(lse, its_lse)
@@ -652,7 +652,7 @@ def step(
         x = _clamp_logits(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
     else:
         q_NGD = q_BHGD.to(accumulator(q_BHGD.dtype)).flatten(0, 1) * geometry.scale
-        x = offsets.products(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
+        x = offsets.multiply_keys(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
     x = _cap_logits(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
@@ -662,7 +662,7 @@ def step(
     else:
         p = torch.softmax(x, -1, out=buffer)
     if offsets is not None:
-        out = offsets.mixed(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
+        out = offsets.mix_values(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
     elif out is None:
         out = mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype)
     return out, p if probabilities else None

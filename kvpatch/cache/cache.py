@@ -218,7 +218,7 @@ class EvictingCache(TextState):
         """Put row `beam_idx[i]` at row i, as beam search does."""
         self.check_finished()
         checks.beams(beam_idx, self.seen_B)
-        lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.without(beam_idx, self.seen_B)
+        lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
         if self.lifetimes is not None:
             self.lifetimes.lost = lost
@@ -247,9 +247,9 @@ class EvictingCache(TextState):
         """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
         for layer in self.layers:
             if self.request.room is None:
-                layer.fit()
+                layer.give_back_slots()
             else:
-                layer.measure()
+                layer.measure_room()
 
     # ---- rollback ----
 

@@ -52,7 +52,7 @@ def _check_one(index: int, cache: TextState) -> None:
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
     theirs, mine = _describe_cache(first), _describe_cache(cache)
     of_layers = ((name, theirs.get(name), mine.get(name)) for name in dict.fromkeys((*theirs, *mine)))
-    for name, there, here in (*first.settings.differences(cache.settings), *of_layers):
+    for name, there, here in (*first.settings.list_differences(cache.settings), *of_layers):
         if there != here:
             raise KVPatchError(
                 f"Cache {index} was made under another patch or model than cache 0: {name} is {here!r} there and "

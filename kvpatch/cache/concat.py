@@ -61,13 +61,13 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
     new.turns.count = max(cache.turns.count for cache in caches)
     new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
-    new.shared, new.lifetimes = _join_shared(caches), Lifetimes.joined([cache.lifetimes for cache in caches])
+    new.shared, new.lifetimes = _join_shared(caches), Lifetimes.join_parts([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _Limits()
-    new.read_by = ModelStamp.joined([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
+    new.read_by = ModelStamp.join_parts([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
     if new.keeps_ids:
-        new.ids = TokenIds.joined([(cache.ids, cache.lengths_B) for cache in caches], columns)
+        new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
         layer.seen = columns
@@ -163,7 +163,7 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
 
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
     """Return the slots that each head needs once it has reached its budget, if tokens are evicted."""
-    goals = [part.goals() for part in parts]
+    goals = [part.list_goals() for part in parts]
     return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
 
 
@@ -173,7 +173,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
     centre_BH1D = torch.cat(centres) if centres else None
-    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.spare, exactly=new.every > 1), centre_BH1D)
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.every > 1), centre_BH1D)
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:
@@ -199,7 +199,7 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
         index = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).argsort(-1)
         head, column = (torch.arange(index.shape[1], device=index.device) < count[:, None]).nonzero(as_tuple=True)
         taken = index[head, column]
-        new.kv.write_at(new.kv.begins()[heads + head] + column, *part.kv.read_at(part.kv.begins()[head] + taken))
+        new.kv.write_at(new.kv.find_begins()[heads + head] + column, *part.kv.read_at(part.kv.find_begins()[head] + taken))
         new.positions.view(-1, C)[heads + head, column] = positions[head, taken]
         for name, tensor in part.state.items():
             new.state[name].flatten(0, 1)[heads + head, column] = tensor.flatten(0, 1)[head, taken]

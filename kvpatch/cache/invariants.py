@@ -148,7 +148,7 @@ class _LayerState:
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")
             must(not layer.mode.slotted, "slots that are written to are not in text order")
         for name, note in layer.notes.items():
-            if (wrong := note.contradiction(self.seen_B11)) is not None:
+            if (wrong := note.find_contradiction(self.seen_B11)) is not None:
                 must(~wrong, f"its note {name!r} is not of what was seen")
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")

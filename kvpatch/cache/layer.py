@@ -28,7 +28,7 @@ from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, R
 from .narrow import opened, reading
 from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record, restore
-from .slots import Slots, fitted, gathered
+from .slots import Slots, fitted, gather_entries
 from .tensors import HEAD_TENSORS
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize_slots([max(capacities([columns], most, self.spare(columns))[0], columns)])
+            self._resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def _resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
@@ -202,7 +202,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
         self.reserve(stop)
-        self.kv = dense = self.kv.dense(*k_BHQD.shape[:2])
+        self.kv = dense = self.kv.make_dense(*k_BHQD.shape[:2])
         dense.append(start, k_BHQD, v_BHQD)
         self.positions[:, :, start:stop] = positions_BQ[:, None]
         self.used = stop
@@ -232,7 +232,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             if positions_B1 is not None:
                 self.write_position(positions_B1)
         elif positions_B1 is None:
-            self.kv.dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
+            self.kv.make_dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
             self.write_entry(entry)
             self.used += 1
         else:
@@ -263,7 +263,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """Write the new token's key and value into each head's free slot."""
-        self.kv.write_at(self.free_rows(), *self.kv.encoded(k_BH1D, v_BH1D))
+        self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
         """Write the new token's entries of the score state."""
@@ -304,9 +304,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             return self.kv.keys, self.kv.values, self.positions
         return *self.kv.view(T), self.positions[:, :, :T]
 
-    def outline(self) -> tuple[Tensor, Tensor, Tensor]:
+    def outline_view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `view` does, with any contents of keys and values."""
-        return *self.kv.shaped(self.used), self.positions[:, :, : self.used]
+        return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
         """Return the state of the used slots."""
@@ -324,12 +324,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             return
         self._cut_graph(index_BHK)
         with torch.no_grad():
-            self.kv = self.kv.dense(*index_BHK.shape[:2])
+            self.kv = self.kv.make_dense(*index_BHK.shape[:2])
             self.kv.fix_centre(self.positions[:, :, : self.used])
-            self.kv = self.kv.compact(index_BHK, kept_BHK, layout)
+            self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
-            self.positions = fitted(gathered(self.positions, index_BHK), C, -1)
-            self.state = {name: fitted(gathered(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
+            self.positions = fitted(gather_entries(self.positions, index_BHK), C, -1)
+            self.state = {name: fitted(gather_entries(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = K
         self._round_graph()
         self.contiguous, self.free_at = False, None
@@ -353,7 +353,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def round(self) -> None:
         """Round the columns in use, where a prompt or a block of it ends."""
         self.kv.fix_centre(self.positions[:, :, : self.used])
-        closed = self.kv.closed(self.used)
+        closed = self.kv.close_columns(self.used)
         if closed is not self.kv:
             self.kv, self.positions = closed, self.positions[:, :, : self.used]
             self.state = {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
@@ -365,7 +365,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Begin a prompt, or a piece of one: slots become columns, some of them empty, and tokens are appended."""
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
-                self.kv = self.kv.dense(*self.positions.shape[:2])
+                self.kv = self.kv.make_dense(*self.positions.shape[:2])
                 self.used, self.holes = self.taken, True
                 self.floor = min(self.floor, self.used)
             self.mode = Reading(croppable=self.mode.croppable)
@@ -405,7 +405,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
-        self.measure(counts, goals)
+        self.measure_room(counts, goals)
 
     def empty_slots(self) -> Tensor:
         """Return the first empty slot of each head [B,H], or the index after its last slot if none is empty."""
@@ -419,13 +419,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         taken = self.mode.free_BH if isinstance(self.mode, Growing) else (self.positions >= 0).sum(-1)
         return taken.flatten().tolist()
 
-    def goals(self) -> list[int] | None:
+    def list_goals(self) -> list[int] | None:
         """Return the slots that each head needs once it has reached its budget, or None if it has no budget."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
-    def measure(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+    def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update how many tokens can be written before buffers move.
 
         counts, goals: what the methods of these names return, if the host knows it already.
@@ -436,17 +436,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
-        self.pace(counts, goals)
+        self.update_pace(counts, goals)
 
-    def pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+    def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update when heads evict, if they evict several tokens at once. counts, goals: see `measure`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
-            self.mode.waits = waits(counts or self.counts(), goals or self.goals() or ())
+            self.mode.waits = waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
-        capacities, goals = self.kv.capacities(), goals or self.goals()
+        capacities, goals = self.kv.capacities(), goals or self.list_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting | Moving):
             self.mode.growing = any(short)
@@ -466,55 +466,55 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if isinstance(mode, Moving) and not self.undo_log:  # which names slots
             self.pack()
             return
-        wanted = self.kv.wanted(self.counts(), self.goals(), self.ahead_of)
+        wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.ahead_of)
         self._move_slots([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
             mode.free_BH = self.empty_slots()
-        self.measure()
+        self.measure_room()
 
-    def fit(self) -> None:
+    def give_back_slots(self) -> None:
         """Give back empty slots beyond the slack, after tokens were rolled back or rows dropped."""
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
         if not self.mode.slotted:
-            enough = capacities([self.used], self._bound_columns(), self.spare(self.used))[0]
+            enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]
             if enough < C:
                 self._resize_slots([enough])
             return
-        old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
+        old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
         if isinstance(self.mode, Moving) and not self.undo_log:
-            if sum(old) > self.kv.allowed(counts, goals, self.ahead_of):
+            if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of):
                 self.pack()
             return
-        fitting = list(map(min, old, self.kv.wanted(counts, goals, self.ahead_of)))
+        fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.ahead_of)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
-        if sum(old) > self.kv.allowed(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
+        if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move_slots(fitting)
-        self.measure()
+        self.measure_room()
 
     def pack(self) -> None:
         """Move each head's tokens, in text order, to the front of new slots of the size that a prompt's end would give them."""
-        counts, goals = self.counts(), self.goals()
+        counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
             order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
             kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
-            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.spare), self.kv.centre)
+            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
             taken = order.flatten(0, 1)[head, column]
-            kv.write_at(kv.begins()[head] + column, *self.kv.read_at(self.kv.begins()[head] + taken))
+            kv.write_at(kv.find_begins()[head] + column, *self.kv.read_at(self.kv.find_begins()[head] + taken))
             self.kv, C = kv, kv.width
-            self.positions = fitted(gathered(old, order).masked_fill(~kept, -1), C, -1)
-            self.state = {name: fitted(gathered(tensor, order), C, 0) for name, tensor in self.state.items()}
+            self.positions = fitted(gather_entries(old, order).masked_fill(~kept, -1), C, -1)
+            self.state = {name: fitted(gather_entries(tensor, order), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = C
         self.free_at = None
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
         """Move into slots of these capacities, all of them in use; slot indices stay."""
-        self._resize_slots(capacities, self.goals())
+        self._resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
 
@@ -523,7 +523,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Slots that heads get ahead of time, for the tokens that are evicted at once."""
         return self.every if self.every > 1 else 0
 
-    def spare(self, tokens: int) -> int:
+    def count_spare(self, tokens: int) -> int:
         """Return the spare slots of a head of so many tokens."""
         return max(slack(tokens), self.ahead_of)
 
@@ -544,7 +544,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
             with torch.enable_grad():
-                self.graph = (gathered(self.graph[0], index_BHK), gathered(self.graph[1], index_BHK))
+                self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
         """Give the next block the rounded numbers; gradients pass through the rounding as if it were none."""

@@ -77,7 +77,7 @@ class Lifetimes:
         new.deaths = [None if deaths is None else change(deaths) for deaths in self.deaths]
         return new
 
-    def without(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
+    def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
         """Return the rows that `index` leaves out, and their lengths."""
         dropped = torch.ones(len(seen_B), dtype=torch.bool).index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
@@ -85,7 +85,7 @@ class Lifetimes:
         return self.map_rows(lambda one: one[dropped.to(one.device)]), seen_B[dropped.to(seen_B.device)]
 
     @staticmethod
-    def joined(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
+    def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
         """Join the rows of several; None if those of some text are not known."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):

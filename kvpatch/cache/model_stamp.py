@@ -62,7 +62,7 @@ class ModelStamp:
         return self.with_adapters(tuple(self.adapters[row] for row in rows))
 
     @staticmethod
-    def joined(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
+    def join_parts(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
         """Return the stamp of the rows of several caches, of so many rows each, which one model has read."""
         known = [stamp for stamp in stamps if stamp is not None]
         if len(known) < len(stamps) or len({stamp.adapters for stamp in known}) == 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends.entries import EXACT
 from ..backends.protocol import Memory
 from .growth import Layout
-from .slots import DenseSlots, Slots, fitted, gathered
+from .slots import DenseSlots, Slots, fitted, gather_entries
 
 
 class PagedSlots(DenseSlots):
@@ -76,14 +76,14 @@ class PagedSlots(DenseSlots):
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         return self._read_pages(0, used), self._read_pages(1, used)
 
-    def shaped(self, used: int) -> tuple[Tensor, Tensor]:
+    def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
         B, H, _, D = self.shape
         some = self.pool[:1, :, 0, :1].expand(B, H, used, D)
         return some, some
 
     # ---- entries, by their row of the flattened pool; a value lies P rows behind its key ----
 
-    def memory(self) -> Memory:
+    def locate_entries(self) -> Memory:
         return self._pool_memory
 
     @functools.cached_property
@@ -95,7 +95,7 @@ class PagedSlots(DenseSlots):
         one = C <= P
         return Memory(flat, flat[behind:], begin_BHM.reshape(B * H, *(() if one else (-1,))), None, None if one else P)
 
-    def begins(self) -> Tensor:
+    def find_begins(self) -> Tensor:
         B, H, _, _ = self.shape
         return self.rows(self.table_BN.new_zeros(B, H), self.table_BN)
 
@@ -125,7 +125,7 @@ class PagedSlots(DenseSlots):
 
     # ---- moving slots ----
 
-    def buffered(self) -> PromptSlots:
+    def move_to_buffers(self) -> PromptSlots:
         keys, values = (columns.clone() for columns in self.view(self.width))
         return PromptSlots(keys, values, self.pool, self.table_BN)
 
@@ -140,8 +140,8 @@ class PagedSlots(DenseSlots):
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PagedSlots:
         return PagedSlots(self.pool, self.table_BN, max(capacities))
 
-    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        return self.buffered().compact(index_BHK, kept_BHK, layout)
+    def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+        return self.move_to_buffers().move_to_front(index_BHK, kept_BHK, layout)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PagedSlots:
         """Apply `change` to the rows' pages: rows can be selected and ordered, but not copied."""
@@ -162,12 +162,12 @@ class PromptSlots(DenseSlots):
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PromptSlots:
         return PromptSlots(change(self.keys), change(self.values), self.pool, change(self.table_BN))
 
-    def closed(self, used: int) -> PagedSlots:
+    def close_columns(self, used: int) -> PagedSlots:
         return self._store_columns(self.keys[:, :, :used], self.values[:, :, :used], used)
 
-    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> PagedSlots:
+    def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> PagedSlots:
         width = max(*layout.capacities, index_BHK.shape[-1])
-        return self._store_columns(gathered(self.keys, index_BHK), gathered(self.values, index_BHK), width)
+        return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
         """Write columns to the pages, and zeros to the rest of the last one."""

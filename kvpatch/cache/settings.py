@@ -222,7 +222,7 @@ class CacheSettings:
             "positions": "renumbered" if self.renumbered else "original",
         }
 
-    def differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
+    def list_differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
         """List each differing setting as (name, own value, value of `other`); empty if caches are interchangeable."""
         if other is self:
             return

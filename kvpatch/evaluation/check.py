@@ -91,7 +91,7 @@ class Checks:
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
         self.ids_BT = ids.to(model.device)
-        self.tolerance = ROUNDINGS * rounding_error(model, self.target.mixers(), self.ids_BT, self._take_positions())
+        self.tolerance = ROUNDINGS * rounding_error(model, self.target.list_mixers(), self.ids_BT, self._take_positions())
 
     def _prompt_length(self, settings: Any) -> int:
         """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
@@ -162,7 +162,7 @@ class Checks:
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watched.note).logits_BSV
-        few, many = watched.evicted()
+        few, many = watched.count_evicted()
         count = f"{few} of" if few == many else f"{few} to {many} of"
         total = self.ids_BT.shape[1]
         none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "

@@ -133,11 +133,11 @@ class Comparison:
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
         try:
-            return Row(name, text, self.figures(policy, k, bits), bits=bits)
+            return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:
             return Row(name, text, None, str(error), bits)
 
-    def figures(self, policy: Policy, k: Any, bits: int = FULL) -> Figures:
+    def measure_policy(self, policy: Policy, k: Any, bits: int = FULL) -> Figures:
         """Measure one policy under one budget.
 
         Raises:

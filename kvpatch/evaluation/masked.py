@@ -50,7 +50,7 @@ class Evictions:
             seen[:, :, self.n + step, self.n + step] = True
         return seen.repeat_interleave(self.groups[index], 1)
 
-    def evicted(self) -> tuple[int, int]:
+    def count_evicted(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that a head had evicted in the end."""
         held = torch.cat([(positions >= 0).sum(-1).flatten() for positions in self.passes[-1]])
         return self.total - int(held.max()), self.total - int(held.min())

@@ -70,7 +70,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
             raise KVPatchError(_EMPTY)
         plain = DynamicCache()
         for layer, slots in enumerate(past.layers):
-            dense = slots.kv.dense(*slots.positions.shape[:2])
+            dense = slots.kv.make_dense(*slots.positions.shape[:2])
             plain.update(*dense.as_transformers(slots.used), layer)
         return plain, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
 

@@ -140,10 +140,10 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         stack=target.stack,
         budgets=budgets,
     )
-    refuse_pairs(settings.combine(listed=listed, least=_find_least(budget), alibi=target.alibi()))
+    refuse_pairs(settings.combine(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
     for rule, shape in zip(budget.rules, target.shapes(), strict=True):
         rule.check(policy, shape.heads)
-    for case in dict.fromkeys(target.cases(renumbered, policy)):
+    for case in dict.fromkeys(target.list_cases(renumbered, policy)):
         check(backend, case)
     return settings
 

@@ -155,7 +155,7 @@ class Measure:
     dtype: torch.dtype = torch.float32
     adds_up: bool = True
 
-    def joined(self, sums: Totals | None, sample: Sample) -> Totals:
+    def join_parts(self, sums: Totals | None, sample: Sample) -> Totals:
         """Return the sums with those of another piece, in float64 on the CPU; integers stay."""
         if sums is not None and not self.adds_up:
             return sums

@@ -21,7 +21,7 @@ def check(cache: EvictingCache) -> None:
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
         layer.short_heads()
-        layer.pace()
+        layer.update_pace()
     invariants.check_state(cache)
     if cache.ids.ids_BT is not None:
         invariants.must(cache.ids.ids_BT >= UNKNOWN, "ids holds a number that is no token")
@@ -42,7 +42,7 @@ def check(cache: EvictingCache) -> None:
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """Check that all numbers of held tokens are finite and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
-    slots = layer.kv.spread(real)
+    slots = layer.kv.spread_heads(real)
     if layer.kv.centre is not None:
         _check_finite(f"{where}: the centre of its keys", layer.kv.centre)
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.entries import centred, codecs
+from ..backends.entries import centre_codecs, codecs
 from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
@@ -137,8 +137,10 @@ def _restore_layer(
     if isinstance(layer.mode, Reading):
         layer.kv = reading(keys, values, layer.bits, layer.latent)
     else:
-        own = centred(codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent), tensors.pop("centre_BH1D", None))
-        layer.kv = slots.restored(keys, values, head_offsets, own)
+        own = centre_codecs(
+            codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent), tensors.pop("centre_BH1D", None)
+        )
+        layer.kv = slots.restore_slots(keys, values, head_offsets, own)
     for need in policy.needs:
         saved = {name: f"{need.name}.{name}" for name in need.saved({})}
         if need.note is not None and all(own in tensors for own in saved.values()):

@@ -75,7 +75,7 @@ def test_a_large_budget_is_checked_on_a_longer_text_or_said_not_to_be():
 def test_the_tolerance_comes_from_the_models_own_rounding(dtype):
     model = tiny.make("llama", dtype=dtype)
     checks = Checks(model, "window")
-    moved = rounding_error(model, checks.target.mixers(), checks.ids_BT, {})
+    moved = rounding_error(model, checks.target.list_mixers(), checks.ids_BT, {})
     assert checks.tolerance == 6 * moved
     unit = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
     assert 6 * unit <= checks.tolerance < 60 * unit

@@ -93,7 +93,7 @@ def test_an_undo_that_fails_does_not_keep_the_others_from_running():
     for _, mark in installation.marked:
         mark.undo.insert(len(mark.undo) // 2, lambda module: 1 / 0)
     for value in ("first", "second"):  # and the newest change is undone first
-        installation._set(model, installation._mark(model), "put_twice", value)
+        installation._set_attribute(model, installation._mark_module(model), "put_twice", value)
     with pytest.raises(ZeroDivisionError):
         handle.remove()
     assert snapshot(model) == before

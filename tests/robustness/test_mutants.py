@@ -440,7 +440,7 @@ MUTANTS = {
     "a threshold of summed query heads": (
         "policies/moving.py", "self.x * score.unit(context.group)", "self.x", f"{BUDGETS}[key_attention-threshold]"),
     "packing leaves the scores behind": (
-        "cache/layer.py", "fitted(gathered(tensor, order), C, 0)", "fitted(tensor, max(C, tensor.shape[2]), 0)[:, :, :C]",
+        "cache/layer.py", "fitted(gather_entries(tensor, order), C, 0)", "fitted(tensor, max(C, tensor.shape[2]), 0)[:, :, :C]",
         "tests/cache/test_moving.py::test_a_head_never_loses_more_than_it_may"),
     "losses are not rolled back": (
         "cache/rollback.py", "        setattr(layer, name, tensor)", "        pass",
@@ -458,7 +458,7 @@ MUTANTS = {
         "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
     "bits: a prompt attends to rounded keys": (
         "cache/narrow.py", "    return ReadingSlots(keys, values, then, (none",
-        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, (none",
+        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, (none",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "bits: an earlier prompt's entries are rounded again": (
         "cache/narrow.py", "            if W:\n", "            if False:\n",
@@ -466,7 +466,7 @@ MUTANTS = {
     "bits: a later block reads what was not rounded": (
         "cache/layer.py", "        self.kv = opened(self.kv)\n", "", "tests/cache/test_narrow.py::test_blocks[h2o-8]"),
     "bits: norms are noted of what attention does not see": (
-        "attention/layer_call.py", "key_codec.cached(k_BHQD)", "k_BHQD",
+        "attention/layer_call.py", "key_codec.round_trip(k_BHQD)", "k_BHQD",
         "tests/cache/test_narrow.py::test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads[4]"),
     "bits: a step unpacks the layer": (
         "backends/entries.py", "size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)", "size = T",
@@ -485,7 +485,7 @@ MUTANTS = {
         f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
-        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)",
+        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).round_trip(x)",
         "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
     "latents: the largest head's norm for their mean": (
         "attention/layer_call.py", "norms.unflatten(1, (H, each)).mean(2)", "norms.unflatten(1, (H, each)).amax(2)",
@@ -540,7 +540,7 @@ MUTANTS = {
         "arch/interface.py", 'names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")',
         'names = ("num_key_value_heads", "num_attention_heads")', f"{OWN}_a_decoder_that_reads_alone"),
     "cross-attention taken for the layer's own": (
-        "hooks/target.py", "model.named_modules() if not crosses(name, module))", "model.named_modules())",
+        "hooks/target.py", "model.named_modules() if not is_cross_attention(name, module))", "model.named_modules())",
         f"{OWN}_one_changes_nothing[trocr]"),
     "check: padding is not where the mask has it": (
         "evaluation/masked.py", "held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]", "pass",
@@ -563,7 +563,7 @@ MUTANTS = {
         ".to(dtype), [COLUMNS])", "first = tl.load(X + tl.arange(0, COLUMNS))",
         "tests/backends/test_triton_rounded.py::test_attention_sees_the_rounded_token[4]"),
     "bits: keys are rounded around zero": (
-        "cache/narrow.py", "self.then = centred(self.then, centre)", "self.then = centred(self.then, torch.zeros_like(centre))",
+        "cache/narrow.py", "centre_codecs(self.then, centre)", "centre_codecs(self.then, torch.zeros_like(centre))",
         f"{CENTRE}_large_channels_cost_nothing[llama_gqa-4]"),
     "bits: padding is a key of the centre": (
         "backends/entries.py", "empty, wide = ~real_BHT[..., None],", "empty, wide = ~real_BHT[..., None] & False,",
@@ -848,8 +848,8 @@ MUTANTS = {
         "attention/layer_call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
         f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
     "no gradient through keys that are evicted later": (
-        "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gathered",
-        "            with torch.no_grad():\n                self.graph = (gathered",
+        "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gather_entries",
+        "            with torch.no_grad():\n                self.graph = (gather_entries",
         f"{GRADIENTS}[llama_gqa-roco-None]"),
     "gradient only through this block's keys": (
         "attention/prefill.py", "old = slots.graph or (keys", "old = (keys",

@@ -213,7 +213,7 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
     if geometry.slopes_HG is not None or geometry.sliding is not None or q_BHGD.requires_grad:
         return None
     B, H, G, D = q_BHGD.shape
-    order, starts, filled = keys.head_offsets.sequences()
+    order, starts, filled = keys.head_offsets.view_sequences()
     once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)
     longest = max(keys.head_offsets.filled) + keys.grown
     q_NGD, k_F1D, v_F1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
 from ..device import capability
-from ..entries import FULL, centre_of, centred, codecs
+from ..entries import FULL, centre_codecs, centre_of, codecs
 from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
 from . import arguments
 
@@ -261,7 +261,7 @@ def step(
 
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
-    limits, memory = slots.limits if chosen.evicts else None, slots.kv.memory()
+    limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()
     keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
     first = limits.first.flatten() if limits is not None and limits.any_first else None
     recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
@@ -324,7 +324,7 @@ def plain_step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, softcap=softcap, sinks_HG=sinks, begin_N=begin, capacity_N=capacity, keep_BH=keep,
         first_B=first, recent_B=recent, tau=constant_tau if tau is None else tau,
-        codecs=centred(codecs(bits, q.shape[-1], q.shape[-1], q.dtype), centre),
+        codecs=centre_codecs(codecs(bits, q.shape[-1], q.shape[-1], q.dtype), centre),
     )  # fmt: skip
 
 

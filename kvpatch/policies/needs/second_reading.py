@@ -64,7 +64,7 @@ class SecondReading(Need[Tensor]):
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["repeated"]
 
-    def pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Yield (start, stop, tokens): the tokens that repeat the prompt's tokens from `start` to before `stop`."""
         first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
